@@ -1,0 +1,205 @@
+"""The replay buffer: what the searchers found (D_global), and which of it the trainer trains on (section 4.2).
+
+Each query keeps its latest distinct responses. A batch takes a query either from the latest sync (fresh, nearly on-policy) or from
+all that was ever seen (replay), and then K of that query's responses. Every operation touches only the queries it is about, so its cost does not
+depend on how much the buffer holds.
+"""
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Group:
+    """The S responses to one query, as a searcher sends them. Token arrays hold all responses end to end, `lengths` cuts them."""
+
+    query_id: int
+    version: int  # trainer step of the weights that the group was started with
+    last_version: int  # ... and finished with: a searcher takes new weights in mid-stream
+    prompt: np.ndarray  # (P,) int32 token ids
+    lengths: np.ndarray  # (S,) int32 tokens per response, end-of-sequence included
+    tokens: np.ndarray  # (sum of lengths,) int32
+    ref_logprobs: np.ndarray  # (sum of lengths,) float32, reference policy
+    behavior_logprobs: np.ndarray  # (sum of lengths,) float32, the policy that sampled, as vLLM reported it
+    rewards: np.ndarray  # (S,) float32
+    finished: np.ndarray  # (S,) bool, False where the response was cut off at the length limit
+
+
+@dataclass(eq=False)
+class Row:
+    """One response with its prompt: what the buffer keeps and what a batch is made of."""
+
+    query_id: int
+    version: int
+    prompt: np.ndarray  # (P,)
+    tokens: np.ndarray  # (T,)
+    ref_logprobs: np.ndarray  # (T,)
+    behavior_logprobs: np.ndarray  # (T,)
+    reward: float
+
+
+def rows_of(group: Group) -> list[Row]:
+    ends = np.cumsum(group.lengths).tolist()
+    rows = []
+    for start, end, reward in zip([0, *ends], ends, group.rewards.tolist()):
+        rows.append(Row(group.query_id, group.version, group.prompt, group.tokens[start:end],
+                        group.ref_logprobs[start:end], group.behavior_logprobs[start:end], reward))
+    return rows
+
+
+class Deck:
+    """Query ids drawn uniformly without replacement, from the start again when all were drawn. Adding and drawing cost O(1)."""
+
+    def __init__(self, cards: list[int] | None = None, drawn: int = 0):
+        self.cards = cards or []
+        self.drawn = drawn  # cards[:drawn] are out
+
+    def draw(self, rng: np.random.Generator) -> int:
+        if self.drawn == len(self.cards):
+            self.drawn = 0
+        i, j = self.drawn, int(rng.integers(self.drawn, len(self.cards)))
+        self.cards[i], self.cards[j] = self.cards[j], self.cards[i]  # one step of a Fisher-Yates shuffle
+        self.drawn += 1
+        return self.cards[i]
+
+
+class Shelf:
+    """The responses of one query, oldest out first when more than `capacity`. Adding costs O(1)."""
+
+    def __init__(self):
+        self.rows: list[Row] = []  # in no order of age: a newcomer takes the place of the one that leaves
+        self.rewards = np.empty(8, np.float64)  # rewards[i] is that of rows[i]; grows by doubling
+        self.place: OrderedDict[bytes | object, int] = OrderedDict()  # key -> index in rows, oldest first
+
+    def add(self, row: Row, capacity: int, drop_duplicates: bool) -> None:
+        key = row.tokens.tobytes() if drop_duplicates else object()
+        if key in self.place:  # an exact duplicate: the newest copy stays, and counts as new
+            index = self.place.pop(key)
+        elif len(self.rows) == capacity:
+            _, index = self.place.popitem(last=False)
+        else:
+            index = len(self.rows)
+            self.rows.append(row)
+            if index == len(self.rewards):
+                self.rewards = np.concatenate([self.rewards, np.empty_like(self.rewards)])
+        self.rows[index], self.rewards[index], self.place[key] = row, row.reward, index
+
+    def draw(self, count: int, inverse_temperature: float, rng: np.random.Generator) -> list[Row]:
+        """`count` rows by softmax(reward * inverse_temperature): without replacement, unless there are fewer than `count`."""
+        logits = self.rewards[: len(self.rows)] * inverse_temperature
+        noisy = logits + rng.gumbel(size=len(logits))
+        if len(logits) >= count:  # Gumbel top-k: the k largest are a draw without replacement
+            chosen = np.argpartition(-noisy, count - 1)[:count]
+        else:  # the largest of fresh noise each time is a draw with replacement
+            chosen = (logits + rng.gumbel(size=(count, len(logits)))).argmax(axis=1)
+        return [self.rows[i] for i in chosen]
+
+
+class ReplayBuffer:
+    """D_global of the paper.
+
+    capacity_per_query: responses kept per query.
+    reward_inverse_temperature: a replayed query's responses are drawn by softmax(reward * this); 0 draws uniformly.
+    seed: of all draws; the same additions and draws give the same rows.
+    drop_duplicates: of responses with the same tokens only the newest is kept. Off in a synchronous run, which trains on all it generates.
+    """
+
+    def __init__(self, capacity_per_query: int, reward_inverse_temperature: float, seed: int, drop_duplicates: bool = True):
+        self.capacity_per_query = capacity_per_query
+        self.reward_inverse_temperature = reward_inverse_temperature
+        self.drop_duplicates = drop_duplicates
+        self.rng = np.random.default_rng(seed)
+        self.all: dict[int, Shelf] = {}  # query id -> every response held
+        self.all_deck = Deck()
+        self.recent: dict[int, Shelf] = {}  # query id -> the responses that the latest sync added
+        self.recent_deck = Deck()
+        self.recent_step = -1  # trainer step of that sync
+        self.responses = 0  # held in `all`
+
+    def add(self, groups: list[Group], step: int) -> None:
+        """Takes what one sync brought. Calls with one `step` are one sync; a sync that brought nothing leaves the recent set as it was."""
+        if groups and step != self.recent_step:
+            self.recent, self.recent_deck, self.recent_step = {}, Deck(), step
+        for group in groups:
+            for shelves, deck in (self.all, self.all_deck), (self.recent, self.recent_deck):
+                if group.query_id not in shelves:
+                    shelves[group.query_id] = Shelf()
+                    deck.cards.append(group.query_id)
+            shelf, recent = self.all[group.query_id], self.recent[group.query_id]
+            self.responses -= len(shelf.rows)
+            for row in rows_of(group):
+                shelf.add(row, self.capacity_per_query, self.drop_duplicates)
+                recent.add(row, self.capacity_per_query, self.drop_duplicates)
+            self.responses += len(shelf.rows)
+
+    def sample(self, queries_per_batch: int, responses_per_query: int, most_on_policy_prob: float) -> list[Row]:
+        """B x K rows, those of one query contiguous. Raises ValueError on an empty buffer.
+
+        Each of the B queries is, independently, with probability m one of the latest sync, with K of the responses which that sync
+        added to it, drawn uniformly; otherwise one of all queries, with K of its responses drawn by reward. Either way the queries come
+        without replacement until all have been drawn, and responses repeat only where there are fewer than K.
+        """
+        if not self.all:
+            raise ValueError("the replay buffer is empty: add groups before sampling")
+        batch = []
+        for _ in range(queries_per_batch):
+            if self.rng.random() < most_on_policy_prob:
+                shelf, inverse_temperature = self.recent[self.recent_deck.draw(self.rng)], 0.0
+            else:
+                shelf, inverse_temperature = self.all[self.all_deck.draw(self.rng)], self.reward_inverse_temperature
+            batch += shelf.draw(responses_per_query, inverse_temperature, self.rng)
+        return batch
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The whole state as plain arrays, fit for np.savez without pickle."""
+        state = {
+            "rng": np.array(json.dumps(self.rng.bit_generator.state)),
+            "recent_step": np.array(self.recent_step),
+            "all_drawn": np.array(self.all_deck.drawn),
+            "recent_drawn": np.array(self.recent_deck.drawn),
+        }
+        for name, shelves, deck in ("all", self.all, self.all_deck), ("recent", self.recent, self.recent_deck):
+            rows = [row for query in deck.cards for row in shelves[query].rows]
+            state |= {
+                f"{name}_cards": np.array(deck.cards, np.int64),
+                f"{name}_counts": np.array([len(shelves[query].rows) for query in deck.cards], np.int64),
+                f"{name}_ages": np.array([i for query in deck.cards for i in shelves[query].place.values()], np.int64),
+                f"{name}_versions": np.array([row.version for row in rows], np.int64),
+                f"{name}_rewards": np.array([row.reward for row in rows], np.float64),
+            }
+            for field in ("prompt", "tokens", "ref_logprobs", "behavior_logprobs"):
+                arrays = [getattr(row, field) for row in rows]
+                state[f"{name}_{field}_lengths"] = np.array([len(array) for array in arrays], np.int64)
+                state[f"{name}_{field}"] = np.concatenate(arrays) if arrays else np.empty(0)
+        return state
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Goes on exactly where the buffer that gave `state` was."""
+        self.rng.bit_generator.state = json.loads(str(state["rng"]))
+        self.recent_step = int(state["recent_step"])
+        for name in ("all", "recent"):
+            columns = {
+                field: np.split(state[f"{name}_{field}"], np.cumsum(state[f"{name}_{field}_lengths"])[:-1])
+                for field in ("prompt", "tokens", "ref_logprobs", "behavior_logprobs")
+            }
+            cards, shelves, start = state[f"{name}_cards"].tolist(), {}, 0
+            for query, count in zip(cards, state[f"{name}_counts"].tolist()):
+                shelf = shelves[query] = Shelf()
+                rows = [
+                    Row(query, int(state[f"{name}_versions"][i]), columns["prompt"][i], columns["tokens"][i],
+                        columns["ref_logprobs"][i], columns["behavior_logprobs"][i], float(state[f"{name}_rewards"][i]))
+                    for i in range(start, start + count)
+                ]
+                for row in rows:
+                    shelf.add(row, count, self.drop_duplicates)
+                # add() filled rows in the saved order; now the order of age as well, so that the same rows leave first.
+                keys = list(shelf.place)
+                for index in state[f"{name}_ages"][start : start + count].tolist():
+                    shelf.place.move_to_end(keys[index])
+                start += count
+            setattr(self, name, shelves)
+            setattr(self, f"{name}_deck", Deck(cards, int(state[f"{name}_drawn"])))
+        self.responses = sum(len(shelf.rows) for shelf in self.all.values())

@@ -1,0 +1,203 @@
+"""Config: every setting of a run, and a preset per task.
+
+A field is a flag (`--queries_per_batch 7`), the string under it is its help text. `build_config` turns a command line into a checked Config.
+"""
+
+import argparse
+import difflib
+import inspect
+import re
+import typing
+from dataclasses import dataclass
+
+
+class UserError(Exception):
+    """Something the user can put right. Shown as one line; exit code 2."""
+
+
+@dataclass
+class Config:
+    # What to learn
+    task: str = "arithmetic"
+    """A name in tasks/ or the path of a .py file with a task of your own."""
+    model: str = ""
+    """Policy and reference policy at the start: a local directory or a hub id. Empty: the one the task brings or its preset names."""
+    data_dir: str = ""
+    """Directory with the task's data files. Empty: the task's hub dataset, if it has one."""
+    output_dir: str = ""
+    """Where the run writes. Empty: runs/<task>-<time>."""
+    seed: int = 0
+    """Seeds the order of queries, the sampling of responses and the draws from the buffer."""
+    trust_remote_code: bool = False
+    """Let the model's repository run its own code."""
+
+    # The objective
+    loss: str = "tb"
+    """The objective, a key of LOSSES in loss.py."""
+    beta: float = 0.01
+    """Strength of the pull towards the reference policy, at step 0."""
+    beta_final: float | None = None
+    """beta at the end of its linear schedule. None: constant."""
+    beta_steps: int = 0
+    """Steps over which beta goes linearly from beta to beta_final."""
+    beta_stop_step: int | None = None
+    """Step at which beta jumps to beta_final, wherever the line is. None: it follows the line to its end."""
+
+    # The batch
+    steps: int = 1000
+    """Optimizer steps."""
+    queries_per_batch: int = 7
+    """B, queries in a batch."""
+    responses_per_query: int = 20
+    """K, responses per query in a batch; log Z of a query is estimated from them."""
+    samples_per_query: int = 24
+    """S, responses that a searcher generates for a query; at least K."""
+    queries_per_micro_batch: int = 1
+    """Queries per forward and backward pass; divides B. The gradient does not depend on it, memory does."""
+
+    # Search and replay
+    sync_period: int = 2
+    """k, trainer steps between two syncs."""
+    most_on_policy_prob: float = 0.95
+    """m, probability that a query of the batch is drawn from those of the latest sync."""
+    initial_responses: int = 500
+    """Responses in the buffer before the first step."""
+    capacity_per_query: int = 100
+    """Responses that the buffer keeps per query."""
+    reward_inverse_temperature: float = 0.0
+    """Replay draws a query's responses by softmax(reward times this). 0: uniformly."""
+    temperature: float = 0.7
+    """Sampling temperature; the logits of policy and reference policy are divided by it too."""
+    max_prompt_tokens: int = 512
+    """A query with a longer prompt is skipped and counted."""
+    max_response_tokens: int = 512
+    """A response is cut off here, and counts as unfinished."""
+    synchronous: bool = False
+    """Train on-policy with the same code, for comparison: the trainer waits for each batch, k = 1, m = 1, S = K, duplicates kept."""
+
+    # The optimizer (AdamW)
+    learning_rate: float = 1e-5
+    """Peak learning rate."""
+    lr_schedule: str = "constant"
+    """constant, linear (to 0 at the last step) or warmup_stable_decay (cosine decay); all start with warmup_steps."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    stable_steps: int = 0
+    """warmup_stable_decay: steps at the peak."""
+    decay_steps: int = 0
+    """warmup_stable_decay: length of the decay; it may end after the last step."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: float | None = None
+    """Clip the gradient to this norm. None: no clipping."""
+
+    # Processes and progress
+    searchers: int | None = None
+    """Searcher processes. None: one per GPU besides the trainer's, one if there is a single GPU or none."""
+    gpu_memory_utilization: float | None = None
+    """Share of its GPU's memory that a searcher's vLLM takes. None: 0.75 on a GPU of its own, 0.3 on one shared with the trainer."""
+    searcher_timeout: float = 600.0
+    """Seconds without a sign of life after which a process is taken for dead, the loading of its model included."""
+    eval_every: int = 0
+    """Steps between evaluations in mid-run. 0: only the base model and the final one."""
+
+    def task_options(self) -> dict:
+        """What load_task passes on to the task."""
+        return {"data_dir": self.data_dir} if self.data_dir else {}
+
+
+LR_SCHEDULES = ("constant", "linear", "warmup_stable_decay")
+
+PRESETS: dict[str, dict] = {
+    "arithmetic": dict(
+        beta=0.05, steps=300, queries_per_batch=16, responses_per_query=8, samples_per_query=12, queries_per_micro_batch=16, sync_period=2,
+        most_on_policy_prob=0.5, initial_responses=400, temperature=1.0, max_prompt_tokens=16, max_response_tokens=8,
+        learning_rate=5e-4, lr_schedule="linear", warmup_steps=10, max_grad_norm=1.0,
+    ),
+    # The run behind Figure 1 of the paper: 700 steps of a schedule made for 1,000.
+    "gsm8k": dict(
+        model="realtreetune/rho-1b-sft-GSM8K", steps=700, beta=0.014, beta_final=0.004, beta_steps=500,
+        learning_rate=1e-5, lr_schedule="warmup_stable_decay", warmup_steps=50, stable_steps=350, decay_steps=600,
+        queries_per_batch=7, responses_per_query=20, samples_per_query=24, most_on_policy_prob=0.95, sync_period=2, initial_responses=500,
+        temperature=0.7, reward_inverse_temperature=0.0, max_prompt_tokens=512, max_response_tokens=512,
+    ),
+}
+
+
+def build_config(arguments: list[str]) -> Config:
+    """The command line as a Config: the defaults, over them the task's preset, over that the flags. Raises UserError."""
+    flags, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        known = [f"--{name}" for name in Config.__dataclass_fields__ if name != "task"]
+        nearest = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        raise UserError(f"unknown argument {unknown[0]!r}" + (f": did you mean {nearest[0]}?" if nearest else ": see python tba.py --help"))
+    config = Config(**{**PRESETS.get(getattr(flags, "task", Config.task), {}), **vars(flags)})
+    if config.synchronous:
+        config.sync_period, config.most_on_policy_prob, config.samples_per_query = 1, 1.0, config.responses_per_query
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Raises UserError for what can be seen to be wrong without loading anything."""
+    for name in ("samples_per_query", "responses_per_query"):
+        if getattr(config, name) < 2:
+            raise UserError(f"--{name} is {getattr(config, name)}: it must be at least 2, log Z of a query is a mean over its responses")
+    for name in ("steps", "queries_per_batch", "queries_per_micro_batch", "sync_period", "max_prompt_tokens", "max_response_tokens",
+                 "beta", "learning_rate", "temperature", "searcher_timeout", "beta_final", "max_grad_norm", "searchers"):
+        if getattr(config, name) is not None and not 0 < getattr(config, name) < float("inf"):
+            raise UserError(f"--{name} is {getattr(config, name)}: it must be positive")
+    for name in ("beta_steps", "initial_responses", "reward_inverse_temperature", "warmup_steps", "stable_steps", "decay_steps",
+                 "weight_decay", "eval_every", "seed"):
+        if not 0 <= getattr(config, name) < float("inf"):
+            raise UserError(f"--{name} is {getattr(config, name)}: it must not be negative")
+    if config.responses_per_query > config.samples_per_query:
+        raise UserError(f"--responses_per_query is {config.responses_per_query}, more than --samples_per_query {config.samples_per_query}: "
+                        "a query needs at least as many samples as it is trained with")
+    if config.samples_per_query > config.capacity_per_query:
+        raise UserError(f"--capacity_per_query is {config.capacity_per_query}, less than --samples_per_query {config.samples_per_query}: "
+                        "the buffer must hold one group of a query")
+    if config.queries_per_batch % config.queries_per_micro_batch:
+        raise UserError(f"--queries_per_batch {config.queries_per_batch} is not divisible by --queries_per_micro_batch "
+                        f"{config.queries_per_micro_batch}")
+    if not 0 <= config.most_on_policy_prob <= 1:
+        raise UserError(f"--most_on_policy_prob is {config.most_on_policy_prob}: it is a probability, from 0 to 1")
+    if config.gpu_memory_utilization is not None and not 0 < config.gpu_memory_utilization < 1:
+        raise UserError(f"--gpu_memory_utilization is {config.gpu_memory_utilization}: it is a share, between 0 and 1")
+    if config.lr_schedule not in LR_SCHEDULES:
+        raise UserError(f"--lr_schedule is {config.lr_schedule!r}: it is one of {', '.join(LR_SCHEDULES)}")
+    if config.beta_final is not None and not config.beta_steps and config.beta_stop_step is None:
+        raise UserError(f"--beta_final is {config.beta_final} but nothing says when: give --beta_steps or --beta_stop_step")
+    if config.synchronous and config.searchers and config.searchers > config.queries_per_batch:
+        raise UserError(f"--searchers is {config.searchers}, more than --queries_per_batch {config.queries_per_batch}: in a synchronous run "
+                        "each searcher generates a share of every batch")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Read off the source of Config: a comment starts a group of flags, a field is a flag, the string under it is its help."""
+    parser = _Parser(prog="python tba.py", usage="python tba.py [TASK] [--flag value ...]", allow_abbrev=False,
+                     argument_default=argparse.SUPPRESS, description="Trajectory Balance with Asynchrony on one machine.",
+                     epilog="Presets: " + "; ".join(f"{task}: {preset}" for task, preset in PRESETS.items()))
+    types = typing.get_type_hints(Config)
+    group, name = parser, ""
+    for line in inspect.getsource(Config).splitlines():
+        if line.startswith("    # "):
+            group = parser.add_argument_group(line.removeprefix("    # "))
+        elif field := re.match(r"    (\w+): ", line):
+            name = field[1]
+        elif name and line.startswith('    """'):
+            default = getattr(Config, name)
+            text = line.strip().strip('"').replace("%", "%%") + ("" if default in ("", None, False) else f" (default {default})")
+            if name == "task":
+                group.add_argument("task", nargs="?", metavar="TASK", help=text)
+            elif types[name] is bool:
+                group.add_argument(f"--{name}", action="store_true", help=text)
+            else:
+                kind = next(t for t in (typing.get_args(types[name]) or [types[name]]) if t is not type(None))
+                group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
+    return parser

@@ -1,0 +1,161 @@
+"""What a person looks at: progress while it runs, metrics.jsonl, curves.png, timeline.json and timeline.png."""
+
+import json
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+PLAIN_PERIOD = 5.0  # seconds between two progress lines where there is no terminal
+MERGED = {"search": 0.002, "wait": 0.05}  # engine steps and polls that are closer than this, in seconds, become one span
+COLORS = {"search": "tab:blue", "score": "tab:cyan", "reference": "tab:purple", "publish": "tab:orange", "load": "tab:olive",
+          "wait": "lightgray", "step": "tab:green", "eval": "tab:red"}  # fmt: skip
+
+
+class Timeline:
+    """The spans of one process, appended to logs/<process>.spans.jsonl as they end."""
+
+    def __init__(self, run_dir: str, process: str):
+        self.file = open(Path(run_dir) / "logs" / f"{process.replace(' ', '-')}.spans.jsonl", "a")
+        self.last: tuple[str, float, float] | None = None  # name, start, end
+
+    @contextmanager
+    def span(self, name: str):
+        start = time.monotonic()  # one clock for all processes of a machine
+        yield
+        end = time.monotonic()
+        if self.last and self.last[0] == name and start - self.last[2] < MERGED.get(name, 0.0):
+            self.last = (name, self.last[1], end)
+        else:
+            self.flush()
+            self.last = (name, start, end)
+
+    def flush(self) -> None:
+        if self.last:
+            print(json.dumps(self.last), file=self.file, flush=True)
+            self.last = None
+
+
+class Report:
+    """The trainer's: writes metrics.jsonl and shows progress, live on a terminal and as plain lines otherwise."""
+
+    def __init__(self, run_dir: str, steps: int):
+        self.steps = steps
+        self.start = time.monotonic()
+        self.file = open(Path(run_dir) / "metrics.jsonl", "a")
+        self.shown = -PLAIN_PERIOD
+        self.live = None
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self.live = Live(auto_refresh=False)
+            self.live.start()
+
+    def step(self, metrics: dict) -> None:
+        """A line of metrics.jsonl, and now and then one for the person who watches."""
+        self.write(metrics)
+        now = time.monotonic()
+        if now - self.shown < (0.25 if self.live else PLAIN_PERIOD) and metrics["step"] < self.steps:
+            return
+        self.shown = now
+        if self.live:
+            self.live.update(self.table(metrics), refresh=True)
+        else:
+            names = ("reward", "loss", "log_z", "kl", "entropy", "staleness_mean", "trainer_busy", "searcher_tokens_per_second")
+            shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
+            print(f"step {metrics['step']}/{self.steps}  {shown}  {now - self.start:.0f} s", flush=True)
+
+    def write(self, line: dict) -> None:
+        print(json.dumps(line), file=self.file, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line that stays: an evaluation, a wait, something dropped."""
+        if self.live:
+            self.live.console.print(text, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def table(self, metrics: dict):
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        seconds = time.monotonic() - self.start
+        table = Table(title=f"step {metrics['step']} of {self.steps}, {seconds:.0f} s", title_justify="left", show_header=False)
+        table.add_row("progress", ProgressBar(total=self.steps, completed=metrics["step"], width=40))
+        for name, value in metrics.items():
+            if name not in ("step", "seconds"):
+                table.add_row(name, f"{value:.5g}" if isinstance(value, float) else str(value))
+        return table
+
+    def close(self) -> None:
+        if self.live:
+            self.live.stop()
+        self.file.close()
+
+
+def draw(run_dir: str, metric: str) -> None:
+    """curves.png, timeline.json and timeline.png, from what the processes have written so far."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    lines = [json.loads(line) for line in open(Path(run_dir) / "metrics.jsonl")] if (Path(run_dir) / "metrics.jsonl").exists() else []
+    draw_curves(run_dir, [line for line in lines if "loss" in line], [line for line in lines if metric in line], metric)
+    draw_timeline(run_dir)
+
+
+def draw_curves(run_dir: str, steps: list[dict], evaluations: list[dict], metric: str) -> None:
+    import matplotlib.pyplot as plt
+
+    panels = ("reward", "loss", "log_z", "kl", "entropy", "staleness_mean", "grad_norm", "mismatch")
+    figure, axes = plt.subplots(2, 4, figsize=(16, 6), constrained_layout=True)
+    for axis, name in zip(axes.flat, panels):
+        axis.plot(*zip(*[(line["step"], line[name]) for line in steps if name in line] or [(0, 0)]), label=name)
+        axis.set(title=name, xlabel="trainer step")
+    reward = axes.flat[0]
+    reward.plot([e["step"] for e in evaluations], [e[metric] for e in evaluations], "o-", label=f"{metric}, test queries, greedy")
+    reward.legend()
+    figure.savefig(Path(run_dir) / "curves.png", dpi=80)
+    plt.close(figure)
+
+
+def read_spans(run_dir: str) -> dict[str, list[tuple[str, float, float]]]:
+    """Process -> its spans (name, start, end), the trainer first."""
+    files = sorted((Path(run_dir) / "logs").glob("*.spans.jsonl"), key=lambda file: (not file.stem.startswith("trainer"), file.stem))
+    return {file.name.removesuffix(".spans.jsonl"): [tuple(json.loads(line)) for line in open(file)] for file in files}
+
+
+def draw_timeline(run_dir: str, seconds: float = 2.0) -> None:
+    """timeline.json, a Chrome trace (open it in ui.perfetto.dev), and timeline.png: the whole run and `seconds` from its middle."""
+    import matplotlib.pyplot as plt
+
+    spans = read_spans(run_dir)
+    zero = min((start for rows in spans.values() for _, start, _ in rows), default=0.0)
+    events = []
+    for pid, (process, rows) in enumerate(spans.items()):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}})
+        events += [{"ph": "X", "pid": pid, "tid": 0, "name": name, "ts": 1e6 * (start - zero), "dur": 1e6 * (end - start)}
+                   for name, start, end in rows]  # fmt: skip
+    with open(Path(run_dir) / "timeline.json", "w") as file:
+        json.dump({"traceEvents": events}, file)
+
+    steps = [start - zero for name, start, _ in spans.get("trainer", []) if name == "step"]
+    middle = steps[len(steps) // 2] if steps else 0.0
+    figure, axes = plt.subplots(2, 1, figsize=(14, 3 + len(spans)), constrained_layout=True)
+    for axis, title in zip(axes, ("the whole run", f"{seconds:g} s from its middle")):
+        for row, rows in enumerate(spans.values()):
+            for name, color in COLORS.items():
+                bars = [(start - zero, end - start) for span, start, end in rows if span == name]
+                axis.broken_barh(bars, (-row - 0.4, 0.8), color=color, label=name if row == 0 else None)
+        axis.set(yticks=[-row for row in range(len(spans))], yticklabels=list(spans), title=title, xlabel="seconds")
+    axes[1].set_xlim(middle, middle + seconds)
+    figure.legend(*axes[0].get_legend_handles_labels(), ncols=len(COLORS), loc="outside lower center", frameon=False)
+    figure.savefig(Path(run_dir) / "timeline.png", dpi=80)
+    plt.close(figure)
+
+
+def trainer_busy(run_dir: str) -> float:
+    """Share of the time from the beginning of the first step to the end of the last in which the trainer worked, from its spans."""
+    spans = read_spans(run_dir)["trainer"]
+    steps = [span for span in spans if span[0] == "step"]
+    first, last = steps[0][1], steps[-1][2]
+    return sum(end - start for name, start, end in spans if name != "wait" and first <= start and end <= last) / (last - first)

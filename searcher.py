@@ -1,0 +1,303 @@
+"""A Searcher: generates responses with its delayed copy of the policy, scores them, sends them off. It never waits for the trainer.
+
+Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine steps the searcher looks for newer
+weights and takes them in mid-stream. A response may so span two versions, which is fine: trajectory balance does not ask who sampled it.
+"""
+
+import hashlib
+import json
+import queue
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from buffer import Group
+from config import Config
+from policy import load_policy, load_tokenizer, response_logprobs
+from processes import Board, device
+from report import Timeline
+from tasks import Query, Task, load_task
+from weights import SharedWeights
+
+ENGINE_ROWS = 256  # responses that vLLM generates at a time
+SAMPLES_PERIOD = 1.0  # seconds between two groups in samples.jsonl
+SCORES_WATCHED = 100  # more than half of the latest this many groups without scores end the run
+
+
+@dataclass
+class Evaluation:
+    """The mean score of the greedy responses to all test queries."""
+
+    version: int
+    score: float
+    queries: int
+    long_prompts: int  # test queries left out, their prompt exceeds the limit
+
+
+@dataclass
+class Running:
+    """A query in the engine."""
+
+    query: Query
+    prompt: list[int]  # token ids
+    version: int  # of the weights when it was added
+
+
+class Searcher:
+    def __init__(self, config: Config, rank: int, weights: SharedWeights, groups, board: Board, run_dir: str):
+        self.config, self.rank, self.weights, self.groups, self.board = config, rank, weights, groups, board
+        self.name = f"searcher {rank}"
+        self.timeline = Timeline(run_dir, self.name)
+        self.samples = open(f"{run_dir}/samples.jsonl", "a")
+        self.sampled_at = -SAMPLES_PERIOD  # when a group last went to samples.jsonl
+        self.task = load_task(config.task, **config.task_options())
+        self.queries = self.task.queries("train")
+        self.tokenizer = load_tokenizer(config)
+        self.llm = load_engine(config)
+        # On this device, so that the trainer holds no second model.
+        self.reference = load_policy(config, device())
+        self.version = 0  # of the weights in the engine: config.model is the trainer's version 0
+        self.evaluated = -1  # the newest version that an evaluation was started for
+        self.evaluation: EvaluationRun | None = None
+        self.running: dict[str, Running] = {}
+        self.started = 0  # queries drawn so far
+        self.quota = 0  # synchronous: queries that this searcher still owes to this version
+        self.outbox: deque[Group | Evaluation] = deque()
+        self.unscored = deque(maxlen=SCORES_WATCHED)  # True where a group got no scores
+
+    def search(self) -> None:
+        self.begin_version()
+        while not self.board.stop:
+            self.board.beat(self.name)
+            self.send()
+            self.take_new_weights()
+            if not self.outbox:  # a full queue is the one thing that a searcher waits for
+                self.start_queries()
+            if self.outbox or not self.llm.llm_engine.has_unfinished_requests():
+                with self.timeline.span("wait"):
+                    time.sleep(0.005)
+                continue
+            with self.work("search"):
+                outputs = self.llm.llm_engine.step()
+            finished = [o for o in outputs if o.request_id in self.running]
+            if finished:
+                self.finish_groups(finished)
+            if self.evaluation and (result := self.evaluation.take(outputs)):
+                self.outbox.append(result)
+                self.evaluation = None
+        self.timeline.flush()
+
+    def take_new_weights(self) -> None:
+        """With responses in mid-stream, but not with an evaluation: that is of one version."""
+        if self.weights.version > self.version and not self.evaluation:
+            with self.work("load"), self.weights.read(self.rank) as (version, tensors):
+                load_weights(self.llm, tensors.items())
+            self.version = version
+            self.begin_version()
+
+    def begin_version(self) -> None:
+        self.quota = len(range(self.rank, self.config.queries_per_batch, self.config.searchers))
+        due = self.version == 0 or self.evaluated < self.weights.evaluation_version <= self.version
+        if self.rank == 0 and due:
+            self.evaluated = self.version
+            self.evaluation = EvaluationRun(self.llm, self.task, self.tokenizer, self.config, self.version)
+
+    def start_queries(self) -> None:
+        """Keeps the engine full, with one group more that starts as soon as a row is free."""
+        while len(self.running) * self.config.samples_per_query < ENGINE_ROWS and (self.quota or not self.config.synchronous):
+            query, visit = self.next_query()
+            prompt = self.tokenizer(query.prompt).input_ids
+            if len(prompt) > self.config.max_prompt_tokens:
+                self.board.add(self.name, "long_prompts", 1)
+                if self.board.get(self.name, "long_prompts") >= len(self.queries) and not self.board.get(self.name, "responses"):
+                    raise ValueError(f"no prompt of the task is within --max_prompt_tokens {self.config.max_prompt_tokens}")
+                continue
+            request = f"{query.id}.{visit}"
+            seed = int.from_bytes(hashlib.blake2b(f"{self.config.seed}.{request}".encode(), digest_size=4).digest())
+            add_request(self.llm, request, prompt, self.version, n=self.config.samples_per_query, temperature=self.config.temperature,
+                        max_tokens=self.config.max_response_tokens, seed=seed)
+            self.running[request] = Running(query, prompt, self.version)
+            self.quota -= 1
+
+    def next_query(self) -> tuple[Query, int]:
+        """The next query of this searcher's share, and how often all queries were visited before: each epoch is shuffled anew and dealt out."""
+        share = range(self.rank, len(self.queries), self.config.searchers)
+        epoch, index = divmod(self.started, len(share))
+        if index == 0:
+            self.order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self.queries))
+        self.started += 1
+        return self.queries[self.order[share[index]]], epoch
+
+    def finish_groups(self, outputs: list) -> None:
+        """Scores what the engine finished in one step, adds reference log-probabilities, and puts the groups in the outbox."""
+        finished = [(self.running.pop(output.request_id), output.outputs) for output in outputs]
+        with self.work("score"):
+            texts = [self.tokenizer.batch_decode([c.token_ids for c in candidates], skip_special_tokens=True) for _, candidates in finished]
+            done = [[c.finish_reason == "stop" for c in candidates] for _, candidates in finished]
+            rewards = self.rewards([run.query for run, _ in finished], texts, done)
+        scored = [(*f, text, d, r) for f, text, d, r in zip(finished, texts, done, rewards) if r is not None]
+        if not scored:
+            return
+        prompts = [np.array(run.prompt, np.int32) for run, candidates, *_ in scored for _ in candidates]
+        responses = [np.array(c.token_ids, np.int32) for _, candidates, *_ in scored for c in candidates]
+        with self.work("reference"), torch.no_grad():
+            padded = response_logprobs(self.reference, prompts, responses, self.config.temperature).cpu().numpy()  # (rows, T)
+        references = iter([row[: len(response)] for row, response in zip(padded, responses)])
+        for run, candidates, text, d, r in scored:
+            self.write_samples(run, text, d, r)
+            self.board.add(self.name, "responses", len(candidates))
+            self.board.add(self.name, "tokens", sum(len(c.token_ids) for c in candidates))
+            self.outbox.append(Group(
+                query_id=run.query.id,
+                version=run.version,
+                last_version=self.version,
+                prompt=np.array(run.prompt, np.int32),
+                lengths=np.array([len(c.token_ids) for c in candidates], np.int32),
+                tokens=np.concatenate([c.token_ids for c in candidates]).astype(np.int32),
+                ref_logprobs=np.concatenate([next(references) for _ in candidates]),
+                behavior_logprobs=np.array([lp[t].logprob for c in candidates for t, lp in zip(c.token_ids, c.logprobs)], np.float32),
+                rewards=r,
+                finished=np.array(d),
+            ))  # fmt: skip
+
+    def rewards(self, queries: list[Query], texts: list[list[str]], done: list[list[bool]]) -> list[np.ndarray | None]:
+        """Per group its (S,) rewards; None for one that is dropped: score() raised, or gave something other than S finite numbers."""
+        counts = [len(group) for group in texts]
+        try:  # one call for all
+            flat = score(self.task, np.repeat(np.array(queries, object), counts).tolist(), sum(texts, []), sum(done, []))
+            self.unscored.extend([False] * len(queries))
+            return np.split(flat, np.cumsum(counts)[:-1])
+        except Exception as error:
+            if len(queries) > 1:  # again one by one, so that a bad query takes no other with it
+                return [self.rewards([q], [t], [d])[0] for q, t, d in zip(queries, texts, done)]
+            self.board.add(self.name, "unscored_groups", 1)
+            self.unscored.append(True)
+            self.quota += 1  # a synchronous batch needs another query in its place
+            print(f"query {queries[0].id} is dropped, it got no scores:", file=sys.stderr)
+            traceback.print_exc()
+            if sum(self.unscored) > SCORES_WATCHED / 2:
+                raise RuntimeError(f"{sum(self.unscored)} of the latest {len(self.unscored)} groups got no scores") from error
+            return [None]
+
+    def write_samples(self, run: Running, texts: list[str], done: list[bool], rewards: np.ndarray) -> None:
+        if time.monotonic() - self.sampled_at < SAMPLES_PERIOD:
+            return
+        self.sampled_at = time.monotonic()
+        for text, finished, reward in zip(texts, done, rewards.tolist()):
+            line = {"version": run.version, "query_id": run.query.id, "prompt": run.query.prompt, "answer": str(run.query.answer),
+                    "response": text, "extracted": self.task.extract(text), "reward": reward, "finished": finished}  # fmt: skip
+            print(json.dumps(line, ensure_ascii=False), file=self.samples, flush=True)
+
+    def send(self) -> None:
+        while self.outbox:
+            try:
+                self.groups.put_nowait(self.outbox[0])
+            except queue.Full:
+                return
+            self.outbox.popleft()
+
+    @contextmanager
+    def work(self, name: str):
+        start = time.monotonic()
+        with self.timeline.span(name):
+            yield
+        self.board.add(self.name, "busy", time.monotonic() - start)
+
+
+class EvaluationRun:
+    """Greedy responses to all test queries, generated in the engine beside whatever else runs there."""
+
+    def __init__(self, llm, task: Task, tokenizer, config: Config, version: int):
+        self.task, self.tokenizer, self.version = task, tokenizer, version
+        queries = task.queries("test")
+        prompts = [tokenizer(query.prompt).input_ids for query in queries]
+        self.queries = {f"evaluation.{query.id}": query for query, p in zip(queries, prompts) if len(p) <= config.max_prompt_tokens}
+        if not self.queries:
+            raise ValueError(f"no test prompt of the task is within --max_prompt_tokens {config.max_prompt_tokens}")
+        self.long_prompts = len(queries) - len(self.queries)
+        self.outputs = {}  # request id -> the finished response
+        for query, prompt in zip(queries, prompts):
+            if f"evaluation.{query.id}" in self.queries:
+                add_request(llm, f"evaluation.{query.id}", prompt, version, n=1, temperature=0.0, max_tokens=config.max_response_tokens)
+
+    def take(self, outputs: list) -> Evaluation | None:
+        """Collects its own among the engine's outputs; the result, once all are there."""
+        self.outputs |= {o.request_id: o.outputs[0] for o in outputs if o.request_id in self.queries}
+        if len(self.outputs) < len(self.queries):
+            return None
+        responses = [self.outputs[request] for request in self.queries]
+        texts = self.tokenizer.batch_decode([r.token_ids for r in responses], skip_special_tokens=True)
+        scores = score(self.task, list(self.queries.values()), texts, [r.finish_reason == "stop" for r in responses])
+        return Evaluation(self.version, float(scores.mean()), len(scores), self.long_prompts)
+
+
+def score(task: Task, queries: list[Query], responses: list[str], finished: list[bool]) -> np.ndarray:
+    """task.score, checked: (N,) finite float32. Raises whatever score() raises, and ValueError for anything else than N finite numbers."""
+    scores = np.array(task.score(queries, responses, finished), np.float32)
+    if scores.shape != (len(responses),) or not np.isfinite(scores).all():
+        raise ValueError(f"score() must give {len(responses)} finite numbers for as many responses, it gave {scores!r}")
+    return scores
+
+
+# vLLM: everything that knows its inside is below.
+
+
+def load_engine(config: Config):
+    import vllm  # slow to import: the parent, which imports this module's neighbours, does without
+
+    cuda = device().type == "cuda"
+    return vllm.LLM(
+        config.model, dtype="bfloat16" if cuda else "float32", seed=config.seed, trust_remote_code=config.trust_remote_code,
+        max_model_len=config.max_prompt_tokens + config.max_response_tokens, max_num_seqs=ENGINE_ROWS,
+        enforce_eager=not cuda, **({"gpu_memory_utilization": config.gpu_memory_utilization} if cuda else {}),
+        distributed_executor_backend="uni",  # in this process: no worker to orphan, and weights go in without RPC
+        logprobs_mode="processed_logprobs",  # behaviour log-probabilities at the sampling temperature
+    )  # fmt: skip
+
+
+def add_request(llm, request: str, prompt: list[int], version: int, **sampling) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    # The prefix cache holds keys and values of the weights that computed them. The salt keeps those of other versions out of reach;
+    # emptying the cache instead is impossible while requests run.
+    prompt = {"prompt_token_ids": prompt, "cache_salt": str(version)}
+    llm.llm_engine.add_request(request, prompt, SamplingParams(**sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY))
+
+
+def load_weights(llm, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """New weights into a running engine. The only function that reaches into vLLM; its test compares log-probabilities with transformers'."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+    if device().type == "cpu":
+        # With tied embeddings on CPU the reload leaves the packed copy of the old output embedding in place: pack it anew.
+        llm.apply_model(repack_output_embedding)
+
+
+def repack_output_embedding(model: torch.nn.Module) -> None:
+    head = getattr(model, "lm_head", None)
+    if head is not None:
+        head.quant_method.process_weights_after_loading(head)
+
+
+def run(config: Config, rank: int, weights: SharedWeights, groups, board: Board, run_dir: str) -> None:
+    """The searcher process."""
+    Searcher(config, rank, weights, groups, board, run_dir).search()
+    groups.cancel_join_thread()  # the run is over: nobody reads what is still in the queue
+
+
+def evaluate_saved(config: Config, connection) -> None:
+    """A process of its own: loads the model at config.model afresh and sends its Evaluation through `connection`."""
+    llm = load_engine(config)
+    evaluation = EvaluationRun(llm, load_task(config.task, **config.task_options()), load_tokenizer(config), config, config.steps)
+    result = None
+    while result is None:
+        result = evaluation.take(llm.llm_engine.step())
+    connection.send(result)

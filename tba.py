@@ -1,0 +1,230 @@
+"""Trajectory Balance with Asynchrony, on one machine: the command line. It starts the processes, watches them, and ends them.
+
+    python tba.py                       # the arithmetic demo, no GPU needed
+    python tba.py gsm8k                 # RhoMath-1B on GSM8K: the trainer on GPU 0, a searcher on each other GPU
+    python tba.py --help
+
+Spawned children import this file: nothing slow (torch, vllm) is imported at its top.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from config import Config, UserError, build_config
+
+SHUTDOWN_SECONDS = 10.0  # from the request to stop to the kill
+EVALUATION_SECONDS = 3600.0  # for the final evaluation, the start of its engine included
+QUEUE_GROUPS = 256  # groups that may wait for the trainer before their searcher waits too
+LOG_LINES = 25  # of a failed process, shown
+
+
+class RunFailed(Exception):
+    """A process of the run failed; the message says which and shows the end of its log."""
+
+
+class Interrupt:
+    """The signal that asked the run to end, if one did. A second one ends it at once."""
+
+    def __init__(self):
+        self.signal = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self)
+
+    def __call__(self, number: int, frame) -> None:
+        if self.signal:
+            os.killpg(0, signal.SIGKILL) if os.getpgrp() == os.getpid() else os._exit(128 + number)
+        self.signal = number
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        config = build_config(arguments)
+        task = check_task(config)
+        config.model = find_model(config, task)
+        config.output_dir = find_run_dir(config)
+        return run(config, task.metric)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted before the run began: nothing was written", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def check_task(config: Config):
+    """The task, its data read once so that a bad row shows now and not in a searcher. Raises UserError."""
+    from tasks import load_task
+
+    task = load_task(config.task, **config.task_options())
+    for split in ("train", "test"):
+        task.queries(split)
+    return task
+
+
+def find_model(config: Config, task) -> str:
+    """A local directory as an absolute path, or a hub id. Raises UserError for a path that does not exist."""
+    model = config.model or task.base_model()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"--model {model!r} holds no model: it has no config.json")
+        return str(path.resolve())
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise UserError(f"--model {model!r} does not exist: give a local directory or a hub id like organisation/name")
+    return model
+
+
+def find_run_dir(config: Config) -> str:
+    """Raises UserError for a directory that cannot be written to or already holds a run. Creates nothing yet."""
+    directory = Path(config.output_dir or f"runs/{Path(config.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise UserError(f"--output_dir {str(directory)!r} already holds a run: give another one, or remove it")
+    existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output_dir {str(directory)!r} cannot be written: {str(existing)!r} is no directory that you may write to")
+    return str(directory)
+
+
+def run(config: Config, metric: str) -> int:
+    """Everything behind the checks of the command line. Returns the exit code; raises UserError while nothing has started."""
+    import torch.multiprocessing
+
+    import processes
+    import report
+    from loss import LOSSES
+    from policy import weight_shapes
+    from weights import SharedWeights, check_shared_memory
+
+    if config.loss not in LOSSES:
+        raise UserError(f"--loss is {config.loss!r}: it is one of {', '.join(LOSSES)}")
+    places = processes.places(config)
+    config.searchers = len(places) - 1
+    cuda = places[0].gpu is not None
+    if config.gpu_memory_utilization is None:
+        config.gpu_memory_utilization = 0.3 if places[0].gpu == places[1].gpu else 0.75
+    shapes = weight_shapes(config)
+    dtype = torch.bfloat16 if cuda else torch.float32  # what vLLM computes in
+    try:
+        check_shared_memory(SharedWeights.required_bytes(shapes, dtype))
+    except MemoryError as error:
+        raise UserError(str(error)) from error
+    describe(config, places, sum(torch.Size(shape).numel() for shape in shapes.values()))
+
+    run_dir = config.output_dir
+    (Path(run_dir) / "logs").mkdir(parents=True)
+    with open(Path(run_dir) / "config.json", "w") as file:
+        json.dump(dataclasses.asdict(config), file, indent=2)
+    interrupt = Interrupt()
+    weights = SharedWeights(shapes, dtype, readers=config.searchers + 1)  # the trainer reads too, to compare with vLLM
+    board = processes.Board([place.name for place in places])
+    context = torch.multiprocessing.get_context("spawn")
+    queues = [context.Queue(QUEUE_GROUPS) for _ in range(config.searchers)]  # one each: a killed searcher may leave its own locked
+    children = [processes.start(places[0], "trainer:run", (config, weights, queues, board, run_dir), run_dir)]
+    for rank, place in enumerate(places[1:]):
+        children.append(processes.start(place, "searcher:run", (config, rank, weights, queues[rank], board, run_dir), run_dir))
+    try:
+        watch(children, board, config, interrupt)
+        stop(children, board)
+        if not interrupt.signal:
+            final_evaluation(config, metric, places[1], interrupt)
+    except RunFailed as failure:
+        print(f"error: {failure}\npartial results are in {run_dir}", file=sys.stderr)
+        return 1
+    finally:
+        stop(children, board)
+        report.draw(run_dir, metric)
+    if interrupt.signal:
+        print(f"stopped by {signal.Signals(interrupt.signal).name}: partial results are in {run_dir}", file=sys.stderr)
+        return 128 + interrupt.signal
+    print(f"trainer busy: {report.trainer_busy(run_dir):.3f} of the time between the first and the last step")
+    print(f"results: {run_dir}")
+    return 0
+
+
+def describe(config: Config, places: list, parameters: int) -> None:
+    """What is about to happen, before it happens."""
+    print(f"task {config.task}, model {config.model} ({parameters / 1e6:.1f} M parameters)")
+    for place in places:
+        print(f"{place.name} on {place}")
+    mode = "synchronous, on-policy" if config.synchronous else f"asynchronous, sync every {config.sync_period} steps"
+    print(f"{config.steps} steps of {config.queries_per_batch} queries x {config.responses_per_query} responses, {mode}, seed {config.seed}")
+    print(f"results will be in {config.output_dir}", flush=True)
+
+
+def watch(children: list, board, config: Config, interrupt: Interrupt) -> None:
+    """Returns when the trainer is done, or has been told to stop and has. Raises RunFailed when a process dies or goes silent."""
+    deadline = None
+    while children[0].is_alive():
+        time.sleep(0.05)
+        if interrupt.signal and deadline is None:
+            board.stop = True
+            deadline = time.monotonic() + SHUTDOWN_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        for child in children:
+            if not child.is_alive() and not (child is children[0] and child.exitcode == 0) and not board.stop:
+                raise RunFailed(f"{child.name} ended with exit code {child.exitcode}\n{log_tail(config, child.name)}")
+            if board.silence(child.name) > config.searcher_timeout:
+                raise RunFailed(f"{child.name} gave no sign of life for {board.silence(child.name):.0f} s (--searcher_timeout)")
+    if children[0].exitcode:
+        raise RunFailed(f"trainer ended with exit code {children[0].exitcode}\n{log_tail(config, 'trainer')}")
+
+
+def stop(children: list, board) -> None:
+    """All down: those that do not end by themselves in time are killed."""
+    board.stop = True
+    deadline = time.monotonic() + SHUTDOWN_SECONDS / 2
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+        if child.is_alive():
+            child.kill()
+            child.join()
+
+
+def final_evaluation(config: Config, metric: str, place, interrupt: Interrupt) -> None:
+    """Loads the saved model afresh into an engine of its own and evaluates it there."""
+    import torch.multiprocessing
+
+    import processes
+
+    saved = dataclasses.replace(config, model=str(Path(config.output_dir, "model").resolve()))
+    if place.gpu is None:
+        place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))  # all others have ended
+    place = dataclasses.replace(place, name="evaluation")
+    receiver, sender = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
+    child = processes.start(place, "searcher:evaluate_saved", (saved, sender), config.output_dir)
+    sender.close()
+    deadline = time.monotonic() + EVALUATION_SECONDS
+    try:
+        while not receiver.poll(0.1):
+            if interrupt.signal:
+                return
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the final evaluation took longer than {EVALUATION_SECONDS:.0f} s")
+        result = receiver.recv()
+    except EOFError:
+        child.join()
+        raise RunFailed(f"the final evaluation ended with exit code {child.exitcode}\n{log_tail(config, 'evaluation')}") from None
+    finally:
+        child.kill()
+        child.join()
+    with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
+        print(json.dumps({"step": config.steps, f"final_{metric}": result.score}), file=file)
+    print(f"final {metric}: {result.score:.2f} ({result.queries} test queries, greedy, the saved model loaded afresh)", flush=True)
+
+
+def log_tail(config: Config, name: str) -> str:
+    import processes
+
+    path = processes.log_path(config.output_dir, name)
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join([f"the end of {path}:", *lines[-LOG_LINES:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,302 @@
+"""The Trainer: steps the optimizer on what the buffer holds and publishes the weights. It waits only while there is not enough to train on.
+
+    every k steps   publish the weights, drain the queues into the buffer
+    every step      sample B queries x K responses, loss, backward, AdamW
+"""
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.func import functional_call
+from torch.nn.utils import clip_grad_norm_
+from transformers import get_scheduler
+
+from buffer import Group, ReplayBuffer, Row
+from config import Config
+from loss import LOSSES, LossInputs, Metrics
+from policy import load_policy, load_tokenizer, response_logprobs
+from processes import Board, device
+from report import Report, Timeline
+from searcher import Evaluation
+from tasks import load_task
+from weights import SharedWeights
+
+HEALTH_PERIOD = 10.0  # seconds of waiting between two lines that say for whom
+RATE_WINDOW = 10.0  # seconds over which rates and busy shares are taken
+MISMATCH_PERIOD = 20  # syncs between two measurements of the mismatch with vLLM
+BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
+
+
+class Trainer:
+    def __init__(self, config: Config, weights: SharedWeights, queues: list, board: Board, run_dir: str):
+        self.config, self.weights, self.queues, self.board, self.run_dir = config, weights, queues, board, run_dir
+        board.beat("trainer")
+        self.timeline = Timeline(run_dir, "trainer")
+        self.metric = load_task(config.task, **config.task_options()).metric
+        self.report = Report(run_dir, config.steps)
+        torch.manual_seed(config.seed)
+        self.policy = load_policy(config, device())
+        # fp32 masters: a step of 1e-5 times a bf16 weight rounds away.
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+        self.lr_schedule = lr_schedule(self.optimizer, config)
+        self.buffer = ReplayBuffer(config.capacity_per_query, config.reward_inverse_temperature, config.seed,
+                                   drop_duplicates=not config.synchronous)  # fmt: skip
+        self.step = 0  # optimizer steps done; the version of the weights
+        self.publish_due = self.evaluation_due = False
+        self.evaluated = -1  # the newest version whose evaluation has come
+        self.fresh: dict[str, float] = {}  # figures of the groups of the latest sync, as they were generated
+        self.skipped_publishes = self.bad_steps = self.bad_steps_in_a_row = 0
+        self.waited = 0.0  # seconds
+        self.rates: deque[tuple[float, float, float, float]] = deque()
+
+    def train(self) -> None:
+        config = self.config
+        self.publish()
+        if not config.synchronous:
+            self.fill_buffer()
+        while self.step < config.steps and not self.board.stop:
+            if self.step % config.sync_period == 0:
+                self.sync()
+            elif self.publish_due:
+                self.publish()
+            if self.board.stop:
+                break
+            with self.timeline.span("step"):
+                rows = self.buffer.sample(config.queries_per_batch, config.responses_per_query, config.most_on_policy_prob)
+                metrics = self.update(rows)
+            self.report.step(metrics | self.figures(rows))
+        self.finish()
+
+    def sync(self) -> None:
+        """New groups in, new weights out, and nobody waits. In a synchronous run: new weights out, and wait for the batch made with them."""
+        self.evaluation_due |= self.step > 0 and self.config.eval_every > 0 and self.step % self.config.eval_every < self.config.sync_period
+        if not self.config.synchronous:
+            self.add(self.drain())
+            self.publish()
+            return
+        self.publish()
+        groups: list[Group] = []
+        self.wait(lambda: f"{self.config.queries_per_batch - len(groups)} more groups of version {self.step}",
+                  lambda: groups.extend(self.drain()) or len(groups) >= self.config.queries_per_batch)  # fmt: skip
+        self.add(sorted(groups, key=lambda group: group.query_id))  # whichever came first, the batch is the same
+
+    def publish(self) -> None:
+        if self.weights.version == self.step and not self.evaluation_due:
+            return
+        with self.timeline.span("publish"):
+            done = self.weights.publish(self.step, self.policy.named_parameters(), evaluate=self.evaluation_due)
+        self.skipped_publishes += not done  # slow readers hold every slot: try again at the next step
+        self.publish_due = not done
+        self.evaluation_due &= not done
+
+    def drain(self) -> list[Group]:
+        """What lies in the queues. Evaluations among it are reported."""
+        groups = []
+        for waiting in self.queues:
+            try:
+                while True:
+                    item = waiting.get_nowait()
+                    if isinstance(item, Evaluation):
+                        self.take_evaluation(item)
+                    else:
+                        groups.append(item)
+            except queue.Empty:
+                pass
+        return groups
+
+    def add(self, groups: list[Group]) -> None:
+        self.buffer.add(groups, self.step)
+        if groups:
+            self.fresh |= describe(groups)
+            if (self.step // self.config.sync_period) % MISMATCH_PERIOD == 0:
+                self.fresh |= self.mismatch(groups)
+
+    def fill_buffer(self) -> None:
+        def ready() -> bool:
+            self.add(self.drain())
+            return self.buffer.responses >= max(1, self.config.initial_responses)
+
+        self.wait(lambda: f"the first {self.config.initial_responses} responses, {self.buffer.responses} are here", ready)
+
+    def update(self, rows: list[Row]) -> Metrics:
+        """One optimizer step on B x K rows, a few queries at a time. Each row weighs the same whatever the micro-batch."""
+        config = self.config
+        beta = beta_at(config, self.step)
+        size = config.queries_per_micro_batch * config.responses_per_query
+        totals: Metrics = {"loss": 0.0}
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            loss, metrics = LOSSES[config.loss](self.loss_inputs(part, beta))
+            (loss * len(part) / len(rows)).backward()
+            for name, value in {"loss": loss.detach(), **metrics}.items():
+                totals[name] = totals.get(name, 0.0) + value * len(part) / len(rows)
+        grad_norm = float(clip_grad_norm_(self.policy.parameters(), config.max_grad_norm or float("inf")))
+        learning_rate = self.lr_schedule.get_last_lr()[0]
+        if np.isfinite(grad_norm):
+            self.optimizer.step()
+            self.bad_steps_in_a_row = 0
+        else:
+            self.bad_steps += 1
+            self.bad_steps_in_a_row += 1
+            self.report.say(f"step {self.step}: the gradient norm is {grad_norm}: the step is skipped")
+            if self.bad_steps_in_a_row == BAD_STEPS:
+                raise FloatingPointError(f"{BAD_STEPS} steps in a row had a gradient that is not finite: lower --learning_rate or raise --beta")
+        self.optimizer.zero_grad()
+        self.lr_schedule.step()
+        self.step += 1
+        self.board.beat("trainer")
+        return {"step": self.step} | {k: float(v) for k, v in totals.items()} | {"grad_norm": grad_norm, "learning_rate": learning_rate, "beta": beta}
+
+    def loss_inputs(self, rows: list[Row], beta: float) -> LossInputs:
+        logprobs = response_logprobs(self.policy, [r.prompt for r in rows], [r.tokens for r in rows], self.config.temperature)  # (N, T)
+
+        def padded(arrays: list[np.ndarray]) -> torch.Tensor:
+            out = np.zeros(logprobs.shape, np.float32)
+            for i, array in enumerate(arrays):
+                out[i, : len(array)] = array
+            return torch.from_numpy(out).to(logprobs.device)
+
+        return LossInputs(
+            logprobs=logprobs,
+            ref_logprobs=padded([r.ref_logprobs for r in rows]),
+            behavior_logprobs=padded([r.behavior_logprobs for r in rows]),
+            mask=padded([np.ones(len(r.tokens)) for r in rows]),  # by length, not by token id: end-of-sequence may equal padding
+            rewards=torch.tensor([r.reward for r in rows], device=logprobs.device),
+            group_size=self.config.responses_per_query,
+            beta=beta,
+        )
+
+    def figures(self, rows: list[Row]) -> dict:
+        """The figures of a step that are not the loss's own."""
+        now, board = time.monotonic(), self.board
+        self.rates.append((now, self.waited, board.total("busy"), board.total("tokens")))
+        while self.rates[0][0] < now - RATE_WINDOW and len(self.rates) > 2:
+            self.rates.popleft()
+        seconds, waited, searched, tokens = np.subtract(self.rates[-1], self.rates[0]) if len(self.rates) > 1 else (1.0, 0.0, 0.0, 0.0)
+        staleness = [self.step - 1 - row.version for row in rows]  # the step that was just made started from version step - 1
+        return self.fresh | {
+            "staleness_mean": float(np.mean(staleness)),
+            "staleness_max": max(staleness),
+            "trainer_busy": 1.0 - waited / seconds,
+            "searcher_busy": searched / seconds / self.config.searchers,
+            "searcher_tokens_per_second": tokens / seconds,
+            "queue_depth": sum(waiting.qsize() for waiting in self.queues),
+            "buffer_responses": self.buffer.responses,
+            "buffer_queries": len(self.buffer.all),
+            "long_prompts": int(board.total("long_prompts")),
+            "unscored_groups": int(board.total("unscored_groups")),
+            "bad_steps": self.bad_steps,
+            "skipped_publishes": self.skipped_publishes,
+            "seconds": now - self.report.start,
+        }
+
+    @torch.no_grad()
+    def mismatch(self, groups: list[Group]) -> dict[str, float]:
+        """Mean |difference| of a token's log-probability between vLLM and transformers, under the same weights: a published version, and a
+        group that it alone sampled. Near 0 it shows that the searchers' weights are the ones that were published."""
+        with self.weights.read(self.config.searchers) as (version, tensors):  # the pin behind the searchers' is the trainer's own
+            group = next((g for g in reversed(groups) if g.version == g.last_version == version), None)
+            if group is None:
+                return {}
+            scorer = Scorer(self.policy)
+            published = {f"policy.{name}": tensor.to(device(), torch.float32) for name, tensor in tensors.items()}
+            responses = np.split(group.tokens, np.cumsum(group.lengths)[:-1])
+            logprobs = functional_call(scorer, published, ([group.prompt] * len(responses), responses, self.config.temperature))
+        behavior = np.split(group.behavior_logprobs, np.cumsum(group.lengths)[:-1])
+        differences = [np.abs(row[: len(b)] - b) for row, b in zip(logprobs.cpu().numpy(), behavior)]
+        return {"mismatch": float(np.concatenate(differences).mean())}
+
+    def wait(self, what: Callable[[], str], ready: Callable[[], bool]) -> None:
+        """Until ready() or the run is stopped. Says for whom it waits; raises TimeoutError when every searcher has gone silent."""
+        start = said = time.monotonic()
+        with self.timeline.span("wait"):
+            while not ready() and not self.board.stop:
+                self.board.beat("trainer")
+                silence = {name: self.board.silence(name) for name in self.board.names[1:]}
+                if min(silence.values()) > self.config.searcher_timeout:
+                    raise TimeoutError(f"no searcher gave a sign of life for {min(silence.values()):.0f} s while the trainer waited for {what()}")
+                if time.monotonic() - said > HEALTH_PERIOD:
+                    said = time.monotonic()
+                    signs = ", ".join(f"{name} {seconds:.0f} s ago" for name, seconds in silence.items())
+                    self.report.say(f"waiting since {said - start:.0f} s for {what()}; last signs of life: {signs}")
+                time.sleep(0.005)
+        self.waited += time.monotonic() - start
+
+    def take_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluated = max(self.evaluated, evaluation.version)
+        self.report.write({"step": evaluation.version, self.metric: evaluation.score})
+        what = f"base {self.metric}:" if evaluation.version == 0 else f"step {evaluation.version}: {self.metric}"
+        self.report.say(f"{what} {evaluation.score:.2f} ({evaluation.queries} test queries, greedy)")
+        if evaluation.long_prompts:
+            self.report.say(f"{evaluation.long_prompts} test queries were left out: prompt over --max_prompt_tokens {self.config.max_prompt_tokens}")
+
+    def finish(self) -> None:
+        """The last weights, published and evaluated if the run came to its end, and saved in any case."""
+        if self.step == self.config.steps:
+            self.publish_due = self.evaluation_due = True
+
+            def evaluated() -> bool:
+                if self.publish_due:
+                    self.publish()
+                self.drain()
+                return self.evaluated >= self.step
+
+            self.wait(lambda: f"the evaluation of version {self.step}", evaluated)
+        directory = Path(self.run_dir) / "model"
+        self.policy.save_pretrained(directory)
+        load_tokenizer(self.config).save_pretrained(directory)
+        if skipped := int(self.board.total("long_prompts")):
+            self.report.say(f"{skipped} queries were skipped: prompt over --max_prompt_tokens {self.config.max_prompt_tokens}")
+        if unscored := int(self.board.total("unscored_groups")):
+            self.report.say(f"{unscored} groups were dropped, they got no scores: see logs/")
+        self.timeline.flush()
+        self.report.close()
+
+
+class Scorer(torch.nn.Module):
+    """response_logprobs as a module, for functional_call to run it with other weights than the policy's own."""
+
+    def __init__(self, policy: torch.nn.Module):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, prompts, responses, temperature):
+        return response_logprobs(self.policy, prompts, responses, temperature)
+
+
+def describe(groups: list[Group]) -> dict[str, float]:
+    """Figures of groups as they were generated; the buffer, which drops duplicates, would distort them. KL and entropy are unbiased for the
+    policy that sampled: of a whole response against the reference policy, in nats, and per token."""
+    behavior, reference = (np.concatenate([getattr(g, name) for g in groups]) for name in ("behavior_logprobs", "ref_logprobs"))
+    lengths = np.concatenate([g.lengths for g in groups])
+    return {
+        "reward": float(np.concatenate([g.rewards for g in groups]).mean()),
+        "kl": float((behavior - reference).sum() / len(lengths)),
+        "entropy": float(-behavior.mean()),
+        "response_tokens": float(lengths.mean()),
+        "finished": float(np.concatenate([g.finished for g in groups]).mean()),
+    }
+
+
+def beta_at(config: Config, step: int) -> float:
+    if config.beta_final is None:
+        return config.beta
+    if config.beta_stop_step is not None and step >= config.beta_stop_step:
+        return config.beta_final
+    return config.beta + (config.beta_final - config.beta) * min(1.0, step / max(1, config.beta_steps))
+
+
+def lr_schedule(optimizer: torch.optim.Optimizer, config: Config):
+    name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
+    extra = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps} if name == "warmup_stable_decay" else {}
+    return get_scheduler(name, optimizer, config.warmup_steps, config.steps, scheduler_specific_kwargs=extra)
+
+
+def run(config: Config, weights: SharedWeights, queues: list, board: Board, run_dir: str) -> None:
+    """The trainer process."""
+    Trainer(config, weights, queues, board, run_dir).train()
