@@ -116,7 +116,7 @@ def start(place: Place, target: str, arguments: tuple, run_dir: str) -> torch.mu
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in the searcher's own process: nothing to orphan
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it moves the threads to cores of its own choice
-        "VLLM_LOGGING_LEVEL": "ERROR"  # at WARNING each load of weights writes a line per rotary embedding
+        "VLLM_LOGGING_LEVEL": "ERROR",  # at WARNING each load of weights writes a line per rotary embedding
         "VLLM_NO_USAGE_STATS": "1",
     }
     if place.gpu is None:
