@@ -162,6 +162,10 @@ def check(config: Config) -> None:
                         f"{config.queries_per_micro_batch}")
     if not 0 <= config.most_on_policy_prob <= 1:
         raise UserError(f"--most_on_policy_prob is {config.most_on_policy_prob}: it is a probability, from 0 to 1")
+    if config.temperature > 2:
+        raise UserError(f"--temperature is {config.temperature}: vLLM samples at 2 at most")
+    if config.lr_schedule == "warmup_stable_decay" and not config.decay_steps:
+        raise UserError("--lr_schedule warmup_stable_decay needs --decay_steps")
     if config.gpu_memory_utilization is not None and not 0 < config.gpu_memory_utilization < 1:
         raise UserError(f"--gpu_memory_utilization is {config.gpu_memory_utilization}: it is a share, between 0 and 1")
     if config.lr_schedule not in LR_SCHEDULES:

@@ -98,18 +98,10 @@ class Board:
         self.flags[0] = int(value)
 
 
-def log_path(run_dir: str, name: str) -> Path:
-    return Path(run_dir) / "logs" / f"{name.replace(' ', '-')}.log"
-
-
-def start(place: Place, target: str, arguments: tuple, run_dir: str) -> torch.multiprocessing.Process:
-    """Spawns `target` ("module:function") at its place; what it prints goes to its log, but for the trainer's progress.
-
-    CUDA_VISIBLE_DEVICES, the number of threads and the cores must be set before the child imports torch, and it imports torch to unpickle
-    its arguments: so the parent takes them on for the moment of the start, and the child inherits them.
-    """
+def environment(place: Place) -> dict[str, str]:
+    """What a process must find in its environment before it imports torch or vLLM."""
     threads = str(len(place.cores))
-    environment = {
+    variables = {
         "CUDA_VISIBLE_DEVICES": place.gpu or "",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -120,14 +112,27 @@ def start(place: Place, target: str, arguments: tuple, run_dir: str) -> torch.mu
         "VLLM_NO_USAGE_STATS": "1",
     }
     if place.gpu is None:
-        environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # vLLM's sampler would be compiled in mid-search, 16 s at the first time
+        variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # vLLM's sampler would be compiled in mid-search, 16 s at the first time
+    return variables
+
+
+def log_path(run_dir: str, name: str) -> Path:
+    return Path(run_dir) / "logs" / f"{name.replace(' ', '-')}.log"
+
+
+def start(place: Place, target: str, arguments: tuple, run_dir: str) -> torch.multiprocessing.Process:
+    """Spawns `target` ("module:function") at its place; what it prints goes to its log, but for the trainer's progress.
+
+    CUDA_VISIBLE_DEVICES, the number of threads and the cores must be set before the child imports torch, and it imports torch to unpickle
+    its arguments: so the parent takes them on for the moment of the start, and the child inherits them.
+    """
     saved_environment, saved_cores = dict(os.environ), os.sched_getaffinity(0)
     process = torch.multiprocessing.get_context("spawn").Process(
         target=_child, args=(target, arguments, log_path(run_dir, place.name), place.name == "trainer", os.getpid()), name=place.name, daemon=True
     )
     try:
-        os.environ.update(environment)
+        os.environ.update(environment(place))
         os.sched_setaffinity(0, place.cores)
         process.start()
     finally:
@@ -141,7 +146,8 @@ def _child(target: str, arguments: tuple, log: Path, owns_terminal: bool, parent
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent, whatever kills it
     if os.getppid() != parent:
         sys.exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group, and so do some schedulers: the parent decides
+        signal.signal(number, signal.SIG_IGN)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 2)
         if not owns_terminal:

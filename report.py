@@ -6,6 +6,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 PLAIN_PERIOD = 5.0  # seconds between two progress lines where there is no terminal
 MERGED = {"search": 0.002, "wait": 0.05}  # engine steps and polls that are closer than this, in seconds, become one span
 COLORS = {"search": "tab:blue", "score": "tab:cyan", "reference": "tab:purple", "publish": "tab:orange", "load": "tab:olive",
@@ -124,7 +126,7 @@ def read_spans(run_dir: str) -> dict[str, list[tuple[str, float, float]]]:
     return {file.name.removesuffix(".spans.jsonl"): [tuple(json.loads(line)) for line in open(file)] for file in files}
 
 
-def draw_timeline(run_dir: str, seconds: float = 2.0) -> None:
+def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:
     """timeline.json, a Chrome trace (open it in ui.perfetto.dev), and timeline.png: the whole run and `seconds` from its middle."""
     import matplotlib.pyplot as plt
 
@@ -140,15 +142,25 @@ def draw_timeline(run_dir: str, seconds: float = 2.0) -> None:
 
     steps = [start - zero for name, start, _ in spans.get("trainer", []) if name == "step"]
     middle = steps[len(steps) // 2] if steps else 0.0
-    figure, axes = plt.subplots(2, 1, figsize=(14, 3 + len(spans)), constrained_layout=True)
-    for axis, title in zip(axes, ("the whole run", f"{seconds:g} s from its middle")):
-        for row, rows in enumerate(spans.values()):
-            for name, color in COLORS.items():
-                bars = [(start - zero, end - start) for span, start, end in rows if span == name]
-                axis.broken_barh(bars, (-row - 0.4, 0.8), color=color, label=name if row == 0 else None)
+    end = max((end - zero for rows in spans.values() for *_, end in rows), default=1.0)
+    edges = np.linspace(0.0, end, 201)
+    figure, (whole, detail) = plt.subplots(2, 1, figsize=(14, 3 + len(spans)), constrained_layout=True)
+    for row, rows in enumerate(spans.values()):
+        base = np.full(200, -row - 0.4)
+        for name, color in COLORS.items():
+            bars = [(start - zero, stop - start) for span, start, stop in rows if span == name]
+            # Over the whole run single spans are thinner than a pixel: show the share of each 200th of the time instead.
+            times = np.array([0.0] + [t for start, length in bars for t in (start, start + length)])
+            spent = np.cumsum([0.0] + [t for _, length in bars for t in (0.0, length)])
+            share = np.diff(np.interp(edges, times, spent)) / (edges[1] - edges[0])
+            whole.bar(edges[:-1], 0.8 * share, edges[1] - edges[0], base, align="edge", color=color, label=name if row == 0 else None)
+            base = base + 0.8 * share
+            detail.broken_barh(bars, (-row - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
+    for axis, title in (whole, "the whole run: share of each activity"), (detail, f"{seconds:g} s from its middle"):
         axis.set(yticks=[-row for row in range(len(spans))], yticklabels=list(spans), title=title, xlabel="seconds")
-    axes[1].set_xlim(middle, middle + seconds)
-    figure.legend(*axes[0].get_legend_handles_labels(), ncols=len(COLORS), loc="outside lower center", frameon=False)
+    whole.set_xlim(0.0, end)
+    detail.set_xlim(middle, middle + seconds)
+    figure.legend(*whole.get_legend_handles_labels(), ncols=len(COLORS), loc="outside lower center", frameon=False)
     figure.savefig(Path(run_dir) / "timeline.png", dpi=80)
     plt.close(figure)
 

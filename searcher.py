@@ -85,7 +85,7 @@ class Searcher:
                 with self.timeline.span("wait"):
                     time.sleep(0.005)
                 continue
-            with self.work("search"):
+            with self.work("eval" if self.evaluation else "search"):
                 outputs = self.llm.llm_engine.step()
             finished = [o for o in outputs if o.request_id in self.running]
             if finished:

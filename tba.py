@@ -120,7 +120,7 @@ def run(config: Config, metric: str) -> int:
     with open(Path(run_dir) / "config.json", "w") as file:
         json.dump(dataclasses.asdict(config), file, indent=2)
     interrupt = Interrupt()
-    weights = SharedWeights(shapes, dtype, readers=config.searchers + 1)  # the trainer reads too, to compare with vLLM
+    weights = SharedWeights(shapes, dtype, readers=config.searchers)
     board = processes.Board([place.name for place in places])
     context = torch.multiprocessing.get_context("spawn")
     queues = [context.Queue(QUEUE_GROUPS) for _ in range(config.searchers)]  # one each: a killed searcher may leave its own locked

@@ -28,7 +28,7 @@ from weights import SharedWeights
 
 HEALTH_PERIOD = 10.0  # seconds of waiting between two lines that say for whom
 RATE_WINDOW = 10.0  # seconds over which rates and busy shares are taken
-MISMATCH_PERIOD = 20  # syncs between two measurements of the mismatch with vLLM
+MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
 
 
@@ -51,6 +51,7 @@ class Trainer:
         self.evaluated = -1  # the newest version whose evaluation has come
         self.fresh: dict[str, float] = {}  # figures of the groups of the latest sync, as they were generated
         self.skipped_publishes = self.bad_steps = self.bad_steps_in_a_row = 0
+        self.mismatch_due = 0  # step from which the mismatch is to be measured again
         self.waited = 0.0  # seconds
         self.rates: deque[tuple[float, float, float, float]] = deque()
 
@@ -113,7 +114,7 @@ class Trainer:
         self.buffer.add(groups, self.step)
         if groups:
             self.fresh |= describe(groups)
-            if (self.step // self.config.sync_period) % MISMATCH_PERIOD == 0:
+            if self.step >= self.mismatch_due:
                 self.fresh |= self.mismatch(groups)
 
     def fill_buffer(self) -> None:
@@ -197,18 +198,18 @@ class Trainer:
 
     @torch.no_grad()
     def mismatch(self, groups: list[Group]) -> dict[str, float]:
-        """Mean |difference| of a token's log-probability between vLLM and transformers, under the same weights: a published version, and a
-        group that it alone sampled. Near 0 it shows that the searchers' weights are the ones that were published."""
-        with self.weights.read(self.config.searchers) as (version, tensors):  # the pin behind the searchers' is the trainer's own
-            group = next((g for g in reversed(groups) if g.version == g.last_version == version), None)
-            if group is None:
-                return {}
-            scorer = Scorer(self.policy)
-            published = {f"policy.{name}": tensor.to(device(), torch.float32) for name, tensor in tensors.items()}
-            responses = np.split(group.tokens, np.cumsum(group.lengths)[:-1])
-            logprobs = functional_call(scorer, published, ([group.prompt] * len(responses), responses, self.config.temperature))
-        behavior = np.split(group.behavior_logprobs, np.cumsum(group.lengths)[:-1])
-        differences = [np.abs(row[: len(b)] - b) for row, b in zip(logprobs.cpu().numpy(), behavior)]
+        """Mean |difference| of a token's log-probability between vLLM and transformers under the same weights: those of a published version
+        that is still in a slot, for a group that this version alone sampled. Near 0 it shows that what was published is what samples."""
+        held = self.weights.held()
+        group = next((g for g in reversed(groups) if g.version == g.last_version and g.version in held), None)
+        if group is None:
+            return {}
+        self.mismatch_due = self.step + MISMATCH_PERIOD
+        published = {f"policy.{name}": tensor.to(device(), torch.float32) for name, tensor in held[group.version].items()}
+        cuts = np.cumsum(group.lengths)[:-1]
+        responses = np.split(group.tokens, cuts)
+        logprobs = functional_call(Scorer(self.policy), published, ([group.prompt] * len(responses), responses, self.config.temperature))
+        differences = [np.abs(row[: len(b)] - b) for row, b in zip(logprobs.cpu().numpy(), np.split(group.behavior_logprobs, cuts))]
         return {"mismatch": float(np.concatenate(differences).mean())}
 
     def wait(self, what: Callable[[], str], ready: Callable[[], bool]) -> None:

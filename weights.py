@@ -88,6 +88,10 @@ class SharedWeights:
         finally:
             self.unpin(reader)
 
+    def held(self) -> dict[int, dict[str, Tensor]]:
+        """For the writer alone: every version that is still whole in a slot, until it publishes again."""
+        return {version: self._views(slot) for slot, version in enumerate(self.versions.tolist()) if version >= 0}
+
     def unpin(self, reader: int) -> None:
         """Also for whoever finds that reader dead: the slot that it was reading is free again."""
         self.pins[reader] = -1

@@ -1,0 +1,33 @@
+# make demo: asynchronous RL of a small language model, in about three minutes, no GPU needed.   make test: the tests.
+# Both install what they need into .venv first (make setup).
+
+PYTHON ?= python3
+REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
+INSTALL := .venv/bin/uv pip install --quiet --python .venv/bin/python -r $(REQUIREMENTS)
+DEMO_FLAGS ?=
+
+.PHONY: setup demo test
+
+demo: setup
+	.venv/bin/python tba.py arithmetic $(DEMO_FLAGS)
+
+test: setup
+	.venv/bin/python -m pytest -q tests
+
+setup: .venv/$(REQUIREMENTS).installed
+
+# uv does not read pip's configuration: the find-links that pip knows are passed on, so that local wheels are found.
+# On a CPU, torchvision, torchaudio and torchcodec would come as CUDA builds, which break `import transformers`; text models need none of them.
+# If the index offers no CPU build of torch, uv fetches it from PyTorch's own (--torch-backend).
+.venv/$(REQUIREMENTS).installed: $(REQUIREMENTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …"; exit 1; }
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet uv
+ifeq ($(REQUIREMENTS),requirements-cpu.txt)
+	printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec > .venv/overrides.txt
+	export UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$(.venv/bin/python -m pip config get global.find-links 2>/dev/null)}"; \
+	$(INSTALL) --overrides .venv/overrides.txt || $(INSTALL) --overrides .venv/overrides.txt --torch-backend=cpu
+else
+	$(INSTALL)
+endif
+	touch $@

@@ -1,0 +1,97 @@
+"""What the tests share: the environment that a searcher gets, tiny models made on the spot, and the command line as a subprocess."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import processes  # noqa: E402
+
+os.environ.update(processes.environment(processes.Place("tests", None, sorted(os.sched_getaffinity(0)))))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, and an end-of-sequence token that is the padding token too."""
+    vocabulary = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def make_model(directory: Path, tied: bool, seed: int = 0) -> Path:
+    """A random model of 0.1 M parameters that reads and writes bytes: a Qwen2 with tied embeddings or a Llama without."""
+    torch.manual_seed(seed)
+    tokenizer = byte_tokenizer()
+    kind, config = (Qwen2ForCausalLM, Qwen2Config) if tied else (LlamaForCausalLM, LlamaConfig)
+    model = kind(config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=1024, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id, initializer_range=0.2,
+    ))  # fmt: skip
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "untied", tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def gsm8k_data(tmp_path_factory) -> Path:
+    """Real rows where they are at hand, rows of our own making otherwise; few, so that a run is short."""
+    directory = tmp_path_factory.mktemp("gsm8k")
+    for split in ("train", "test"):
+        if (GSM8K / f"{split}.jsonl").exists():
+            lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:40]
+        else:
+            lines = [json.dumps({"question": f"Tom has {i} apples and buys {i + 2}. How many has he?", "answer": f"{i}+{i + 2}\n#### {2 * i + 2}"})
+                     for i in range(40)]  # fmt: skip
+        (directory / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return directory
+
+
+def start_tba(*arguments, tag: str = "") -> subprocess.Popen:
+    """`python tba.py ARGUMENTS`. Every process of the run, however it is adopted, carries `tag` in its environment."""
+    command = [sys.executable, str(ROOT / "tba.py"), *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TBA_TEST_TAG": tag})
+
+
+def tba(*arguments, timeout: float = 240.0) -> subprocess.CompletedProcess:
+    """`python tba.py ARGUMENTS`, to its end."""
+    process = start_tba(*arguments)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def living(tag: str) -> list[int]:
+    """Process ids of all processes with that tag in their environment."""
+    pids = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"TBA_TEST_TAG={tag}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                pids.append(int(process.name))
+        except OSError:  # gone meanwhile, or a zombie, or not ours
+            pass
+    return pids

@@ -1,0 +1,130 @@
+"""Trajectory balance finds pi* on stale data: a language small enough to write down every response, its best policy and its log Z."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from loss import LossInputs, trajectory_balance
+
+EOS, VOCABULARY, LENGTH, BETA = 0, 3, 4, 0.5
+QUERIES, GROUP_SIZE, STEPS = 3, 16, 2500
+LOG_Z_OFFSETS = (-4.0, 0.0, 5.0)  # added to the rewards, divided by beta: they set the partition functions apart and leave pi* alone
+
+
+def all_responses() -> list[tuple[int, ...]]:
+    """Those that end with end-of-sequence, and those cut off at LENGTH tokens."""
+    letters = range(1, VOCABULARY)
+    ended = [(*prefix, EOS) for n in range(LENGTH) for prefix in itertools.product(letters, repeat=n)]
+    return ended + list(itertools.product(letters, repeat=LENGTH))
+
+
+RESPONSES = all_responses()
+PREFIXES = {prefix: i for i, prefix in enumerate(p for n in range(LENGTH) for p in itertools.product(range(1, VOCABULARY), repeat=n))}
+MASK = torch.tensor([[t < len(response) for t in range(LENGTH)] for response in RESPONSES])  # (R, T)
+# Where a response's t-th token stands in a table of prefixes x tokens. Padding points at place 0, which the mask must leave out.
+PLACES = torch.tensor([
+    [PREFIXES[response[:t]] * VOCABULARY + response[t] if t < len(response) else 0 for t in range(LENGTH)] for response in RESPONSES
+])  # fmt: skip
+
+
+def token_logprobs(tables: torch.Tensor) -> torch.Tensor:
+    """Policies as logits (queries, prefixes, tokens) -> log-probabilities (queries, R, T) of the tokens of every response."""
+    return tables.log_softmax(dim=-1).flatten(1)[:, PLACES]
+
+
+def response_logprobs(tables: torch.Tensor) -> torch.Tensor:
+    return (token_logprobs(tables) * MASK).sum(dim=-1)  # (queries, R)
+
+
+class Problem:
+    """Three queries, each with a reference policy, a behaviour policy and rewards of its own, and what was sampled before training began."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+
+        def table() -> torch.Tensor:
+            return torch.randn(QUERIES, len(PREFIXES), VOCABULARY, generator=generator, dtype=torch.float64) * 0.7
+
+        self.reference, self.behavior = table(), table()
+        noise = torch.rand(QUERIES, len(RESPONSES), generator=generator, dtype=torch.float64)
+        self.rewards = noise + BETA * torch.tensor(LOG_Z_OFFSETS, dtype=torch.float64)[:, None]
+        unnormalised = response_logprobs(self.reference) + self.rewards / BETA
+        self.log_z = unnormalised.logsumexp(dim=1)  # (queries,)
+        self.best = unnormalised - self.log_z[:, None]  # log pi*
+        self.data = torch.multinomial(response_logprobs(self.behavior).exp(), 4000, replacement=True, generator=generator)
+
+    def kl(self, tables: torch.Tensor) -> torch.Tensor:
+        """KL(pi || pi*), a number per query."""
+        log_pi = response_logprobs(tables)
+        return (log_pi.exp() * (log_pi - self.best)).sum(dim=1)
+
+    def inputs(self, tables: torch.Tensor, chosen: torch.Tensor, queries: range, group_size: int) -> LossInputs:
+        """chosen: (queries, K) indices of responses."""
+        rows = torch.tensor(queries)[:, None], chosen
+
+        def flat(values: torch.Tensor) -> torch.Tensor:
+            return values[rows].flatten(0, 1)
+
+        return LossInputs(
+            logprobs=flat(token_logprobs(tables)),
+            ref_logprobs=flat(token_logprobs(self.reference)),
+            behavior_logprobs=flat(token_logprobs(self.behavior)),
+            mask=MASK[chosen].flatten(0, 1),
+            rewards=flat(self.rewards),
+            group_size=group_size,
+            beta=BETA,
+        )
+
+    def train(self, group_size: int) -> torch.Tensor:
+        """The policy starts as the reference and sees nothing but the old data, all queries in each batch."""
+        tables = self.reference.clone().requires_grad_()
+        optimizer = torch.optim.Adam([tables], lr=0.03)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)
+        rng = np.random.default_rng(0)
+        for _ in range(STEPS):
+            picks = torch.from_numpy(rng.integers(self.data.shape[1], size=(QUERIES, GROUP_SIZE)))
+            loss, _ = trajectory_balance(self.inputs(tables, self.data.gather(1, picks), range(QUERIES), group_size))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        return tables.detach()
+
+    def estimated_log_z(self, tables: torch.Tensor) -> list[float]:
+        """VarGrad's log Z of each query, from GROUP_SIZE responses of the old data."""
+        return [
+            float(trajectory_balance(self.inputs(tables, self.data[q : q + 1, :GROUP_SIZE], range(q, q + 1), GROUP_SIZE))[1]["log_z"])
+            for q in range(QUERIES)
+        ]
+
+
+@pytest.fixture(scope="module")
+def problem():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Problem()
+    torch.set_num_threads(threads)
+
+
+def test_the_problem_is_what_it_claims_to_be(problem):
+    for table in (problem.reference, problem.behavior):
+        torch.testing.assert_close(response_logprobs(table).exp().sum(dim=1), torch.ones(QUERIES, dtype=torch.float64))
+    assert all(len(seen.unique()) == len(RESPONSES) for seen in problem.data)  # full support
+    assert problem.log_z.sort().values.diff().min() > 2
+    assert problem.kl(problem.reference).min() > 0.03  # the start is no solution ...
+    assert problem.kl(problem.behavior).min() > 0.1  # ... and neither is the policy that sampled
+
+
+def test_stale_data_of_three_queries_in_one_batch_lead_to_the_best_policy(problem):
+    tables = problem.train(group_size=GROUP_SIZE)
+    assert problem.kl(tables).max().item() < 1e-3
+    assert problem.estimated_log_z(tables) == pytest.approx(problem.log_z.tolist(), abs=1e-2)
+
+
+def test_log_z_averaged_over_the_queries_leads_elsewhere(problem):
+    tables = problem.train(group_size=QUERIES * GROUP_SIZE)
+    assert problem.kl(tables).min().item() > 1e-2
+    errors = np.abs(np.array(problem.estimated_log_z(tables)) - problem.log_z.numpy())
+    assert errors.max() > 1e-1

@@ -1,0 +1,108 @@
+"""The searcher's engine, on the real vLLM: its log-probabilities against transformers' own, before and after new weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from config import Config
+from policy import load_policy, load_tokenizer, response_logprobs
+from searcher import add_request, load_engine, load_weights
+
+BLOCK = 128  # tokens in a block of vLLM's prefix cache on a CPU
+
+
+def changed(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """New weights for the model, by the names that the trainer publishes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+
+
+def take_over(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+
+
+def drain(llm) -> dict:
+    outputs = {}
+    while llm.llm_engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.llm_engine.step()}
+    return outputs
+
+
+def worst_difference(model, prompt: list[int], output, temperature: float) -> float:
+    responses = [np.array(c.token_ids, np.int32) for c in output.outputs]
+    with torch.no_grad():
+        ours = response_logprobs(model, [np.array(prompt, np.int32)] * len(responses), responses, temperature).numpy()
+    theirs = [[lp[t].logprob for t, lp in zip(c.token_ids, c.logprobs)] for c in output.outputs]
+    return max(float(np.abs(row[: len(t)] - t).max()) for row, t in zip(ours, theirs))
+
+
+@pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
+def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, request):
+    config = Config(model=str(request.getfixturevalue(kind)), max_prompt_tokens=400, max_response_tokens=100)
+    sampling = dict(n=4, temperature=0.7, max_tokens=20, seed=1)
+    model, llm = load_policy(config, torch.device("cpu")), load_engine(config)
+    short, long = list(range(50, 60)), list(np.random.default_rng(0).integers(0, 256, size=2 * BLOCK + 20).tolist())
+
+    for prompt in (short, long):
+        add_request(llm, f"base{len(prompt)}", prompt, version=0, **sampling)
+    for output in drain(llm).values():
+        assert worst_difference(model, output.prompt_token_ids, output, 0.7) <= 1e-4, "the base model"
+
+    for version in (1, 2):  # twice: the second load must not rest on what the first left behind
+        tensors = changed(model, version)
+        load_weights(llm, tensors.items())
+        add_request(llm, "stale", short, version=version, **sampling)
+        stale = drain(llm)["stale"]
+        assert worst_difference(model, short, stale, 0.7) > 0.01, "the weights did change"
+        take_over(model, tensors)
+        assert worst_difference(model, short, stale, 0.7) <= 1e-4, f"version {version}"
+
+    # A swap in mid-stream. The long prompt fills two blocks of the prefix cache, with keys and values of version 2, before it.
+    add_request(llm, "warm", long, version=2, **sampling)
+    drain(llm)
+    add_request(llm, "older", long, version=2, n=4, temperature=0.7, max_tokens=90, seed=3)
+    for _ in range(5):
+        llm.llm_engine.step()
+    tensors = changed(model, 3)
+    load_weights(llm, tensors.items())
+    take_over(model, tensors)
+    add_request(llm, "newer", long, version=3, **sampling)
+    outputs = drain(llm)
+    assert worst_difference(model, long, outputs["newer"], 0.7) <= 1e-4, "added after the swap, while older responses still ran"
+    assert worst_difference(model, long, outputs["older"], 0.7) > 0.01, "the older ones did run across the swap"
+
+    # The power of the test: with the salt of an older version the stale blocks are found, and the numbers are off.
+    load_weights(llm, changed(model, 4).items())
+    take_over(model, changed(model, 4))
+    add_request(llm, "unsalted", long, version=3, **sampling)
+    assert worst_difference(model, long, drain(llm)["unsalted"], 0.7) > 0.01, "without a salt of its own a request would meet stale keys"
+
+
+def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probability(tied_model):
+    config = Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100)
+    model, tokenizer, llm = load_policy(config, torch.device("cpu")), load_tokenizer(config), load_engine(config)
+    prompt = tokenizer("ab").input_ids
+    add_request(llm, "ends", prompt, version=0, n=200, temperature=2.0, max_tokens=100, seed=0)
+    output = drain(llm)["ends"]
+    ended = [c for c in output.outputs if c.finish_reason == "stop"]
+    assert ended, "at this temperature some of 200 responses end by themselves"
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    for candidate in ended:
+        assert candidate.token_ids[-1] == tokenizer.eos_token_id, "vLLM hands the end-of-sequence token out"
+        assert tokenizer.eos_token_id not in candidate.token_ids[:-1]
+    assert worst_difference(model, prompt, output, 2.0) <= 1e-4
+
+
+def test_the_same_seeds_give_the_same_responses_whatever_runs_beside_them(tied_model):
+    config = Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100)
+    llm = load_engine(config)
+    prompts = {f"p{i}": list(range(10 * i, 10 * i + 8)) for i in range(6)}
+
+    def generate(order):
+        for name in order:
+            add_request(llm, name, prompts[name], version=0, n=4, temperature=1.0, max_tokens=10, seed=int(name[1:]))
+        return {name: [tuple(c.token_ids) for c in output.outputs] for name, output in drain(llm).items()}
+
+    assert generate(list(prompts)) == generate(list(reversed(prompts)))

@@ -1,0 +1,126 @@
+import numpy as np
+import pytest
+import torch
+
+from buffer import Row
+from config import PRESETS, Config
+from processes import Board
+from trainer import Trainer, beta_at, describe, lr_schedule
+from policy import weight_shapes
+from weights import SharedWeights
+from buffer import Group
+
+
+def make_trainer(model, run_dir, **settings) -> Trainer:
+    """A trainer as its process makes it, without searchers."""
+    (run_dir / "logs").mkdir(parents=True)
+    config = Config(model=str(model), searchers=1, steps=10, responses_per_query=3, samples_per_query=3, **settings)
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+    return Trainer(config, weights, [], Board(["trainer", "searcher 0"]), str(run_dir))
+
+
+def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Row]:
+    rng = np.random.default_rng(seed)
+    rows = []
+    for query in range(queries):
+        prompt = rng.integers(0, 256, size=rng.integers(3, 20)).astype(np.int32)
+        for _ in range(per_query):
+            length = int(rng.integers(1, 25))
+            tokens = rng.integers(0, 256, size=length).astype(np.int32)
+            rows.append(Row(query, 0, prompt, tokens, -5 - rng.random(length).astype(np.float32), -5 - rng.random(length).astype(np.float32),
+                            float(rng.integers(0, 2))))  # fmt: skip
+    return rows
+
+
+def gradient(trainer: Trainer, rows: list[Row]) -> torch.Tensor:
+    """The gradient that update() hands to the optimizer."""
+    seen = []
+
+    def step():
+        seen.append(torch.cat([p.grad.flatten().clone() for p in trainer.policy.parameters()]))
+
+    trainer.optimizer.step = step
+    trainer.update(rows)
+    return seen[0]
+
+
+def test_the_gradient_does_not_depend_on_the_micro_batch(untied_model, tmp_path):
+    rows = make_rows(queries=4, per_query=3)
+    gradients = [
+        gradient(make_trainer(untied_model, tmp_path / str(size), queries_per_batch=4, queries_per_micro_batch=size, beta=1.0), rows)
+        for size in (1, 2, 4)
+    ]
+    for other in gradients[1:]:
+        torch.testing.assert_close(gradients[0], other, rtol=0, atol=1e-6 * float(gradients[0].abs().max()))
+
+
+def test_an_end_of_sequence_token_that_is_also_padding_stays_in_the_mask(untied_model, tmp_path):
+    trainer = make_trainer(untied_model, tmp_path)
+    eos = trainer.policy.config.eos_token_id
+    assert eos == trainer.policy.config.pad_token_id
+    rows = make_rows(1, 3)
+    rows[0].tokens[-1] = eos
+    inputs = trainer.loss_inputs(rows, beta=1.0)
+    lengths = [len(row.tokens) for row in rows]
+    assert inputs.mask.sum(1).tolist() == lengths
+    for field in (inputs.logprobs, inputs.ref_logprobs, inputs.behavior_logprobs):
+        assert all(field[i, length - 1] != 0 for i, length in enumerate(lengths))
+
+
+def test_padded_fields_hold_each_row_from_its_first_token(untied_model, tmp_path):
+    rows = make_rows(2, 3)
+    inputs = make_trainer(untied_model, tmp_path).loss_inputs(rows, beta=0.5)
+    for i, row in enumerate(rows):
+        np.testing.assert_array_equal(inputs.ref_logprobs[i, : len(row.tokens)].numpy(), row.ref_logprobs)
+        np.testing.assert_array_equal(inputs.behavior_logprobs[i, : len(row.tokens)].numpy(), row.behavior_logprobs)
+    assert inputs.rewards.tolist() == [row.reward for row in rows]
+    assert (inputs.group_size, inputs.beta) == (3, 0.5)
+
+
+def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the_run(untied_model, tmp_path):
+    trainer = make_trainer(untied_model, tmp_path, queries_per_batch=1)
+    before = [p.detach().clone() for p in trainer.policy.parameters()]
+    rows = make_rows(1, 3)
+    rows[0].reward = float("inf")
+    for _ in range(9):
+        trainer.update(rows)
+    with pytest.raises(FloatingPointError, match="10 steps in a row"):
+        trainer.update(rows)
+    assert trainer.bad_steps == 10
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters()))
+
+
+def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
+    gsm8k = Config(**PRESETS["gsm8k"])
+    assert [round(beta_at(gsm8k, step), 6) for step in (0, 250, 500, 700)] == [0.014, 0.009, 0.004, 0.004]
+    jump = Config(beta=1.0, beta_final=0.05, beta_steps=128, beta_stop_step=32)
+    assert beta_at(jump, 31) == pytest.approx(1 - 0.95 * 31 / 128) and beta_at(jump, 32) == 0.05
+    assert beta_at(Config(beta=0.3), 10_000) == 0.3
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (dict(lr_schedule="constant", warmup_steps=10), {0: 0.0, 5: 0.5, 10: 1.0, 99: 1.0}),
+        (dict(lr_schedule="linear", warmup_steps=0), {0: 1.0, 50: 0.5, 99: 0.01}),
+        (dict(lr_schedule="warmup_stable_decay", warmup_steps=10, stable_steps=50, decay_steps=40), {5: 0.5, 10: 1.0, 59: 1.0, 80: 0.5, 100: 0.0}),
+    ],
+)
+def test_learning_rate_schedules(settings, expected):
+    config = Config(learning_rate=1.0, steps=100, **settings)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.learning_rate)
+    schedule, rates = lr_schedule(optimizer, config), []
+    for _ in range(101):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert {step: round(rates[step], 6) for step in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
+    group = Group(
+        query_id=0, version=0, last_version=0, prompt=np.array([1]), lengths=np.array([2, 1]), tokens=np.array([5, 6, 7]),
+        ref_logprobs=np.array([-1.0, -2.0, -3.0]), behavior_logprobs=np.array([-0.5, -1.0, -1.5]), rewards=np.array([1.0, 0.0]),
+        finished=np.array([True, False]),
+    )  # fmt: skip
+    assert describe([group]) == {"reward": 0.5, "kl": 1.5, "entropy": 1.0, "response_tokens": 1.5, "finished": 0.5}
