@@ -11,23 +11,21 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from buffer import Group
 from config import Config
+from engine import ENGINE_ROWS, Engine
 from policy import load_policy, load_tokenizer, response_logprobs
 from processes import Board, device
 from report import Timeline
 from tasks import Query, Task, load_task
 from weights import SharedWeights
 
-ENGINE_ROWS = 256  # responses that vLLM generates at a time
 SAMPLES_PERIOD = 1.0  # seconds between two groups in samples.jsonl
 SCORES_WATCHED = 100  # more than half of the latest this many groups without scores end the run
 
@@ -61,7 +59,7 @@ class Searcher:
         self.task = load_task(config.task, **config.task_options())
         self.queries = self.task.queries("train")
         self.tokenizer = load_tokenizer(config)
-        self.llm = load_engine(config)
+        self.engine = Engine(config)
         # On this device, so that the trainer holds no second model.
         self.reference = load_policy(config, device())
         self.version = 0  # of the weights in the engine: config.model is the trainer's version 0
@@ -81,12 +79,12 @@ class Searcher:
             self.take_new_weights()
             if not self.outbox:  # a full queue is the one thing that a searcher waits for
                 self.start_queries()
-            if self.outbox or not self.llm.llm_engine.has_unfinished_requests():
+            if self.outbox or not self.engine.running:
                 with self.timeline.span("wait"):
                     time.sleep(0.005)
                 continue
             with self.work("eval" if self.evaluation else "search"):
-                outputs = self.llm.llm_engine.step()
+                outputs = self.engine.step()
             finished = [o for o in outputs if o.request_id in self.running]
             if finished:
                 self.finish_groups(finished)
@@ -99,7 +97,7 @@ class Searcher:
         """With responses in mid-stream, but not with an evaluation: that is of one version."""
         if self.weights.version > self.version and not self.evaluation:
             with self.work("load"), self.weights.read(self.rank) as (version, tensors):
-                load_weights(self.llm, tensors.items())
+                self.engine.load(tensors.items())
             self.version = version
             self.begin_version()
 
@@ -108,22 +106,25 @@ class Searcher:
         due = self.version == 0 or self.evaluated < self.weights.evaluation_version <= self.version
         if self.rank == 0 and due:
             self.evaluated = self.version
-            self.evaluation = EvaluationRun(self.llm, self.task, self.tokenizer, self.config, self.version)
+            self.evaluation = EvaluationRun(self.engine, self.task, self.tokenizer, self.config, self.version)
 
     def start_queries(self) -> None:
         """Keeps the engine full, with one group more that starts as soon as a row is free."""
+        skipped = 0  # in a row
         while len(self.running) * self.config.samples_per_query < ENGINE_ROWS and (self.quota or not self.config.synchronous):
             query, visit = self.next_query()
             prompt = self.tokenizer(query.prompt).input_ids
             if len(prompt) > self.config.max_prompt_tokens:
-                self.board.add(self.name, "long_prompts", 1)
-                if self.board.get(self.name, "long_prompts") >= len(self.queries) and not self.board.get(self.name, "responses"):
+                self.board.add(self.name, "long_prompts", visit == 0)
+                skipped += 1
+                if skipped == len(self.queries):
                     raise ValueError(f"no prompt of the task is within --max_prompt_tokens {self.config.max_prompt_tokens}")
                 continue
+            skipped = 0
             request = f"{query.id}.{visit}"
             seed = int.from_bytes(hashlib.blake2b(f"{self.config.seed}.{request}".encode(), digest_size=4).digest())
-            add_request(self.llm, request, prompt, self.version, n=self.config.samples_per_query, temperature=self.config.temperature,
-                        max_tokens=self.config.max_response_tokens, seed=seed)
+            self.engine.add(request, prompt, self.version, n=self.config.samples_per_query, temperature=self.config.temperature,
+                            max_tokens=self.config.max_response_tokens, seed=seed)  # fmt: skip
             self.running[request] = Running(query, prompt, self.version)
             self.quota -= 1
 
@@ -215,7 +216,7 @@ class Searcher:
 class EvaluationRun:
     """Greedy responses to all test queries, generated in the engine beside whatever else runs there."""
 
-    def __init__(self, llm, task: Task, tokenizer, config: Config, version: int):
+    def __init__(self, engine: Engine, task: Task, tokenizer, config: Config, version: int):
         self.task, self.tokenizer, self.version = task, tokenizer, version
         queries = task.queries("test")
         prompts = [tokenizer(query.prompt).input_ids for query in queries]
@@ -226,7 +227,7 @@ class EvaluationRun:
         self.outputs = {}  # request id -> the finished response
         for query, prompt in zip(queries, prompts):
             if f"evaluation.{query.id}" in self.queries:
-                add_request(llm, f"evaluation.{query.id}", prompt, version, n=1, temperature=0.0, max_tokens=config.max_response_tokens)
+                engine.add(f"evaluation.{query.id}", prompt, version, temperature=0.0, max_tokens=config.max_response_tokens)
 
     def take(self, outputs: list) -> Evaluation | None:
         """Collects its own among the engine's outputs; the result, once all are there."""
@@ -247,46 +248,6 @@ def score(task: Task, queries: list[Query], responses: list[str], finished: list
     return scores
 
 
-# vLLM: everything that knows its inside is below.
-
-
-def load_engine(config: Config):
-    import vllm  # slow to import: the parent, which imports this module's neighbours, does without
-
-    cuda = device().type == "cuda"
-    return vllm.LLM(
-        config.model, dtype="bfloat16" if cuda else "float32", seed=config.seed, trust_remote_code=config.trust_remote_code,
-        max_model_len=config.max_prompt_tokens + config.max_response_tokens, max_num_seqs=ENGINE_ROWS,
-        enforce_eager=not cuda, **({"gpu_memory_utilization": config.gpu_memory_utilization} if cuda else {}),
-        distributed_executor_backend="uni",  # in this process: no worker to orphan, and weights go in without RPC
-        logprobs_mode="processed_logprobs",  # behaviour log-probabilities at the sampling temperature
-    )  # fmt: skip
-
-
-def add_request(llm, request: str, prompt: list[int], version: int, **sampling) -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    # The prefix cache holds keys and values of the weights that computed them. The salt keeps those of other versions out of reach;
-    # emptying the cache instead is impossible while requests run.
-    prompt = {"prompt_token_ids": prompt, "cache_salt": str(version)}
-    llm.llm_engine.add_request(request, prompt, SamplingParams(**sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY))
-
-
-def load_weights(llm, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """New weights into a running engine. The only function that reaches into vLLM; its test compares log-probabilities with transformers'."""
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
-    if device().type == "cpu":
-        # With tied embeddings on CPU the reload leaves the packed copy of the old output embedding in place: pack it anew.
-        llm.apply_model(repack_output_embedding)
-
-
-def repack_output_embedding(model: torch.nn.Module) -> None:
-    head = getattr(model, "lm_head", None)
-    if head is not None:
-        head.quant_method.process_weights_after_loading(head)
-
-
 def run(config: Config, rank: int, weights: SharedWeights, groups, board: Board, run_dir: str) -> None:
     """The searcher process."""
     Searcher(config, rank, weights, groups, board, run_dir).search()
@@ -295,9 +256,9 @@ def run(config: Config, rank: int, weights: SharedWeights, groups, board: Board,
 
 def evaluate_saved(config: Config, connection) -> None:
     """A process of its own: loads the model at config.model afresh and sends its Evaluation through `connection`."""
-    llm = load_engine(config)
-    evaluation = EvaluationRun(llm, load_task(config.task, **config.task_options()), load_tokenizer(config), config, config.steps)
+    engine = Engine(config)
+    evaluation = EvaluationRun(engine, load_task(config.task, **config.task_options()), load_tokenizer(config), config, config.steps)
     result = None
     while result is None:
-        result = evaluation.take(llm.llm_engine.step())
+        result = evaluation.take(engine.step())
     connection.send(result)

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -45,8 +46,8 @@ def main(arguments: list[str]) -> int:
     try:
         config = build_config(arguments)
         task = check_task(config)
-        config.model = find_model(config, task)
         config.output_dir = find_run_dir(config)
+        config.model = find_model(config, task)
         return run(config, task.metric)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -85,8 +86,10 @@ def find_run_dir(config: Config) -> str:
     if directory.is_dir() and any(directory.iterdir()):
         raise UserError(f"--output_dir {str(directory)!r} already holds a run: give another one, or remove it")
     existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir {str(directory)!r} cannot be written: {str(existing)!r} is no directory that you may write to")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise UserError(f"--output_dir {str(directory)!r} cannot be written: {error.strerror} in {str(existing)!r}") from error
     return str(directory)
 
 

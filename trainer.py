@@ -294,8 +294,10 @@ def beta_at(config: Config, step: int) -> float:
 
 def lr_schedule(optimizer: torch.optim.Optimizer, config: Config):
     name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
-    extra = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps} if name == "warmup_stable_decay" else {}
-    return get_scheduler(name, optimizer, config.warmup_steps, config.steps, scheduler_specific_kwargs=extra)
+    if name == "warmup_stable_decay":  # its length is its own: the run may end before the decay does
+        extra = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
+        return get_scheduler(name, optimizer, config.warmup_steps, scheduler_specific_kwargs=extra)
+    return get_scheduler(name, optimizer, config.warmup_steps, config.steps)
 
 
 def run(config: Config, weights: SharedWeights, queues: list, board: Board, run_dir: str) -> None:

@@ -1,4 +1,4 @@
-"""The searcher's engine, on the real vLLM: its log-probabilities against transformers' own, before and after new weights."""
+"""The engine of a searcher, the real vLLM: its log-probabilities against transformers' own, before and after new weights."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from config import Config
 from policy import load_policy, load_tokenizer, response_logprobs
-from searcher import add_request, load_engine, load_weights
+from engine import Engine
 
 BLOCK = 128  # tokens in a block of vLLM's prefix cache on a CPU
 
@@ -23,10 +23,10 @@ def take_over(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
-def drain(llm) -> dict:
+def drain(engine) -> dict:
     outputs = {}
-    while llm.llm_engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in llm.llm_engine.step()}
+    while engine.running:
+        outputs |= {output.request_id: output for output in engine.step()}
     return outputs
 
 
@@ -42,50 +42,50 @@ def worst_difference(model, prompt: list[int], output, temperature: float) -> fl
 def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, request):
     config = Config(model=str(request.getfixturevalue(kind)), max_prompt_tokens=400, max_response_tokens=100)
     sampling = dict(n=4, temperature=0.7, max_tokens=20, seed=1)
-    model, llm = load_policy(config, torch.device("cpu")), load_engine(config)
+    model, engine = load_policy(config, torch.device("cpu")), Engine(config)
     short, long = list(range(50, 60)), list(np.random.default_rng(0).integers(0, 256, size=2 * BLOCK + 20).tolist())
 
     for prompt in (short, long):
-        add_request(llm, f"base{len(prompt)}", prompt, version=0, **sampling)
-    for output in drain(llm).values():
+        engine.add(f"base{len(prompt)}", prompt, version=0, **sampling)
+    for output in drain(engine).values():
         assert worst_difference(model, output.prompt_token_ids, output, 0.7) <= 1e-4, "the base model"
 
     for version in (1, 2):  # twice: the second load must not rest on what the first left behind
         tensors = changed(model, version)
-        load_weights(llm, tensors.items())
-        add_request(llm, "stale", short, version=version, **sampling)
-        stale = drain(llm)["stale"]
+        engine.load(tensors.items())
+        engine.add("stale", short, version=version, **sampling)
+        stale = drain(engine)["stale"]
         assert worst_difference(model, short, stale, 0.7) > 0.01, "the weights did change"
         take_over(model, tensors)
         assert worst_difference(model, short, stale, 0.7) <= 1e-4, f"version {version}"
 
     # A swap in mid-stream. The long prompt fills two blocks of the prefix cache, with keys and values of version 2, before it.
-    add_request(llm, "warm", long, version=2, **sampling)
-    drain(llm)
-    add_request(llm, "older", long, version=2, n=4, temperature=0.7, max_tokens=90, seed=3)
+    engine.add("warm", long, version=2, **sampling)
+    drain(engine)
+    engine.add("older", long, version=2, n=4, temperature=0.7, max_tokens=90, seed=3)
     for _ in range(5):
-        llm.llm_engine.step()
+        engine.step()
     tensors = changed(model, 3)
-    load_weights(llm, tensors.items())
+    engine.load(tensors.items())
     take_over(model, tensors)
-    add_request(llm, "newer", long, version=3, **sampling)
-    outputs = drain(llm)
+    engine.add("newer", long, version=3, **sampling)
+    outputs = drain(engine)
     assert worst_difference(model, long, outputs["newer"], 0.7) <= 1e-4, "added after the swap, while older responses still ran"
     assert worst_difference(model, long, outputs["older"], 0.7) > 0.01, "the older ones did run across the swap"
 
     # The power of the test: with the salt of an older version the stale blocks are found, and the numbers are off.
-    load_weights(llm, changed(model, 4).items())
+    engine.load(changed(model, 4).items())
     take_over(model, changed(model, 4))
-    add_request(llm, "unsalted", long, version=3, **sampling)
-    assert worst_difference(model, long, drain(llm)["unsalted"], 0.7) > 0.01, "without a salt of its own a request would meet stale keys"
+    engine.add("unsalted", long, version=3, **sampling)
+    assert worst_difference(model, long, drain(engine)["unsalted"], 0.7) > 0.01, "without a salt of its own a request would meet stale keys"
 
 
 def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probability(tied_model):
     config = Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100)
-    model, tokenizer, llm = load_policy(config, torch.device("cpu")), load_tokenizer(config), load_engine(config)
+    model, tokenizer, engine = load_policy(config, torch.device("cpu")), load_tokenizer(config), Engine(config)
     prompt = tokenizer("ab").input_ids
-    add_request(llm, "ends", prompt, version=0, n=200, temperature=2.0, max_tokens=100, seed=0)
-    output = drain(llm)["ends"]
+    engine.add("ends", prompt, version=0, n=200, temperature=2.0, max_tokens=100, seed=0)
+    output = drain(engine)["ends"]
     ended = [c for c in output.outputs if c.finish_reason == "stop"]
     assert ended, "at this temperature some of 200 responses end by themselves"
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
@@ -97,12 +97,23 @@ def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probab
 
 def test_the_same_seeds_give_the_same_responses_whatever_runs_beside_them(tied_model):
     config = Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100)
-    llm = load_engine(config)
+    engine = Engine(config)
     prompts = {f"p{i}": list(range(10 * i, 10 * i + 8)) for i in range(6)}
 
     def generate(order):
         for name in order:
-            add_request(llm, name, prompts[name], version=0, n=4, temperature=1.0, max_tokens=10, seed=int(name[1:]))
-        return {name: [tuple(c.token_ids) for c in output.outputs] for name, output in drain(llm).items()}
+            engine.add(name, prompts[name], version=0, n=4, temperature=1.0, max_tokens=10, seed=int(name[1:]))
+        return {name: [tuple(c.token_ids) for c in output.outputs] for name, output in drain(engine).items()}
 
     assert generate(list(prompts)) == generate(list(reversed(prompts)))
+
+
+def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(tied_model):
+    config = Config(model=str(tied_model), max_prompt_tokens=900, max_response_tokens=100)
+    model, engine = load_policy(config, torch.device("cpu")), Engine(config)
+    rng = np.random.default_rng(0)
+    for i in range(20):
+        engine.add(f"p{i}", rng.integers(0, 256, size=int(rng.integers(300, 900))).tolist(), version=0, n=2, temperature=1.0, max_tokens=5, seed=i)
+    outputs = drain(engine)
+    assert len(outputs) == 20
+    assert max(worst_difference(model, output.prompt_token_ids, output, 1.0) for output in outputs.values()) <= 1e-4

@@ -1,0 +1,494 @@
+"""What the replay buffer keeps, and with which probabilities it hands it out."""
+
+import gc
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from buffer import Group, ReplayBuffer, Row
+
+# The values that chi-square exceeds with probability 0.001, by degrees of freedom.
+CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 7: 24.32, 9: 27.88}
+
+
+def group(query: int, names: list[int], rewards: list[float] | None = None, version: int = 0) -> Group:
+    """A response per name, of one to three tokens; the log-probabilities tell which version it came with."""
+    tokens = [[name] * (1 + name % 3) for name in names]
+    lengths = np.array([len(t) for t in tokens], np.int32)
+    size = int(lengths.sum())
+    return Group(
+        query_id=query,
+        version=version,
+        last_version=version,
+        prompt=np.array([query, query], np.int32),
+        lengths=lengths,
+        tokens=np.array(sum(tokens, []), np.int32),
+        ref_logprobs=np.full(size, -1.0 - version, np.float32),
+        behavior_logprobs=np.full(size, -2.0 - version, np.float32),
+        rewards=np.array(rewards or [0.0] * len(names), np.float32),
+        finished=np.ones(len(names), bool),
+    )
+
+
+def make_buffer(capacity: int = 100, inverse_temperature: float = 0.0, seed: int = 0, drop_duplicates: bool = True) -> ReplayBuffer:
+    return ReplayBuffer(capacity, inverse_temperature, seed, drop_duplicates)
+
+
+def name(row: Row) -> int:
+    return int(row.tokens[0])
+
+
+def names(rows: list[Row]) -> list[int]:
+    return [name(row) for row in rows]
+
+
+def held(buffer: ReplayBuffer) -> list[int]:
+    """All that a buffer with one query holds: as many draws without replacement as it has responses."""
+    return sorted(names(buffer.sample(1, buffer.responses, most_on_policy_prob=0.0)))
+
+
+def recent(buffer: ReplayBuffer, count: int) -> list[int]:
+    """`count` recent responses of the next query of the latest sync."""
+    return sorted(names(buffer.sample(1, count, most_on_policy_prob=1.0)))
+
+
+def assert_distribution(observed: list, probabilities: dict) -> None:
+    """Pearson's chi-square test; both are over the same outcomes, and nothing else may have been observed."""
+    assert sum(probabilities.values()) == pytest.approx(1.0)
+    assert set(observed) <= set(probabilities)
+    counts = np.array([observed.count(outcome) for outcome in probabilities])
+    expected = np.array(list(probabilities.values())) * len(observed)
+    assert expected.min() >= 5  # below that the statistic does not follow the chi-square distribution
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    assert statistic < CRITICAL[len(probabilities) - 1], f"observed {counts}, expected {expected}"
+
+
+def uniform(outcomes) -> dict:
+    outcomes = list(outcomes)
+    return dict.fromkeys(outcomes, 1 / len(outcomes))
+
+
+def softmax(rewards: list[float], inverse_temperature: float) -> np.ndarray:
+    weights = np.exp(np.array(rewards) * inverse_temperature)
+    return weights / weights.sum()
+
+
+def assert_same_rows(rows: list[Row], expected: list[Row]) -> None:
+    assert len(rows) == len(expected)
+    for row, other in zip(rows, expected):
+        assert (row.query_id, row.version, row.reward) == (other.query_id, other.version, other.reward)
+        for field in ("prompt", "tokens", "ref_logprobs", "behavior_logprobs"):
+            array, wanted = getattr(row, field), getattr(other, field)
+            assert array.dtype == wanted.dtype
+            np.testing.assert_array_equal(array, wanted)
+
+
+# The three ways to draw responses
+
+
+def test_recent_responses_are_drawn_uniformly_whatever_their_reward():
+    buffer = make_buffer(inverse_temperature=3.0)
+    buffer.add([group(0, [1, 2, 3], [5.0, 5.0, 5.0])], step=0)
+    buffer.add([group(0, [4, 5, 6, 7, 8], [0.0, 1.0, 2.0, 3.0, 4.0])], step=2)
+    draws = [recent(buffer, 1)[0] for _ in range(3000)]
+    assert_distribution(draws, uniform([4, 5, 6, 7, 8]))
+    pairs = [tuple(recent(buffer, 2)) for _ in range(3000)]
+    assert_distribution(pairs, uniform(itertools.combinations([4, 5, 6, 7, 8], 2)))
+
+
+def test_replayed_responses_are_drawn_uniformly_at_inverse_temperature_zero():
+    buffer = make_buffer(inverse_temperature=0.0)
+    buffer.add([group(0, [1, 2], [5.0, 0.0])], step=0)
+    buffer.add([group(0, [3, 4, 5], [0.0, 1.0, 2.0])], step=2)
+    draws = [names(buffer.sample(1, 1, 0.0))[0] for _ in range(3000)]
+    assert_distribution(draws, uniform([1, 2, 3, 4, 5]))
+    pairs = [tuple(sorted(names(buffer.sample(1, 2, 0.0)))) for _ in range(3000)]
+    assert_distribution(pairs, uniform(itertools.combinations([1, 2, 3, 4, 5], 2)))
+
+
+def test_replayed_responses_are_drawn_by_the_softmax_of_their_rewards():
+    rewards, inverse_temperature = [0.0, 1.0, 0.5, -1.0], 1.5
+    p = softmax(rewards, inverse_temperature)
+    buffer = make_buffer(inverse_temperature=inverse_temperature)
+    buffer.add([group(0, [0, 1], rewards[:2])], step=0)
+    buffer.add([group(0, [2, 3], rewards[2:])], step=2)
+    draws = [names(buffer.sample(1, 1, 0.0))[0] for _ in range(3000)]
+    assert_distribution(draws, dict(enumerate(p)))
+    # Two without replacement: the second is drawn by the softmax over those that are left.
+    pairs = [tuple(sorted(names(buffer.sample(1, 2, 0.0)))) for _ in range(4000)]
+    assert_distribution(pairs, {(i, j): p[i] * p[j] / (1 - p[i]) + p[j] * p[i] / (1 - p[j]) for i, j in itertools.combinations(range(4), 2)})
+
+
+def test_a_draw_with_replacement_follows_the_softmax_too():
+    rewards = [0.0, 1.0]
+    p = softmax(rewards, 1.0)
+    buffer = make_buffer(inverse_temperature=1.0)
+    buffer.add([group(0, [0, 1], rewards)], step=0)
+    counts_of_one = [sum(names(buffer.sample(1, 3, 0.0))) for _ in range(3000)]
+    assert_distribution(counts_of_one, {0: p[0] ** 3, 1: 3 * p[0] ** 2 * p[1], 2: 3 * p[0] * p[1] ** 2, 3: p[1] ** 3})
+
+
+def test_responses_repeat_only_where_a_query_has_fewer_than_asked_for():
+    buffer = make_buffer()
+    buffer.add([group(0, [1, 2, 3, 4])], step=0)
+    for most_on_policy_prob in (0.0, 1.0):
+        for _ in range(50):
+            assert sorted(names(buffer.sample(1, 4, most_on_policy_prob))) == [1, 2, 3, 4]
+            assert len(set(names(buffer.sample(1, 3, most_on_policy_prob)))) == 3
+            assert len(buffer.sample(1, 5, most_on_policy_prob)) == 5
+    assert any(len(set(names(buffer.sample(1, 5, 0.0)))) < 4 for _ in range(50))  # with replacement, not "all and one more"
+
+
+def test_recent_responses_repeat_rather_than_be_filled_up_with_older_ones():
+    buffer = make_buffer()
+    buffer.add([group(0, [1, 2, 3, 4])], step=0)
+    buffer.add([group(0, [5])], step=2)
+    assert recent(buffer, 4) == [5, 5, 5, 5]
+
+
+# Recent or replay
+
+
+def test_each_query_of_a_batch_is_recent_with_probability_m_independently():
+    m = 0.3
+    buffer = make_buffer(inverse_temperature=1e4)  # replay always finds the old response, whose reward is higher
+    buffer.add([group(0, [1], [1.0])], step=0)
+    buffer.add([group(0, [2], [0.0])], step=2)
+    recents = [names(buffer.sample(2, 1, m)).count(2) for _ in range(3000)]
+    assert_distribution(recents, {0: (1 - m) ** 2, 1: 2 * m * (1 - m), 2: m**2})
+
+
+def test_m_of_one_is_always_recent_and_m_of_zero_always_replay():
+    buffer = make_buffer(inverse_temperature=1e4)
+    buffer.add([group(0, [1], [1.0])], step=0)
+    buffer.add([group(0, [2], [0.0])], step=2)
+    assert set(names(buffer.sample(200, 1, 1.0))) == {2}
+    assert set(names(buffer.sample(200, 1, 0.0))) == {1}
+
+
+# Which query
+
+
+@pytest.mark.parametrize("most_on_policy_prob", [0.0, 1.0])
+def test_queries_come_without_replacement_until_all_were_drawn(most_on_policy_prob):
+    buffer = make_buffer()
+    buffer.add([group(query, [1, 2]) for query in range(5)], step=0)
+    first, second = [], []
+    for _ in range(1000):
+        order = [buffer.sample(1, 1, most_on_policy_prob)[0].query_id for _ in range(5)]
+        assert sorted(order) == [0, 1, 2, 3, 4]
+        first.append(order[0])
+        second.append(order[1])
+    assert_distribution(first, uniform(range(5)))
+    assert_distribution(second, uniform(range(5)))
+
+
+def test_a_batch_holds_no_query_twice_while_others_wait():
+    buffer = make_buffer()
+    buffer.add([group(query, [1, 2]) for query in range(6)], step=0)
+    for _ in range(20):
+        assert sorted(row.query_id for row in buffer.sample(6, 1, 0.0)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_query_that_arrives_in_mid_round_is_drawn_in_that_round():
+    buffer = make_buffer()
+    buffer.add([group(query, [1]) for query in range(3)], step=0)
+    drawn = [buffer.sample(1, 1, 0.0)[0].query_id for _ in range(2)]
+    buffer.add([group(3, [1])], step=2)
+    drawn += [buffer.sample(1, 1, 0.0)[0].query_id for _ in range(2)]
+    assert sorted(drawn) == [0, 1, 2, 3]
+
+
+def test_recent_queries_and_replayed_queries_are_drawn_from_decks_of_their_own():
+    buffer = make_buffer()
+    buffer.add([group(query, [1]) for query in range(4)], step=0)
+    replayed, recents = [], []
+    for _ in range(4):
+        replayed.append(buffer.sample(1, 1, 0.0)[0].query_id)
+        recents.append(buffer.sample(1, 1, 1.0)[0].query_id)
+    assert sorted(replayed) == sorted(recents) == [0, 1, 2, 3]
+
+
+def test_the_rows_of_a_query_are_contiguous():
+    buffer = make_buffer()
+    buffer.add([group(query, list(range(1, 2 + query))) for query in range(6)], step=0)
+    buffer.add([group(query, [9, 10]) for query in range(3, 6)], step=2)
+    for _ in range(50):
+        rows = buffer.sample(7, 3, 0.5)
+        assert len(rows) == 21
+        for i in range(0, 21, 3):
+            assert len({row.query_id for row in rows[i : i + 3]}) == 1
+
+
+def test_a_row_carries_what_its_group_said_of_it():
+    sent = group(4, [1, 2, 3], [0.1, 0.2, 0.3], version=6)
+    buffer = make_buffer()
+    buffer.add([sent], step=8)
+    ends = np.cumsum(sent.lengths)
+    for row in buffer.sample(1, 3, 1.0):
+        i = name(row) - 1
+        part = slice(ends[i] - sent.lengths[i], ends[i])
+        wanted = Row(4, 6, sent.prompt, sent.tokens[part], sent.ref_logprobs[part], sent.behavior_logprobs[part], float(sent.rewards[i]))
+        assert_same_rows([row], [wanted])
+
+
+def test_an_empty_buffer_raises_value_error():
+    buffer = make_buffer()
+    with pytest.raises(ValueError, match="empty"):
+        buffer.sample(1, 1, 1.0)
+    buffer.add([], step=0)
+    with pytest.raises(ValueError, match="empty"):
+        buffer.sample(1, 1, 0.0)
+
+
+# What is recent
+
+
+def test_only_what_the_latest_sync_added_is_recent():
+    buffer = make_buffer()
+    buffer.add([group(0, [1, 2]), group(1, [3])], step=0)
+    buffer.add([group(0, [4]), group(2, [5])], step=2)
+    buffer.add([group(1, [6, 7]), group(2, [8])], step=4)
+    seen = {(row.query_id, name(row)) for row in buffer.sample(200, 1, 1.0)}
+    assert seen == {(1, 6), (1, 7), (2, 8)}
+    seen = {(row.query_id, name(row)) for row in buffer.sample(600, 1, 0.0)}
+    assert seen == {(0, 1), (0, 2), (0, 4), (1, 3), (1, 6), (1, 7), (2, 5), (2, 8)}
+
+
+def test_a_sync_that_brought_nothing_keeps_the_previous_recent_set():
+    buffer = make_buffer()
+    buffer.add([group(0, [1, 2])], step=0)
+    buffer.add([group(0, [3, 4])], step=2)
+    buffer.add([], step=4)
+    assert recent(buffer, 2) == [3, 4]
+    buffer.add([group(0, [5])], step=6)
+    assert recent(buffer, 1) == [5]
+
+
+def test_several_additions_with_one_step_are_one_sync():
+    buffer = make_buffer()
+    buffer.add([group(0, [1, 2])], step=0)
+    buffer.add([group(0, [3])], step=2)
+    buffer.add([], step=2)
+    buffer.add([group(0, [4])], step=2)
+    assert recent(buffer, 2) == [3, 4]
+
+
+def test_several_groups_of_one_query_in_one_sync_are_all_recent():
+    buffer = make_buffer()
+    buffer.add([group(0, [1, 2]), group(0, [3], version=2)], step=2)
+    assert recent(buffer, 3) == [1, 2, 3]
+
+
+def test_a_response_that_is_found_again_is_recent_again():
+    buffer = make_buffer()
+    buffer.add([group(0, [1, 2])], step=0)
+    buffer.add([group(0, [1, 3], version=2)], step=2)
+    assert recent(buffer, 2) == [1, 3]
+    assert {row.version for row in buffer.sample(1, 2, 1.0)} == {2}
+
+
+# What is kept
+
+
+def test_the_oldest_responses_leave_first():
+    buffer = make_buffer(capacity=4)
+    buffer.add([group(0, [1, 2, 3])], step=0)
+    buffer.add([group(0, [4, 5])], step=2)
+    assert held(buffer) == [2, 3, 4, 5]
+    buffer.add([group(0, [6, 7, 8])], step=4)
+    assert held(buffer) == [5, 6, 7, 8]
+    buffer.add([group(0, [9])], step=6)
+    assert held(buffer) == [6, 7, 8, 9]
+
+
+def test_of_a_group_larger_than_the_capacity_the_last_stay():
+    buffer = make_buffer(capacity=3)
+    buffer.add([group(0, [1, 2, 3, 4, 5])], step=0)
+    assert held(buffer) == [3, 4, 5]
+    assert recent(buffer, 3) == [3, 4, 5]
+
+
+def test_the_capacity_is_that_of_each_query():
+    buffer = make_buffer(capacity=2)
+    buffer.add([group(0, [1, 2]), group(1, [3, 4])], step=0)
+    buffer.add([group(0, [5])], step=2)
+    assert buffer.responses == 4
+    seen = {(row.query_id, name(row)) for row in buffer.sample(200, 1, 0.0)}
+    assert seen == {(0, 2), (0, 5), (1, 3), (1, 4)}
+
+
+def test_a_duplicate_counts_as_new():
+    buffer = make_buffer(capacity=3)
+    buffer.add([group(0, [1, 2, 3])], step=0)
+    buffer.add([group(0, [1])], step=2)
+    buffer.add([group(0, [4])], step=4)
+    assert held(buffer) == [1, 3, 4]
+    buffer.add([group(0, [5])], step=6)
+    assert held(buffer) == [1, 4, 5]
+
+
+def test_of_duplicates_the_newest_is_kept():
+    buffer = make_buffer()
+    buffer.add([group(0, [1, 2], [0.0, 0.5], version=0)], step=0)
+    buffer.add([group(0, [2], [0.75], version=6)], step=8)
+    assert buffer.responses == 2
+    rows = {name(row): row for row in buffer.sample(1, 2, 0.0)}
+    assert (rows[1].version, rows[1].reward) == (0, 0.0)
+    assert (rows[2].version, rows[2].reward) == (6, 0.75)
+    np.testing.assert_array_equal(rows[2].ref_logprobs, np.full(3, -7.0, np.float32))
+    np.testing.assert_array_equal(rows[2].behavior_logprobs, np.full(3, -8.0, np.float32))
+
+
+def test_the_reward_of_the_newest_duplicate_is_the_one_that_draws_it():
+    buffer = make_buffer(inverse_temperature=1e4)
+    buffer.add([group(0, [1, 2], [1.0, 0.0])], step=0)
+    buffer.add([group(0, [2], [2.0])], step=2)
+    assert set(names(buffer.sample(50, 1, 0.0))) == {2}
+
+
+def test_the_same_tokens_under_another_query_are_no_duplicate():
+    buffer = make_buffer()
+    buffer.add([group(0, [1]), group(1, [1])], step=0)
+    assert buffer.responses == 2
+
+
+def test_a_response_that_another_begins_with_is_no_duplicate_of_it():
+    buffer = make_buffer()
+    short, long = group(0, [1]), group(0, [1])
+    long.lengths, long.tokens = np.array([4], np.int32), np.array([1, 1, 1, 1], np.int32)
+    long.ref_logprobs = long.behavior_logprobs = np.zeros(4, np.float32)
+    buffer.add([short, long], step=0)
+    assert buffer.responses == 2
+
+
+def test_duplicates_are_all_kept_where_none_shall_be_dropped():
+    buffer = make_buffer(capacity=4, drop_duplicates=False)
+    buffer.add([group(0, [1, 1, 2])], step=0)
+    assert buffer.responses == 3
+    assert held(buffer) == [1, 1, 2]
+    assert recent(buffer, 3) == [1, 1, 2]
+    buffer.add([group(0, [1, 3])], step=2)
+    assert held(buffer) == [1, 1, 2, 3]
+    buffer.add([group(0, [4])], step=4)
+    assert held(buffer) == [1, 2, 3, 4]
+
+
+def test_the_number_of_responses_is_what_is_held():
+    buffer = make_buffer(capacity=3)
+    assert buffer.responses == 0
+    buffer.add([group(0, [1, 2]), group(1, [1])], step=0)
+    assert buffer.responses == 3
+    buffer.add([group(0, [2, 3, 4])], step=2)
+    assert buffer.responses == 4
+
+
+# Saving and loading
+
+
+def saved_and_loaded(buffer: ReplayBuffer, path) -> ReplayBuffer:
+    np.savez(path, **buffer.state_dict())
+    other = make_buffer(buffer.capacity_per_query, buffer.reward_inverse_temperature, seed=12345, drop_duplicates=buffer.drop_duplicates)
+    with np.load(path, allow_pickle=False) as state:
+        other.load_state_dict(state)
+    return other
+
+
+@pytest.mark.parametrize("drop_duplicates", [True, False])
+def test_a_loaded_buffer_goes_on_with_the_same_draws_and_evictions(tmp_path, drop_duplicates):
+    rng = np.random.default_rng(0)
+
+    def sync(step: int) -> list[Group]:
+        return [
+            group(int(query), rng.integers(20, size=5).tolist(), rng.normal(size=5).tolist(), version=step)
+            for query in rng.choice(7, size=4, replace=False)
+        ]
+
+    buffer = make_buffer(capacity=8, inverse_temperature=1.0, drop_duplicates=drop_duplicates)
+    for step in range(0, 20, 2):  # long enough that responses have left and places were taken again
+        buffer.add(sync(step), step)
+        buffer.sample(3, 4, 0.5)
+    other = saved_and_loaded(buffer, tmp_path / "buffer.npz")
+    assert other.responses == buffer.responses
+    for step in range(18, 60, 2):  # the first addition belongs to the sync that was the latest before saving
+        assert_same_rows(other.sample(5, 4, 0.5), buffer.sample(5, 4, 0.5))
+        groups = sync(step)
+        buffer.add(groups, step)
+        other.add(groups, step)
+        assert other.responses == buffer.responses
+    states = buffer.state_dict(), other.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for key in states[0]:
+        np.testing.assert_array_equal(states[1][key], states[0][key], err_msg=key)
+
+
+def test_a_loaded_buffer_evicts_by_age_and_knows_its_duplicates(tmp_path):
+    buffer = make_buffer(capacity=3)
+    buffer.add([group(0, [1, 2, 3])], step=0)
+    buffer.add([group(0, [1])], step=2)
+    other = saved_and_loaded(buffer, tmp_path / "buffer.npz")
+    other.add([group(0, [3])], step=4)  # a duplicate: now 2 is the oldest
+    other.add([group(0, [4])], step=6)
+    assert held(other) == [1, 3, 4]
+
+
+def test_an_empty_buffer_can_be_saved_and_loaded(tmp_path):
+    other = saved_and_loaded(make_buffer(), tmp_path / "buffer.npz")
+    with pytest.raises(ValueError, match="empty"):
+        other.sample(1, 1, 0.0)
+    other.add([group(0, [1])], step=0)
+    assert held(other) == [1]
+
+
+def test_one_seed_gives_one_sequence_of_draws():
+    def draws(seed: int) -> list[Row]:
+        buffer = make_buffer(seed=seed)
+        buffer.add([group(query, [1, 2, 3]) for query in range(4)], step=0)
+        return buffer.sample(20, 2, 0.5)
+
+    assert_same_rows(draws(1), draws(1))
+    assert [(row.query_id, name(row)) for row in draws(1)] != [(row.query_id, name(row)) for row in draws(2)]
+
+
+# Cost
+
+
+def many(query: int, stamp: int, count: int) -> Group:
+    """`count` distinct responses of two tokens; those of another stamp are no duplicates."""
+    zeros = np.zeros(2 * count, np.float32)
+    tokens = np.stack([np.arange(count), np.full(count, stamp)], axis=1).astype(np.int32).ravel()
+    return Group(query, stamp, stamp, np.zeros(2, np.int32), np.full(count, 2, np.int32), tokens, zeros, zeros, zeros[:count],
+                 np.ones(count, bool))  # fmt: skip
+
+
+@pytest.fixture
+def no_garbage_collection():
+    """The collector goes through all that lives, in whatever call happens to set it off."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_million_responses_cost_no_more_per_call_than_a_thousand(no_garbage_collection):
+    def filled(queries: int) -> ReplayBuffer:
+        buffer = make_buffer(inverse_temperature=1.0)
+        for start in range(0, queries, 10):
+            buffer.add([many(query, 0, 100) for query in range(start, start + 10)], step=start)
+        return buffer
+
+    buffers = [filled(10), filled(10_000)]
+    assert [buffer.responses for buffer in buffers] == [1_000, 1_000_000]
+    add_times, sample_times = np.empty((2, 100)), np.empty((2, 100))
+    for i in range(100):
+        groups = [many(query, i + 1, 12) for query in range(10)]
+        for which, buffer in enumerate(buffers):  # in turn, so that whatever else this machine does hits both
+            start = time.perf_counter()
+            buffer.add(groups, step=100_000 + i)
+            added = time.perf_counter()
+            buffer.sample(32, 8, 0.5)
+            add_times[which, i], sample_times[which, i] = added - start, time.perf_counter() - added
+    for times in add_times, sample_times:
+        small, large = np.median(times, axis=1)
+        assert large < 2 * small, f"{small * 1e6:.0f} us at 1,000 responses, {large * 1e6:.0f} us at 1,000,000"

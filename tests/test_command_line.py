@@ -1,0 +1,112 @@
+"""Bad input ends in one line on stderr and exit code 2, before a model is loaded."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, tba
+
+from config import Config, build_config
+
+
+@pytest.fixture
+def files(tmp_path, gsm8k_data, untied_model):
+    """Things to name on the command line."""
+    row = json.dumps({"question": "1+1?", "answer": "#### 2"})
+    for name, lines in {
+        "no_answer": [row, row, '{"question": "1+1?"}'],
+        "no_question": ['{"answer": "#### 2"}'],
+        "no_gold": [row, '{"question": "1+1?", "answer": "two"}'],
+        "broken": [row, "{"],
+    }.items():
+        (tmp_path / name).mkdir()
+        for split in ("train", "test"):
+            (tmp_path / name / f"{split}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "config.json").write_text("{}")
+    (tmp_path / "empty_model").mkdir()
+    (tmp_path / "a_file").write_text("")
+    (tmp_path / "raises.py").write_text("1 / 0")
+    (tmp_path / "no_score.py").write_text("from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n")
+    return {"tmp": tmp_path, "gsm8k": gsm8k_data, "model": untied_model}
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ("multiplication", "unknown task 'multiplication': the tasks are arithmetic, gsm8k, or give the path of a .py file"),
+        ("{tmp}/absent.py", "absent.py' does not exist"),
+        ("{tmp}/raises.py", "fails to import: ZeroDivisionError: division by zero"),
+        ("{tmp}/no_score.py", "has no method score"),
+        ("--sync_perod 3", "unknown argument '--sync_perod': did you mean --sync_period?"),
+        ("--sync_period", "--sync_period: expected one argument"),
+        ("--steps many", "--steps: invalid int value: 'many'"),
+        ("arithmetic gsm8k", "unknown argument 'gsm8k'"),
+        ("arithmetic --data_dir {tmp}", "takes no --data_dir"),
+        ("gsm8k --data_dir {gsm8k} --model {tmp}/absent", "absent' does not exist: give a local directory or a hub id"),
+        ("gsm8k --data_dir {gsm8k} --model a/b/c", "--model 'a/b/c' does not exist"),
+        ("gsm8k --data_dir {gsm8k} --model {tmp}/empty_model", "holds no model: it has no config.json"),
+        ("gsm8k --data_dir {tmp}", "train.jsonl does not exist"),
+        ("gsm8k --data_dir {tmp}/no_answer", "train.jsonl line 3 has no 'answer'"),
+        ("gsm8k --data_dir {tmp}/no_question", "train.jsonl line 1 has no 'question'"),
+        ("gsm8k --data_dir {tmp}/no_gold", "train.jsonl line 2: the answer has no number behind '####'"),
+        ("gsm8k --data_dir {tmp}/broken", "train.jsonl line 2 is not JSON"),
+        ("gsm8k --data_dir {gsm8k} --model {model} --max_prompt_tokens 1000", "more than the 1024 positions"),
+        ("--responses_per_query 9 --samples_per_query 8", "--responses_per_query is 9, more than --samples_per_query 8"),
+        ("--responses_per_query 1", "--responses_per_query is 1: it must be at least 2"),
+        ("--samples_per_query 0", "--samples_per_query is 0: it must be at least 2"),
+        ("--samples_per_query 101", "--capacity_per_query is 100, less than --samples_per_query 101"),
+        ("--queries_per_batch 7 --queries_per_micro_batch 2", "--queries_per_batch 7 is not divisible by --queries_per_micro_batch 2"),
+        ("--most_on_policy_prob 1.01", "--most_on_policy_prob is 1.01: it is a probability"),
+        ("--most_on_policy_prob nan", "--most_on_policy_prob is nan: it is a probability"),
+        ("--beta 0", "--beta is 0.0: it must be positive"),
+        ("--beta=-1", "--beta is -1.0: it must be positive"),
+        ("--beta nan", "--beta is nan: it must be positive"),
+        ("--beta_final 0.1", "--beta_final is 0.1 but nothing says when"),
+        ("--steps 0", "--steps is 0: it must be positive"),
+        ("--steps -5", "--steps is -5: it must be positive"),
+        ("--eval_every -1", "--eval_every is -1: it must not be negative"),
+        ("--temperature 2.5", "vLLM samples at 2 at most"),
+        ("--lr_schedule cosine", "--lr_schedule is 'cosine': it is one of constant, linear, warmup_stable_decay"),
+        ("--lr_schedule warmup_stable_decay", "needs --decay_steps"),
+        ("--loss ppo", "--loss is 'ppo': it is one of tb"),
+        ("--synchronous --searchers 64", "--searchers is 64, more than --queries_per_batch"),
+        ("--gpu_memory_utilization 1.5", "it is a share, between 0 and 1"),
+        ("--output_dir {tmp}/used", "already holds a run"),
+        ("--output_dir {tmp}/a_file/run", "cannot be written"),
+        ("--output_dir /proc/run", "cannot be written"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files):
+    result = tba(*arguments.format(**files).split())
+    assert result.returncode == 2, result
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert expected in result.stderr
+    assert result.stdout == "", "nothing had begun"
+
+
+def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset():
+    config = build_config(["gsm8k", "--steps", "3", "--beta", "0.5"])
+    assert (config.steps, config.beta, config.queries_per_batch, config.responses_per_query) == (3, 0.5, 7, 20)
+    assert build_config(["gsm8k"]).learning_rate == 1e-5
+    assert build_config(["some_task.py"]).steps == Config.steps
+
+
+def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on():
+    config = build_config(["gsm8k", "--synchronous"])
+    assert (config.sync_period, config.most_on_policy_prob, config.samples_per_query) == (1, 1.0, config.responses_per_query)
+
+
+def test_help_names_every_setting_with_its_meaning():
+    result = tba("--help")
+    assert result.returncode == 0
+    for name in Config.__dataclass_fields__:
+        assert name == "task" or f"--{name} " in result.stdout, name
+    assert "log Z of a query is" in result.stdout
+
+
+def test_the_command_line_imports_nothing_slow():
+    """Spawned children import tba.py before their target sets anything: torch must not come with it."""
+    code = "import sys, tba, config; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,137 @@
+"""Whole runs through the command line, on the real vLLM."""
+
+import json
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import living, start_tba, tba
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SMALL = ["--queries_per_batch", "8", "--queries_per_micro_batch", "4", "--initial_responses", "100"]
+OUTPUTS = ("config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "timeline.json", "timeline.png", "model")
+METRICS = {
+    "step", "reward", "loss", "log_z", "kl", "entropy", "staleness_mean", "staleness_max", "grad_norm", "learning_rate", "beta", "trainer_busy",
+    "searcher_tokens_per_second", "searcher_busy", "queue_depth", "buffer_responses", "mismatch",
+}  # fmt: skip
+TIMING = ("seconds", "trainer_busy", "searcher_busy", "searcher_tokens_per_second", "queue_depth")
+
+
+def read(run_dir: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    return [line for line in read(run_dir, "metrics.jsonl") if "loss" in line]
+
+
+def check_outputs(run_dir: Path, steps: int) -> None:
+    assert all((run_dir / name).exists() for name in OUTPUTS)
+    lines = steps_of(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert METRICS <= lines[-1].keys()
+    spans = json.loads((run_dir / "timeline.json").read_text())["traceEvents"]
+    rows = {event["pid"]: event["args"]["name"] for event in spans if event["ph"] == "M"}
+    seen = {(rows[event["pid"]], event["name"]) for event in spans if event["ph"] == "X"}
+    assert {("trainer", name) for name in ("wait", "step", "publish")} <= seen
+    assert {("searcher-0", name) for name in ("search", "score", "reference", "load", "eval")} <= seen
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
+    assert model(input_ids=torch.tensor([tokenizer("1+2=").input_ids])).logits.isfinite().all()
+
+
+def test_an_arithmetic_run_learns_and_leaves_every_output(tmp_path):
+    run_dir = tmp_path / "run"
+    result = tba("arithmetic", *SMALL, "--steps", 250, "--eval_every", 100, "--output_dir", run_dir)
+    assert result.returncode == 0, result.stderr
+    check_outputs(run_dir, 250)
+    evaluations = {line["step"]: line["accuracy"] for line in read(run_dir, "metrics.jsonl") if "accuracy" in line}
+    assert {0, 250} <= evaluations.keys() and len(evaluations) >= 3, "the base model, one in mid-run, the last version"
+    assert evaluations[0] <= 0.60
+    final = read(run_dir, "metrics.jsonl")[-1]
+    assert final == {"step": 250, "final_accuracy": evaluations[250]}, "the saved model, loaded afresh, is the last version"
+    assert final["final_accuracy"] > evaluations[0] + 0.1, "it learns"
+    assert f"base accuracy: {evaluations[0]:.2f}" in result.stdout and f"final accuracy: {evaluations[250]:.2f}" in result.stdout
+    lines = steps_of(run_dir)
+    assert 0 < lines[-1]["mismatch"] < 1e-4, "what was published is what vLLM samples from"
+    assert lines[-1]["staleness_max"] > 2, "replay"
+    sample = read(run_dir, "samples.jsonl")[0]
+    assert {"version", "query_id", "prompt", "answer", "response", "extracted", "reward", "finished"} == sample.keys()
+
+
+def test_a_gsm8k_run_on_a_local_model_counts_the_prompts_that_are_too_long(tmp_path, untied_model, gsm8k_data):
+    run_dir = tmp_path / "run"
+    result = tba(
+        "gsm8k", "--model", untied_model, "--data_dir", gsm8k_data, "--output_dir", run_dir, "--steps", 6, "--responses_per_query", 3,
+        "--samples_per_query", 4, "--initial_responses", 30, "--max_prompt_tokens", 250, "--max_response_tokens", 40, timeout=200,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    check_outputs(run_dir, 6)
+    rows = [json.loads(line) for line in (gsm8k_data / "test.jsonl").read_text().splitlines()]
+    prompt = "[MATH TASK] Problem:\n{}\n\nSolution:\n"
+    long = sum(len(prompt.format(row["question"]).encode()) > 250 for row in rows)
+    train = [json.loads(line) for line in (gsm8k_data / "train.jsonl").read_text().splitlines()]
+    skipped = sum(len(prompt.format(row["question"]).encode()) > 250 for row in train)
+    assert steps_of(run_dir)[-1]["long_prompts"] == skipped > 0
+    assert f"{skipped} queries were skipped: prompt over --max_prompt_tokens 250" in result.stdout
+    assert f"{long} test queries were left out" in result.stdout and f"({len(rows) - long} test queries" in result.stdout
+
+
+def test_a_synchronous_run_is_on_policy_and_gives_the_same_metrics_twice(tmp_path):
+    runs = []
+    for name in ("first", "second"):
+        result = tba("arithmetic", "--synchronous", *SMALL, "--steps", 15, "--seed", 7, "--searchers", 2, "--output_dir", tmp_path / name)
+        assert result.returncode == 0, result.stderr
+        runs.append([{k: v for k, v in line.items() if k not in TIMING} for line in read(tmp_path / name, "metrics.jsonl")])
+    assert len(runs[0]) == 15 + 3 and runs[0] == runs[1]
+    steps = [line for line in runs[0] if "loss" in line]
+    assert all(line["staleness_max"] == 0 for line in steps)
+    assert all(line["mismatch"] < 1e-4 for line in steps)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_is_gone_within_15_seconds_and_says_where_its_results_are(number, code, tmp_path):
+    tag, run_dir = uuid.uuid4().hex, tmp_path / "run"
+    process = start_tba("arithmetic", *SMALL, "--steps", 100000, "--output_dir", run_dir, tag=tag)
+    try:
+        deadline = time.monotonic() + 120
+        while not (run_dir / "metrics.jsonl").exists() or len(steps_of(run_dir)) < 20:
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.2)
+        assert len(living(tag)) >= 3
+        process.send_signal(number)
+        _, err = process.communicate(timeout=15)
+        assert process.returncode == code
+        assert f"partial results are in {run_dir}" in err
+        assert living(tag) == []
+        AutoModelForCausalLM.from_pretrained(run_dir / "model")
+        assert (run_dir / "curves.png").exists() and (run_dir / "timeline.png").exists()
+    finally:
+        process.kill()
+
+
+def test_a_task_of_ones_own_whose_score_fails_for_some_queries_goes_on_without_them(tmp_path, tied_model):
+    task = tmp_path / "capitals.py"
+    task.write_text(
+        "from tasks import Query, Task\n"
+        "class Capitals(Task):\n"
+        "    def queries(self, split):\n"
+        "        return [Query(i, f'query {i}', i) for i in range(40)]\n"
+        "    def score(self, queries, responses, finished):\n"
+        "        if any(query.id % 10 == 3 for query in queries):\n"
+        "            raise ValueError('no score for a 3')\n"
+        "        return [float('nan') if query.id % 10 == 7 else sum(c.isupper() for c in r) for query, r in zip(queries, responses)]\n"
+    )
+    run_dir = tmp_path / "run"
+    # The test queries have the same ids: the evaluation of the base model would fail, so it must not be what ends the run silently.
+    result = tba(task, "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 5, "--output_dir", run_dir)
+    assert result.returncode == 1, "an evaluation without scores is an error"
+    assert "no score for a 3" in result.stderr and "searcher 0 ended" in result.stderr
+    task.write_text(task.read_text().replace("range(40)", "range(40) if split == 'train' or i % 10 not in (3, 7)").replace(
+        "for i in range(40) if split", "for i in range(40) if split"))  # fmt: skip
+    result = tba(task, "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 5, "--output_dir", tmp_path / "second")
+    assert result.returncode == 0, result.stderr
+    assert steps_of(tmp_path / "second")[-1]["unscored_groups"] > 0 and "groups were dropped" in result.stdout

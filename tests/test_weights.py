@@ -1,0 +1,247 @@
+"""SharedWeights: no torn read, no waiting writer, no starved reader, whoever is slow or killed."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+import torch.multiprocessing
+
+import weights as weights_module
+from weights import SharedWeights, check_shared_memory
+
+SHAPES = {"embedding": (100, 1000), "bias": (1000,), "scale": (), "head": (1000, 100)}
+VERSIONS = 200
+PATIENCE = 60  # seconds for a process to get somewhere; far more than it takes
+spawn = torch.multiprocessing.get_context("spawn")
+
+
+def tensors_of(version: int):
+    """Every element of every tensor is the version."""
+    return [(name, torch.full(shape, float(version))) for name, shape in SHAPES.items()]
+
+
+def make_weights(readers: int) -> SharedWeights:
+    return SharedWeights(SHAPES, torch.float32, readers)
+
+
+def is_whole(version: int, tensors: dict[str, torch.Tensor]) -> bool:
+    return tensors.keys() == SHAPES.keys() and all((tensor == version).all() for tensor in tensors.values())
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "a process did not get there in time"
+        time.sleep(0.001)
+
+
+def read_to_the_last(weights: SharedWeights, reader: int, pause: float, reads: torch.Tensor, results) -> None:
+    """A process: reads, `pause` seconds long each, until it has seen the last version; sends (reader, versions seen, versions torn)."""
+    torch.set_num_threads(1)
+    seen, torn = [], []
+    while not seen or seen[-1] < VERSIONS:
+        with weights.read(reader) as (version, tensors):
+            whole_at_first = is_whole(version, tensors)
+            time.sleep(pause)
+            if not (whole_at_first and is_whole(version, tensors)):
+                torn.append(version)
+        seen.append(version)
+        reads[reader] += 1
+    results.put((reader, seen, torn))
+
+
+def read_and_never_end(weights: SharedWeights, reader: int, inside: torch.Tensor) -> None:
+    """A process: stays in the middle of a read."""
+    with weights.read(reader) as (version, tensors):
+        tensors["head"].sum()
+        inside[0] = version
+        time.sleep(10 * PATIENCE)
+
+
+@contextlib.contextmanager
+def running(*processes):
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_every_read_is_one_version_whole_and_every_reader_gets_on():
+    weights, results = make_weights(readers=3), spawn.Queue()
+    reads = torch.zeros(3, dtype=torch.int64).share_memory_()
+    pauses = [0.0, 0.001, 0.05]  # the last reader takes as long as some ten publishes
+    readers = [spawn.Process(target=read_to_the_last, args=(weights, i, pause, reads, results)) for i, pause in enumerate(pauses)]
+    weights.publish(0, tensors_of(0))
+    with running(*readers):
+        wait_until(lambda: reads.min() > 0)  # all three have started
+        refused = 0
+        for version in range(1, VERSIONS + 1):
+            tensors = tensors_of(version)
+            while not weights.publish(version, tensors):  # both other slots are being read: not an error, try again
+                refused += 1
+                time.sleep(0.001)
+            time.sleep(0.004)
+        outcome = sorted(results.get(timeout=PATIENCE) for _ in readers)
+        for process in readers:
+            process.join(PATIENCE)
+            assert process.exitcode == 0
+    for reader, seen, torn in outcome:
+        assert torn == [], f"reader {reader} saw {len(torn)} of {len(seen)} reads torn; {refused} publishes were refused"
+        assert seen == sorted(seen)  # never back
+        assert seen[-1] == VERSIONS
+        assert len(set(seen)) >= 10
+
+
+def test_a_killed_reader_blocks_nobody():
+    weights = make_weights(readers=2)
+    inside = torch.tensor([-1]).share_memory_()
+    victim = spawn.Process(target=read_and_never_end, args=(weights, 0, inside))
+    weights.publish(0, tensors_of(0))
+    with running(victim):
+        wait_until(lambda: inside[0] == 0)
+        victim.kill()  # SIGKILL: nothing of the process's own cleans up
+        victim.join()
+    for version in range(1, 21):  # the writer goes on, and so does the other reader
+        assert weights.publish(version, tensors_of(version))
+        with weights.read(1) as (seen, tensors):
+            assert seen == version and is_whole(version, tensors)
+
+    with weights.read(1) as (seen, tensors):
+        assert weights.publish(21, tensors_of(21))
+        assert not weights.publish(22, tensors_of(22))  # the dead reader still holds the third slot
+        weights.unpin(0)
+        assert weights.publish(22, tensors_of(22))
+        assert seen == 20 and is_whole(20, tensors)
+    with weights.read(0) as (seen, tensors):  # the restarted reader takes up the same pin
+        assert seen == 22 and is_whole(22, tensors)
+
+
+def test_publish_refuses_at_once_when_every_other_slot_is_read_and_works_again_later():
+    weights = make_weights(readers=2)
+    assert weights.publish(1, tensors_of(1))
+    with weights.read(0) as (first, first_tensors):
+        assert weights.publish(2, tensors_of(2))
+        with weights.read(1) as (second, second_tensors):
+            assert weights.publish(3, tensors_of(3))
+            for _ in range(3):
+                assert not weights.publish(4, tensors_of(4), evaluate=True)
+            assert (weights.version, weights.evaluation_version) == (3, -1)  # a refused publish leaves no trace
+            assert (first, second) == (1, 2)
+            assert is_whole(1, first_tensors) and is_whole(2, second_tensors)
+        assert weights.publish(4, tensors_of(4))
+    with weights.read(0) as (version, tensors):
+        assert version == 4 and is_whole(4, tensors)
+
+
+def test_a_reader_that_was_overtaken_before_its_pin_was_set_looks_again():
+    weights = make_weights(readers=1)
+
+    class PinsOvertaken:
+        """Between the reader's look at the newest slot and its first pin, the writer publishes and is in the middle of the next version."""
+
+        def __init__(self, pins: torch.Tensor):
+            self.pins = pins
+            self.overtaken = False
+
+        def __setitem__(self, reader: int, slot: int) -> None:
+            if not self.overtaken:
+                self.overtaken = True
+                assert weights.publish(2, tensors_of(2))
+                with pytest.raises(KeyError):
+                    weights.publish(3, tensors_of(3)[:1])  # one tensor of version 3 is written, the others are not
+            self.pins[reader] = slot
+
+        def tolist(self) -> list[int]:
+            return self.pins.tolist()
+
+    weights.publish(1, tensors_of(1))
+    weights.pins = PinsOvertaken(weights.pins)
+    with weights.read(0) as (version, tensors):
+        assert version == 2 and is_whole(2, tensors)
+
+
+def test_a_read_ends_with_an_exception_too():
+    weights = make_weights(readers=1)
+    weights.publish(1, tensors_of(1))
+    with pytest.raises(ZeroDivisionError), weights.read(0):
+        raise ZeroDivisionError
+    assert weights.pins.tolist() == [-1]
+
+
+def test_the_flag_for_an_evaluation_travels_with_the_version():
+    weights = make_weights(readers=1)
+    assert (weights.version, weights.evaluation_version) == (-1, -1)
+    expected = [(1, False, -1), (2, True, 2), (3, False, 2), (4, True, 4)]
+    for version, evaluate, evaluation_version in expected:
+        weights.publish(version, tensors_of(version), evaluate=evaluate)
+        assert (weights.version, weights.evaluation_version) == (version, evaluation_version)
+
+
+def test_reading_before_the_first_publish_is_an_error():
+    weights = make_weights(readers=1)
+    with pytest.raises(RuntimeError, match="published"), weights.read(0):
+        pass
+
+
+@pytest.mark.parametrize("missing", SHAPES)
+def test_a_missing_tensor_is_named_and_nothing_is_published(missing):
+    weights = make_weights(readers=1)
+    weights.publish(1, tensors_of(1))
+    with pytest.raises(KeyError, match=missing):
+        weights.publish(2, [(name, tensor) for name, tensor in tensors_of(2) if name != missing])
+    assert weights.version == 1
+    with weights.read(0) as (version, tensors):
+        assert is_whole(1, tensors)
+
+
+def test_a_tensor_that_was_not_announced_is_an_error():
+    weights = make_weights(readers=1)
+    with pytest.raises(KeyError, match="stranger"):
+        weights.publish(1, [*tensors_of(1), ("stranger", torch.zeros(1))])
+    assert weights.version == -1
+
+
+def test_tensors_are_matched_by_name_and_keep_their_shapes():
+    shapes = {"a": (2, 3), "b": (3, 2), "c": ()}
+    weights = SharedWeights(shapes, torch.float32, readers=1)
+    sent = {"a": torch.rand(2, 3), "b": torch.rand(3, 2), "c": torch.rand(())}
+    weights.publish(1, reversed(list(sent.items())))
+    with weights.read(0) as (_, tensors):
+        assert list(tensors) == list(shapes)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, sent[name])
+
+
+def test_published_tensors_are_cast_to_the_readers_dtype():
+    weights = SharedWeights({"a": (1000,)}, torch.bfloat16, readers=1)
+    sent = torch.nn.Parameter(torch.randn(1000))
+    weights.publish(1, [("a", sent)])
+    with weights.read(0) as (_, tensors):
+        assert tensors["a"].dtype == torch.bfloat16
+        assert not tensors["a"].requires_grad
+        assert torch.equal(tensors["a"], sent.detach().bfloat16())
+
+
+def test_the_required_bytes_are_those_of_all_slots():
+    weights = SharedWeights(SHAPES, torch.bfloat16, readers=1)
+    assert SharedWeights.required_bytes(SHAPES, torch.bfloat16) == sum(slot.nbytes for slot in weights.slots) == 3 * 2 * 201_001
+
+
+def test_too_little_shared_memory_is_an_error_that_names_both_sizes(monkeypatch):
+    usage = weights_module.shutil._ntuple_diskusage(total=2**30, used=0, free=64 * 2**20)
+    monkeypatch.setattr(weights_module.shutil, "disk_usage", lambda path: usage)
+    check_shared_memory(64 * 2**20)
+    with pytest.raises(MemoryError, match=r"need 65 MiB, /dev/shm has 64 MiB free"):
+        check_shared_memory(65 * 2**20)
+
+
+def test_an_absurd_size_does_not_fit_this_machine_either():
+    free = weights_module.shutil.disk_usage("/dev/shm").free
+    with pytest.raises(MemoryError, match=rf"need {10**18 / 2**20:.0f} MiB.* \d+ MiB free"):
+        check_shared_memory(10**18)
+    check_shared_memory(free // 2)
