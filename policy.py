@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -79,6 +80,25 @@ def response_logprobs(model: torch.nn.Module, prompts: list[np.ndarray], respons
             taken = [checkpoint(_token_logprobs, model, h, targets, temperature, use_reentrant=False) for h, targets in slices]
         logprobs = logprobs.index_put((torch.from_numpy(row_index).to(device), torch.from_numpy(token_index).to(device)), torch.cat(taken))
     return logprobs
+
+
+@torch.no_grad()
+def response_logprobs_under(weights: dict[str, Tensor], model: torch.nn.Module, *arguments) -> Tensor:
+    """response_logprobs(model, *arguments) as if the model had other weights than its own, by name and of any dtype and device."""
+    device = next(model.parameters()).device
+    scorer = _Scorer(model)
+    return functional_call(scorer, {f"model.{name}": tensor.to(device, torch.float32) for name, tensor in weights.items()}, arguments)
+
+
+class _Scorer(torch.nn.Module):
+    """response_logprobs as a module: functional_call wants one."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *arguments) -> Tensor:
+        return response_logprobs(self.model, *arguments)
 
 
 def _token_logprobs(model: torch.nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:

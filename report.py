@@ -64,7 +64,7 @@ class Report:
             self.live.update(self.table(metrics), refresh=True)
         else:
             names = ("reward", "loss", "log_z", "kl", "entropy", "staleness_mean", "trainer_busy", "searcher_tokens_per_second")
-            shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
+            shown = "  ".join(f"{name} {number(metrics[name])}" for name in names)
             print(f"step {metrics['step']}/{self.steps}  {shown}  {now - self.start:.0f} s", flush=True)
 
     def write(self, line: dict) -> None:
@@ -86,13 +86,17 @@ class Report:
         table.add_row("progress", ProgressBar(total=self.steps, completed=metrics["step"], width=40))
         for name, value in metrics.items():
             if name not in ("step", "seconds"):
-                table.add_row(name, f"{value:.5g}" if isinstance(value, float) else str(value))
+                table.add_row(name, number(value))
         return table
 
     def close(self) -> None:
         if self.live:
             self.live.stop()
         self.file.close()
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def draw(run_dir: str, metric: str) -> None:

@@ -72,6 +72,7 @@ class Searcher:
         self.unscored = deque(maxlen=SCORES_WATCHED)  # True where a group got no scores
 
     def search(self) -> None:
+        self.board.add(self.name, "ready", 1)
         self.begin_version()
         while not self.board.stop:
             self.board.beat(self.name)

@@ -38,17 +38,17 @@ class Interrupt:
 
     def __call__(self, number: int, frame) -> None:
         if self.signal:
-            os.killpg(0, signal.SIGKILL) if os.getpgrp() == os.getpid() else os._exit(128 + number)
+            os._exit(128 + number)  # the children die with this process
         self.signal = number
 
 
 def main(arguments: list[str]) -> int:
     try:
         config = build_config(arguments)
-        task = check_task(config)
+        task, sizes = load_data(config)
         config.output_dir = find_run_dir(config)
         config.model = find_model(config, task)
-        return run(config, task.metric)
+        return run(config, task.metric, sizes)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -57,14 +57,12 @@ def main(arguments: list[str]) -> int:
         return 128 + signal.SIGINT
 
 
-def check_task(config: Config):
-    """The task, its data read once so that a bad row shows now and not in a searcher. Raises UserError."""
+def load_data(config: Config) -> tuple:
+    """The task, and its number of queries per split: read once here, so that a bad row shows now and not in a searcher. Raises UserError."""
     from tasks import load_task
 
     task = load_task(config.task, **config.task_options())
-    for split in ("train", "test"):
-        task.queries(split)
-    return task
+    return task, {split: len(task.queries(split)) for split in ("train", "test")}
 
 
 def find_model(config: Config, task) -> str:
@@ -93,7 +91,7 @@ def find_run_dir(config: Config) -> str:
     return str(directory)
 
 
-def run(config: Config, metric: str) -> int:
+def run(config: Config, metric: str, sizes: dict[str, int]) -> int:
     """Everything behind the checks of the command line. Returns the exit code; raises UserError while nothing has started."""
     import torch.multiprocessing
 
@@ -116,7 +114,13 @@ def run(config: Config, metric: str) -> int:
         check_shared_memory(SharedWeights.required_bytes(shapes, dtype))
     except MemoryError as error:
         raise UserError(str(error)) from error
-    describe(config, places, sum(torch.Size(shape).numel() for shape in shapes.values()))
+    if config.searchers > sizes["train"]:
+        raise UserError(f"--searchers is {config.searchers}, but the task has {sizes['train']} queries to share out")
+    parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+    source = f" from {config.data_dir}" if config.data_dir else ""
+    print(f"task {config.task}: {sizes['train']} queries to train on, {sizes['test']} to test on{source}")
+    print(f"model {config.model}, {parameters / 1e6:.1f} M parameters")
+    describe(config, places)
 
     run_dir = config.output_dir
     (Path(run_dir) / "logs").mkdir(parents=True)
@@ -149,9 +153,8 @@ def run(config: Config, metric: str) -> int:
     return 0
 
 
-def describe(config: Config, places: list, parameters: int) -> None:
+def describe(config: Config, places: list) -> None:
     """What is about to happen, before it happens."""
-    print(f"task {config.task}, model {config.model} ({parameters / 1e6:.1f} M parameters)")
     for place in places:
         print(f"{place.name} on {place}")
     mode = "synchronous, on-policy" if config.synchronous else f"asynchronous, sync every {config.sync_period} steps"
@@ -181,6 +184,8 @@ def watch(children: list, board, config: Config, interrupt: Interrupt) -> None:
 def stop(children: list, board) -> None:
     """All down: those that do not end by themselves in time are killed."""
     board.stop = True
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # the live view hides the cursor; a trainer that was killed cannot bring it back
     deadline = time.monotonic() + SHUTDOWN_SECONDS / 2
     for child in children:
         child.join(max(0.0, deadline - time.monotonic()))

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 from transformers import get_scheduler
 
 from buffer import Group, ReplayBuffer, Row
 from config import Config
 from loss import LOSSES, LossInputs, Metrics
-from policy import load_policy, load_tokenizer, response_logprobs
+from policy import load_policy, load_tokenizer, response_logprobs, response_logprobs_under
 from processes import Board, device
 from report import Report, Timeline
 from searcher import Evaluation
@@ -205,10 +204,10 @@ class Trainer:
         if group is None:
             return {}
         self.mismatch_due = self.step + MISMATCH_PERIOD
-        published = {f"policy.{name}": tensor.to(device(), torch.float32) for name, tensor in held[group.version].items()}
         cuts = np.cumsum(group.lengths)[:-1]
         responses = np.split(group.tokens, cuts)
-        logprobs = functional_call(Scorer(self.policy), published, ([group.prompt] * len(responses), responses, self.config.temperature))
+        prompts = [group.prompt] * len(responses)
+        logprobs = response_logprobs_under(held[group.version], self.policy, prompts, responses, self.config.temperature)
         differences = [np.abs(row[: len(b)] - b) for row, b in zip(logprobs.cpu().numpy(), np.split(group.behavior_logprobs, cuts))]
         return {"mismatch": float(np.concatenate(differences).mean())}
 
@@ -218,13 +217,13 @@ class Trainer:
         with self.timeline.span("wait"):
             while not ready() and not self.board.stop:
                 self.board.beat("trainer")
-                silence = {name: self.board.silence(name) for name in self.board.names[1:]}
+                silence = {name: self.board.silence(name) for name in self.board.names[1:]}  # seconds
                 if min(silence.values()) > self.config.searcher_timeout:
                     raise TimeoutError(f"no searcher gave a sign of life for {min(silence.values()):.0f} s while the trainer waited for {what()}")
                 if time.monotonic() - said > HEALTH_PERIOD:
                     said = time.monotonic()
-                    signs = ", ".join(f"{name} {seconds:.0f} s ago" for name, seconds in silence.items())
-                    self.report.say(f"waiting since {said - start:.0f} s for {what()}; last signs of life: {signs}")
+                    signs = [f"{name} {f'{s:.0f} s ago' if self.board.get(name, 'ready') else 'is loading'}" for name, s in silence.items()]
+                    self.report.say(f"waiting since {said - start:.0f} s for {what()}; signs of life: {', '.join(signs)}")
                 time.sleep(0.005)
         self.waited += time.monotonic() - start
 
@@ -257,17 +256,6 @@ class Trainer:
             self.report.say(f"{unscored} groups were dropped, they got no scores: see logs/")
         self.timeline.flush()
         self.report.close()
-
-
-class Scorer(torch.nn.Module):
-    """response_logprobs as a module, for functional_call to run it with other weights than the policy's own."""
-
-    def __init__(self, policy: torch.nn.Module):
-        super().__init__()
-        self.policy = policy
-
-    def forward(self, prompts, responses, temperature):
-        return response_logprobs(self.policy, prompts, responses, temperature)
 
 
 def describe(groups: list[Group]) -> dict[str, float]:

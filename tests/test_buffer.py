@@ -473,19 +473,19 @@ def no_garbage_collection():
 
 def test_a_million_responses_cost_no_more_per_call_than_a_thousand(no_garbage_collection):
     def filled(queries: int) -> ReplayBuffer:
-        buffer = make_buffer(inverse_temperature=1.0)
-        for start in range(0, queries, 10):
-            buffer.add([many(query, 0, 100) for query in range(start, start + 10)], step=start)
+        buffer = make_buffer(capacity=10, inverse_temperature=1.0)
+        for start in range(0, queries, 100):
+            buffer.add([many(query, 0, 10) for query in range(start, start + 100)], step=start)
         return buffer
 
-    buffers = [filled(10), filled(10_000)]
+    buffers = [filled(100), filled(100_000)]
     assert [buffer.responses for buffer in buffers] == [1_000, 1_000_000]
     add_times, sample_times = np.empty((2, 100)), np.empty((2, 100))
     for i in range(100):
-        groups = [many(query, i + 1, 12) for query in range(10)]
+        groups = [many(query, i + 1, 10) for query in range(20)]
         for which, buffer in enumerate(buffers):  # in turn, so that whatever else this machine does hits both
             start = time.perf_counter()
-            buffer.add(groups, step=100_000 + i)
+            buffer.add(groups, step=200_000 + i)
             added = time.perf_counter()
             buffer.sample(32, 8, 0.5)
             add_times[which, i], sample_times[which, i] = added - start, time.perf_counter() - added

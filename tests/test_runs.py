@@ -6,7 +6,6 @@ import time
 import uuid
 from pathlib import Path
 
-import pytest
 import torch
 from conftest import living, start_tba, tba
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,7 +55,7 @@ def test_an_arithmetic_run_learns_and_leaves_every_output(tmp_path):
     assert final["final_accuracy"] > evaluations[0] + 0.1, "it learns"
     assert f"base accuracy: {evaluations[0]:.2f}" in result.stdout and f"final accuracy: {evaluations[250]:.2f}" in result.stdout
     lines = steps_of(run_dir)
-    assert 0 < lines[-1]["mismatch"] < 1e-4, "what was published is what vLLM samples from"
+    assert 0 < max(line["mismatch"] for line in lines) < 1e-4, "what was published is what vLLM samples from"
     assert lines[-1]["staleness_max"] > 2, "replay"
     sample = read(run_dir, "samples.jsonl")[0]
     assert {"version", "query_id", "prompt", "answer", "response", "extracted", "reward", "finished"} == sample.keys()
@@ -92,8 +91,7 @@ def test_a_synchronous_run_is_on_policy_and_gives_the_same_metrics_twice(tmp_pat
     assert all(line["mismatch"] < 1e-4 for line in steps)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_is_gone_within_15_seconds_and_says_where_its_results_are(number, code, tmp_path):
+def test_ctrl_c_ends_a_run_within_15_seconds_and_says_where_its_results_are(tmp_path):
     tag, run_dir = uuid.uuid4().hex, tmp_path / "run"
     process = start_tba("arithmetic", *SMALL, "--steps", 100000, "--output_dir", run_dir, tag=tag)
     try:
@@ -102,9 +100,9 @@ def test_an_interrupted_run_is_gone_within_15_seconds_and_says_where_its_results
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()
             time.sleep(0.2)
         assert len(living(tag)) >= 3
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=15)
-        assert process.returncode == code
+        assert process.returncode == 130
         assert f"partial results are in {run_dir}" in err
         assert living(tag) == []
         AutoModelForCausalLM.from_pretrained(run_dir / "model")
@@ -119,19 +117,16 @@ def test_a_task_of_ones_own_whose_score_fails_for_some_queries_goes_on_without_t
         "from tasks import Query, Task\n"
         "class Capitals(Task):\n"
         "    def queries(self, split):\n"
-        "        return [Query(i, f'query {i}', i) for i in range(40)]\n"
+        "        return [Query(i, f'query {i}', i) for i in range(40) if split == 'train' or i % 10 not in (3, 7)]\n"
         "    def score(self, queries, responses, finished):\n"
         "        if any(query.id % 10 == 3 for query in queries):\n"
         "            raise ValueError('no score for a 3')\n"
         "        return [float('nan') if query.id % 10 == 7 else sum(c.isupper() for c in r) for query, r in zip(queries, responses)]\n"
     )
     run_dir = tmp_path / "run"
-    # The test queries have the same ids: the evaluation of the base model would fail, so it must not be what ends the run silently.
     result = tba(task, "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 5, "--output_dir", run_dir)
-    assert result.returncode == 1, "an evaluation without scores is an error"
-    assert "no score for a 3" in result.stderr and "searcher 0 ended" in result.stderr
-    task.write_text(task.read_text().replace("range(40)", "range(40) if split == 'train' or i % 10 not in (3, 7)").replace(
-        "for i in range(40) if split", "for i in range(40) if split"))  # fmt: skip
-    result = tba(task, "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 5, "--output_dir", tmp_path / "second")
     assert result.returncode == 0, result.stderr
-    assert steps_of(tmp_path / "second")[-1]["unscored_groups"] > 0 and "groups were dropped" in result.stdout
+    assert steps_of(run_dir)[-1]["unscored_groups"] > 0 and "groups were dropped" in result.stdout
+    log = (run_dir / "logs" / "searcher-0.log").read_text()
+    assert "query 3 is dropped" in log and "no score for a 3" in log and "query 7 is dropped" in log
+    assert not {line["query_id"] for line in read(run_dir, "samples.jsonl")} & {3, 7, 13, 17, 23, 27, 33, 37}
