@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
-INSTALL := .venv/bin/uv pip install --quiet --python .venv/bin/python -r $(REQUIREMENTS)
+INSTALL := .venv/bin/uv pip install --quiet --system-certs --python .venv/bin/python -r $(REQUIREMENTS)
 DEMO_FLAGS ?=
 
 .PHONY: setup demo test
@@ -22,7 +22,7 @@ setup: .venv/$(REQUIREMENTS).installed
 .venv/$(REQUIREMENTS).installed: $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …"; exit 1; }
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet uv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check uv
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec > .venv/overrides.txt
 	export UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$(.venv/bin/python -m pip config get global.find-links 2>/dev/null)}"; \
