@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> int:
         config = build_config(arguments)
         task, sizes = load_data(config)
         config.output_dir = find_run_dir(config)
+        check_loss(config)
         config.model = find_model(config, task)
         return run(config, task.metric, sizes)
     except UserError as error:
@@ -63,6 +64,13 @@ def load_data(config: Config) -> tuple:
 
     task = load_task(config.task, **config.task_options())
     return task, {split: len(task.queries(split)) for split in ("train", "test")}
+
+
+def check_loss(config: Config) -> None:
+    from loss import LOSSES
+
+    if config.loss not in LOSSES:
+        raise UserError(f"--loss is {config.loss!r}: it is one of {', '.join(LOSSES)}")
 
 
 def find_model(config: Config, task) -> str:
@@ -97,12 +105,9 @@ def run(config: Config, metric: str, sizes: dict[str, int]) -> int:
 
     import processes
     import report
-    from loss import LOSSES
     from policy import weight_shapes
     from weights import SharedWeights, check_shared_memory
 
-    if config.loss not in LOSSES:
-        raise UserError(f"--loss is {config.loss!r}: it is one of {', '.join(LOSSES)}")
     places = processes.places(config)
     config.searchers = len(places) - 1
     cuda = places[0].gpu is not None

@@ -69,6 +69,7 @@ def pretrain(queries: Sequence[Query], directory: Path) -> None:
     import torch  # not at the top: tasks are also loaded where torch is not needed
     from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
+    torch.set_num_threads(1)  # so small a model gains nothing from a second thread, and loses minutes if another process has that core
     tokenizer = build_tokenizer()
     rng = np.random.default_rng(0)
     with torch.random.fork_rng(devices=[]):

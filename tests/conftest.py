@@ -63,8 +63,9 @@ def gsm8k_data(tmp_path_factory) -> Path:
         if (GSM8K / f"{split}.jsonl").exists():
             lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:40]
         else:
-            lines = [json.dumps({"question": f"Tom has {i} apples and buys {i + 2}. How many has he?", "answer": f"{i}+{i + 2}\n#### {2 * i + 2}"})
-                     for i in range(40)]  # fmt: skip
+            aside = " He likes them green, and keeps them in a basket by the door, where it is cool, until it is time to bake."
+            lines = [json.dumps({"question": f"Tom has {i} apples and buys {i + 2}.{aside * (i % 3)} How many has he?",
+                                 "answer": f"{i}+{i + 2}\n#### {2 * i + 2}"}) for i in range(40)]  # fmt: skip
         (directory / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return directory
 

@@ -474,8 +474,10 @@ def no_garbage_collection():
 def test_a_million_responses_cost_no_more_per_call_than_a_thousand(no_garbage_collection):
     def filled(queries: int) -> ReplayBuffer:
         buffer = make_buffer(capacity=10, inverse_temperature=1.0)
+        deadline = time.monotonic() + 60
         for start in range(0, queries, 100):
             buffer.add([many(query, 0, 10) for query in range(start, start + 100)], step=start)
+            assert time.monotonic() < deadline, f"{buffer.responses} responses took a minute to add"
         return buffer
 
     buffers = [filled(100), filled(100_000)]

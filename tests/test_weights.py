@@ -13,7 +13,7 @@ from weights import SharedWeights, check_shared_memory
 
 SHAPES = {"embedding": (100, 1000), "bias": (1000,), "scale": (), "head": (1000, 100)}
 VERSIONS = 200
-PATIENCE = 120  # seconds for a test; far more than any takes
+PATIENCE = 90  # seconds for a test; far more than any takes
 spawn = torch.multiprocessing.get_context("spawn")
 
 
