@@ -51,6 +51,8 @@ class SharedWeights:
             return False
         target = self._views(free[0])
         for name, tensor in tensors:
+            if tensor.shape != target[name].shape:  # copy_ would broadcast
+                raise ValueError(f"publish(version={version}): {name} has shape {tuple(tensor.shape)}, not {tuple(target[name].shape)}")
             target.pop(name).copy_(tensor)
         if target:
             raise KeyError(f"publish(version={version}) lacks {len(target)} of {len(self.shapes)} tensors, first {next(iter(target))!r}")

@@ -10,9 +10,9 @@ from config import UserError
 from tasks import Query, Task
 
 PROMPT = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
-# A minus is a sign only if it touches the number and nothing to subtract from: the last number of "12-5" and "12 - 5" is 5.
+# A minus is a sign only if it touches the number and nothing that it could be subtracted from: the last number of "12-5", "x-5" and "12 - 5" is 5.
 # A comma belongs to a number only before three digits, a period only before a digit.
-NUMBER = re.compile(r"(?:(?<![\d)])([-−]))?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
+NUMBER = re.compile(r"(?:(?<![\w)%])([-−]))?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
 
 
 class GSM8K(Task):
@@ -35,19 +35,19 @@ class GSM8K(Task):
 
             source = f"openai/gsm8k {split}"
             try:
-                rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
+                rows = list(enumerate(datasets.load_dataset("openai/gsm8k", "main", split=split), start=1))
             except Exception as error:  # the many ways of having no network
                 raise UserError(f"{source} could not be loaded from the hub ({type(error).__name__}): give --data_dir with "
                                 "train.jsonl and test.jsonl") from error
         queries = []
-        for number, row in enumerate(rows, start=1):
+        for number, row in rows:
             for column in ("question", "answer"):
                 if not isinstance(row, dict) or not isinstance(row.get(column), str):
                     raise UserError(f"{source} line {number} has no {column!r}: each line must be {{\"question\": …, \"answer\": …}}")
             gold = last_number(row["answer"].partition("####")[2])
             if gold is None:
                 raise UserError(f"{source} line {number}: the answer has no number behind '####'")
-            queries.append(Query(id=number - 1, prompt=PROMPT.format(question=row["question"]), answer=gold))
+            queries.append(Query(id=number, prompt=PROMPT.format(question=row["question"]), answer=gold))
         return queries
 
     def score(self, queries: list[Query], responses: list[str], finished: list[bool]) -> list[float]:
@@ -67,16 +67,20 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(("-" if sign else "") + digits.replace(",", ""))
 
 
-def read_jsonl(path: Path) -> list:
+def read_jsonl(path: Path) -> list[tuple[int, dict]]:
+    """Line number and content of each line that is not blank. Raises UserError."""
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: --data_dir must hold train.jsonl and test.jsonl")
-    rows = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise UserError(f"{path} line {number} is not JSON: {error}") from error
+    rows, number = [], 0
+    try:
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    rows.append((number, json.loads(line)))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8
+        raise UserError(f"{path} line {number} is not JSON: {error}") from error
+    except OSError as error:
+        raise UserError(f"data file {path} cannot be read: {error.strerror}") from error
     if not rows:
         raise UserError(f"data file {path} is empty")
     return rows

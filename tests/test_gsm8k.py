@@ -70,6 +70,8 @@ def with_another_number(answer: str) -> str:
     ("He owes -$5", "-5"),
     ("He owes $-5", "-5"),
     ("It grew by 25%", "25"),
+    ("5%-3%", "3"),
+    ("20 dollars-5", "5"),
     ("It shrank by -5%.", "-5"),
     ("The answer is 42.", "42"),
     ("The answer is 42!", "42"),
@@ -136,7 +138,6 @@ def test_a_query_holds_the_question_in_the_prompt_and_has_an_id_of_its_own(tmp_p
     ({"question": "How many?", "answer": 4}, "answer"),
     (["How many?", "#### 4"], "question"),
     ('{"question": "How many?", "answer": ', "not JSON"),
-    ("", "not JSON"),
     ({"question": "How many?", "answer": "Four.\n#### four"}, "no number"),
     ({"question": "How many?", "answer": "There are 4."}, "no number"),
 ])  # fmt: skip
@@ -145,6 +146,20 @@ def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
     with pytest.raises(UserError, match=rf"train\.jsonl line 3 .*{message}|train\.jsonl line 3: .*{message}") as raised:
         task.queries("train")
     assert "\n" not in str(raised.value)
+
+
+def test_blank_lines_are_passed_over_and_counted(tmp_path):
+    task = write(tmp_path, ROW, "", ROW)
+    assert len(task.queries("train")) == 2
+    with pytest.raises(UserError, match=r"train\.jsonl line 3 has no 'answer'"):
+        write(tmp_path, ROW, "", {"question": "How many?"}).queries("train")
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    task = write(tmp_path, ROW)
+    (tmp_path / "train.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"train\.jsonl line .* is not JSON"):
+        task.queries("train")
 
 
 def test_a_missing_data_file_is_named(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,8 +244,7 @@ def test_the_required_bytes_are_those_of_all_slots():
 
 
 def test_too_little_shared_memory_is_an_error_that_names_both_sizes(monkeypatch):
-    usage = weights_module.shutil._ntuple_diskusage(total=2**30, used=0, free=64 * 2**20)
-    monkeypatch.setattr(weights_module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(weights_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
     check_shared_memory(64 * 2**20)
     with pytest.raises(MemoryError, match=r"need 65 MiB, /dev/shm has 64 MiB free"):
         check_shared_memory(65 * 2**20)
@@ -255,3 +255,10 @@ def test_an_absurd_size_does_not_fit_this_machine_either():
     with pytest.raises(MemoryError, match=rf"need {10**18 / 2**20:.0f} MiB.* \d+ MiB free"):
         check_shared_memory(10**18)
     check_shared_memory(free // 2)
+
+
+def test_a_tensor_of_another_shape_is_refused_even_where_it_would_broadcast():
+    weights = SharedWeights({"a": (4, 3)}, torch.float32, readers=1)
+    with pytest.raises(ValueError, match=r"a has shape \(3,\), not \(4, 3\)"):
+        weights.publish(1, [("a", torch.zeros(3))])
+    assert weights.version == -1
