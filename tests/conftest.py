@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 
 import processes  # noqa: E402
 
-os.environ.update(processes.environment(processes.Place("tests", None, sorted(os.sched_getaffinity(0)))))
+os.environ.update(processes.environment(processes.Place("tests", None, [0])))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
