@@ -97,7 +97,7 @@ class Config:
     gpu_memory_utilization: float | None = None
     """Share of its GPU's memory that a searcher's vLLM takes. None: 0.75 on a GPU of its own, 0.3 on one shared with the trainer."""
     searcher_timeout: float = 600.0
-    """Seconds without a sign of life after which a process is taken for dead, the loading of its model included."""
+    """Seconds without a sign of life after which a process is taken for dead, and of waiting after which the trainer gives up."""
     eval_every: int = 0
     """Steps between evaluations in mid-run. 0: only the base model and the final one."""
 
@@ -111,7 +111,7 @@ LR_SCHEDULES = ("constant", "linear", "warmup_stable_decay")
 PRESETS: dict[str, dict] = {
     "arithmetic": dict(
         beta=0.1, steps=1000, queries_per_batch=32, responses_per_query=8, samples_per_query=12, queries_per_micro_batch=32, sync_period=2,
-        most_on_policy_prob=0.5, initial_responses=400, temperature=1.0, max_prompt_tokens=16, max_response_tokens=8,
+        most_on_policy_prob=0.5, initial_responses=400, eval_every=200, temperature=1.0, max_prompt_tokens=16, max_response_tokens=8,
         learning_rate=1e-3, lr_schedule="linear", warmup_steps=10, max_grad_norm=1.0,
     ),
     # The run behind Figure 1 of the paper: 700 steps of a schedule made for 1,000.
@@ -162,8 +162,8 @@ def check(config: Config) -> None:
                         f"{config.queries_per_micro_batch}")
     if not 0 <= config.most_on_policy_prob <= 1:
         raise UserError(f"--most_on_policy_prob is {config.most_on_policy_prob}: it is a probability, from 0 to 1")
-    if config.temperature > 2:
-        raise UserError(f"--temperature is {config.temperature}: vLLM samples at 2 at most")
+    if not 0.01 <= config.temperature <= 2:
+        raise UserError(f"--temperature is {config.temperature}: vLLM samples at 0.01 to 2")
     if config.lr_schedule == "warmup_stable_decay" and not config.decay_steps:
         raise UserError("--lr_schedule warmup_stable_decay needs --decay_steps")
     if config.gpu_memory_utilization is not None and not 0 < config.gpu_memory_utilization < 1:

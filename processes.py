@@ -5,6 +5,7 @@ Everything they share is plain shared memory without locks: a process killed whi
 
 import ctypes
 import importlib
+import importlib.metadata
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ import torch
 import torch.multiprocessing
 
 from config import Config, UserError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that ask a run to end
 
 
 @dataclass
@@ -33,11 +36,13 @@ class Place:
 def places(config: Config) -> list[Place]:
     """The trainer's place and then one per searcher: a GPU each where there are several, the one GPU shared, or the cores split."""
     cores = sorted(os.sched_getaffinity(0))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [g for g in visible.split(",") if g] if visible is not None else [str(i) for i in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count()
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
     searchers = config.searchers or max(1, len(gpus) - 1)
     names = ["trainer"] + [f"searcher {rank}" for rank in range(searchers)]
     if not gpus:
+        if any(distribution.name == "vllm" for distribution in importlib.metadata.distributions()):
+            raise UserError("no GPU is visible, but the vLLM that is installed is the one for GPUs: install requirements-cpu.txt instead")
         # Half of the cores for the trainer, the rest dealt out; with fewer cores than processes some share one.
         half = max(1, len(cores) // 2)
         rest = cores[half:] or cores
@@ -135,8 +140,11 @@ def start(place: Place, target: str, arguments: tuple, run_dir: str) -> torch.mu
     try:
         os.environ.update(environment(place))
         os.sched_setaffinity(0, place.cores)
+        # Ctrl-C reaches the whole process group, and so do some schedulers: children never see it, the parent decides.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         process.start()
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.environ.clear()
         os.environ.update(saved_environment)
         os.sched_setaffinity(0, saved_cores)
@@ -147,8 +155,6 @@ def _child(target: str, arguments: tuple, log: Path, owns_terminal: bool, parent
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent, whatever kills it
     if os.getppid() != parent:
         sys.exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group, and so do some schedulers: the parent decides
-        signal.signal(number, signal.SIG_IGN)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 2)
         if not owns_terminal:

@@ -73,7 +73,7 @@ class Report:
     def say(self, text: str) -> None:
         """A line that stays: an evaluation, a wait, something dropped."""
         if self.live:
-            self.live.console.print(text, highlight=False)
+            self.live.console.print(text, highlight=False, markup=False)
         else:
             print(text, flush=True)
 
@@ -159,7 +159,8 @@ def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:
             share = np.diff(np.interp(edges, times, spent)) / (edges[1] - edges[0])
             whole.bar(edges[:-1], 0.8 * share, edges[1] - edges[0], base, align="edge", color=color, label=name if row == 0 else None)
             base = base + 0.8 * share
-            detail.broken_barh(bars, (-row - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
+            shown = [(start, length) for start, length in bars if start < middle + seconds and start + length > middle]
+            detail.broken_barh(shown, (-row - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
     for axis, title in (whole, "the whole run: share of each activity"), (detail, f"{seconds:g} s from its middle"):
         axis.set(yticks=[-row for row in range(len(spans))], yticklabels=list(spans), title=title, xlabel="seconds")
     whole.set_xlim(0.0, end)

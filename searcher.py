@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ from report import Timeline
 from tasks import Query, Task, load_task
 from weights import SharedWeights
 
-SAMPLES_PERIOD = 1.0  # seconds between two groups in samples.jsonl
+SAMPLES_PERIOD = 1.0  # seconds between two groups of this searcher in samples.jsonl
+SAMPLES_PER_GROUP = 4
 SCORES_WATCHED = 100  # more than half of the latest this many groups without scores end the run
 
 
@@ -38,6 +40,9 @@ class Evaluation:
     score: float
     queries: int
     long_prompts: int  # test queries left out, their prompt exceeds the limit
+
+    def __str__(self) -> str:
+        return f"{self.score:.2f} ({self.score:.4f} on {self.queries} test queries, greedy)"
 
 
 @dataclass
@@ -54,10 +59,12 @@ class Searcher:
         self.config, self.rank, self.weights, self.groups, self.board = config, rank, weights, groups, board
         self.name = f"searcher {rank}"
         self.timeline = Timeline(run_dir, self.name)
-        self.samples = open(f"{run_dir}/samples.jsonl", "a")
+        self.samples = open(f"{run_dir}/samples.jsonl", "ab", buffering=0)  # one write a group: searchers share the file
         self.sampled_at = -SAMPLES_PERIOD  # when a group last went to samples.jsonl
         self.task = load_task(config.task, **config.task_options())
         self.queries = self.task.queries("train")
+        self.share = np.random.default_rng(config.seed).permutation(len(self.queries))[rank :: config.searchers]  # nobody else works on these
+        self.test_queries = self.task.queries("test")
         self.tokenizer = load_tokenizer(config)
         self.engine = Engine(config)
         # On this device, so that the trainer holds no second model.
@@ -107,7 +114,7 @@ class Searcher:
         due = self.version == 0 or self.evaluated < self.weights.evaluation_version <= self.version
         if self.rank == 0 and due:
             self.evaluated = self.version
-            self.evaluation = EvaluationRun(self.engine, self.task, self.tokenizer, self.config, self.version)
+            self.evaluation = EvaluationRun(self.engine, self.task, self.test_queries, self.tokenizer, self.config, self.version)
 
     def start_queries(self) -> None:
         """Keeps the engine full, with one group more that starts as soon as a row is free."""
@@ -118,25 +125,26 @@ class Searcher:
             if len(prompt) > self.config.max_prompt_tokens:
                 self.board.add(self.name, "long_prompts", visit == 0)
                 skipped += 1
-                if skipped == len(self.queries):
+                if skipped == len(self.share):
                     raise ValueError(f"no prompt of the task is within --max_prompt_tokens {self.config.max_prompt_tokens}")
                 continue
             skipped = 0
             request = f"{query.id}.{visit}"
-            seed = int.from_bytes(hashlib.blake2b(f"{self.config.seed}.{request}".encode(), digest_size=4).digest())
+            seed = None  # vLLM draws for each seeded request by itself, which costs time: only where a run is to be repeatable
+            if self.config.synchronous:
+                seed = int.from_bytes(hashlib.blake2b(f"{self.config.seed}.{request}".encode(), digest_size=4).digest())
             self.engine.add(request, prompt, self.version, n=self.config.samples_per_query, temperature=self.config.temperature,
                             max_tokens=self.config.max_response_tokens, seed=seed)  # fmt: skip
             self.running[request] = Running(query, prompt, self.version)
             self.quota -= 1
 
     def next_query(self) -> tuple[Query, int]:
-        """The next query of this searcher's share, and how often all queries were visited before: each epoch is shuffled anew and dealt out."""
-        share = range(self.rank, len(self.queries), self.config.searchers)
-        epoch, index = divmod(self.started, len(share))
+        """The next query of this searcher's share, and how often it was visited before. Each epoch has an order of its own."""
+        epoch, index = divmod(self.started, len(self.share))
         if index == 0:
-            self.order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self.queries))
+            self.order = np.random.default_rng((self.config.seed, self.rank, epoch)).permutation(self.share)
         self.started += 1
-        return self.queries[self.order[share[index]]], epoch
+        return self.queries[self.order[index]], epoch
 
     def finish_groups(self, outputs: list) -> None:
         """Scores what the engine finished in one step, adds reference log-probabilities, and puts the groups in the outbox."""
@@ -193,10 +201,12 @@ class Searcher:
         if time.monotonic() - self.sampled_at < SAMPLES_PERIOD:
             return
         self.sampled_at = time.monotonic()
-        for text, finished, reward in zip(texts, done, rewards.tolist()):
-            line = {"version": run.version, "query_id": run.query.id, "prompt": run.query.prompt, "answer": str(run.query.answer),
-                    "response": text, "extracted": self.task.extract(text), "reward": reward, "finished": finished}  # fmt: skip
-            print(json.dumps(line, ensure_ascii=False), file=self.samples, flush=True)
+        lines = [
+            {"version": run.version, "query_id": run.query.id, "prompt": run.query.prompt, "answer": str(run.query.answer),
+             "response": text, "extracted": self.task.extract(text), "reward": reward, "finished": finished}
+            for text, finished, reward in list(zip(texts, done, rewards.tolist()))[:SAMPLES_PER_GROUP]
+        ]  # fmt: skip
+        self.samples.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
 
     def send(self) -> None:
         while self.outbox:
@@ -217,9 +227,8 @@ class Searcher:
 class EvaluationRun:
     """Greedy responses to all test queries, generated in the engine beside whatever else runs there."""
 
-    def __init__(self, engine: Engine, task: Task, tokenizer, config: Config, version: int):
+    def __init__(self, engine: Engine, task: Task, queries: Sequence[Query], tokenizer, config: Config, version: int):
         self.task, self.tokenizer, self.version = task, tokenizer, version
-        queries = task.queries("test")
         prompts = [tokenizer(query.prompt).input_ids for query in queries]
         self.queries = {f"evaluation.{query.id}": query for query, p in zip(queries, prompts) if len(p) <= config.max_prompt_tokens}
         if not self.queries:
@@ -258,7 +267,8 @@ def run(config: Config, rank: int, weights: SharedWeights, groups, board: Board,
 def evaluate_saved(config: Config, connection) -> None:
     """A process of its own: loads the model at config.model afresh and sends its Evaluation through `connection`."""
     engine = Engine(config)
-    evaluation = EvaluationRun(engine, load_task(config.task, **config.task_options()), load_tokenizer(config), config, config.steps)
+    task = load_task(config.task, **config.task_options())
+    evaluation = EvaluationRun(engine, task, task.queries("test"), load_tokenizer(config), config, config.steps)
     result = None
     while result is None:
         result = evaluation.take(engine.step())

@@ -14,11 +14,13 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from config import Config, UserError, build_config
 
-SHUTDOWN_SECONDS = 10.0  # from the request to stop to the kill
+SHUTDOWN_SECONDS = 60.0  # from the request to stop to the kill
+INTERRUPT_SECONDS = 10.0  # the same after Ctrl-C
 EVALUATION_SECONDS = 3600.0  # for the final evaluation, the start of its engine included
 QUEUE_GROUPS = 256  # groups that may wait for the trainer before their searcher waits too
 LOG_LINES = 25  # of a failed process, shown
@@ -63,7 +65,11 @@ def load_data(config: Config) -> tuple:
     from tasks import load_task
 
     task = load_task(config.task, **config.task_options())
-    return task, {split: len(task.queries(split)) for split in ("train", "test")}
+    sizes = {split: len(task.queries(split)) for split in ("train", "test")}
+    for split, size in sizes.items():
+        if not size:
+            raise UserError(f"task {config.task!r} has no {split} queries")
+    return task, sizes
 
 
 def check_loss(config: Config) -> None:
@@ -84,6 +90,19 @@ def find_model(config: Config, task) -> str:
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise UserError(f"--model {model!r} does not exist: give a local directory or a hub id like organisation/name")
     return model
+
+
+def fetch_model(model: str) -> str:
+    """A local directory as it is; a hub model into the hub's cache, before processes start whose silence would be taken for death."""
+    if Path(model).is_dir():
+        return model
+    from huggingface_hub import snapshot_download
+
+    print(f"fetching {model} from the hub", flush=True)
+    try:
+        return snapshot_download(model, ignore_patterns=["*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"])
+    except Exception as error:  # the many ways of having no network
+        raise UserError(f"--model {model!r} could not be fetched from the hub: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
 
 def find_run_dir(config: Config) -> str:
@@ -111,8 +130,9 @@ def run(config: Config, metric: str, sizes: dict[str, int]) -> int:
     places = processes.places(config)
     config.searchers = len(places) - 1
     cuda = places[0].gpu is not None
-    if config.gpu_memory_utilization is None:
-        config.gpu_memory_utilization = 0.3 if places[0].gpu == places[1].gpu else 0.75
+    one_gpu = cuda and places[0].gpu == places[1].gpu
+    if cuda and config.gpu_memory_utilization is None:
+        config.gpu_memory_utilization = 0.3 if one_gpu else 0.75
     shapes = weight_shapes(config)
     dtype = torch.bfloat16 if cuda else torch.float32  # what vLLM computes in
     try:
@@ -128,27 +148,34 @@ def run(config: Config, metric: str, sizes: dict[str, int]) -> int:
     describe(config, places)
 
     run_dir = config.output_dir
-    (Path(run_dir) / "logs").mkdir(parents=True)
+    try:
+        (Path(run_dir) / "logs").mkdir(parents=True)
+    except FileExistsError:  # made since it was looked at
+        raise UserError(f"--output_dir {run_dir!r} already holds a run: give another one") from None
     with open(Path(run_dir) / "config.json", "w") as file:
         json.dump(dataclasses.asdict(config), file, indent=2)
+    config.model = fetch_model(config.model)
     interrupt = Interrupt()
     weights = SharedWeights(shapes, dtype, readers=config.searchers)
     board = processes.Board([place.name for place in places])
     context = torch.multiprocessing.get_context("spawn")
     queues = [context.Queue(QUEUE_GROUPS) for _ in range(config.searchers)]  # one each: a killed searcher may leave its own locked
-    children = [processes.start(places[0], "trainer:run", (config, weights, queues, board, run_dir), run_dir)]
-    for rank, place in enumerate(places[1:]):
-        children.append(processes.start(place, "searcher:run", (config, rank, weights, queues[rank], board, run_dir), run_dir))
+    children = []
     try:
-        watch(children, board, config, interrupt)
-        stop(children, board)
+        for rank, place in enumerate(places[1:]):
+            children.append(processes.start(place, "searcher:run", (config, rank, weights, queues[rank], board, run_dir), run_dir))
+        if one_gpu:  # vLLM measures what memory is free: the trainer must not load meanwhile
+            watch(children, board, config, interrupt, until=lambda: board.get("searcher 0", "ready"))
+        children.insert(0, processes.start(places[0], "trainer:run", (config, weights, queues, board, run_dir), run_dir))
+        watch(children, board, config, interrupt, until=lambda: not children[0].is_alive() and children[0].exitcode == 0)
+        stop(children, board, interrupt)
         if not interrupt.signal:
             final_evaluation(config, metric, places[1], interrupt)
     except RunFailed as failure:
         print(f"error: {failure}\npartial results are in {run_dir}", file=sys.stderr)
         return 1
     finally:
-        stop(children, board)
+        stop(children, board, interrupt)
         report.draw(run_dir, metric)
     if interrupt.signal:
         print(f"stopped by {signal.Signals(interrupt.signal).name}: partial results are in {run_dir}", file=sys.stderr)
@@ -167,33 +194,25 @@ def describe(config: Config, places: list) -> None:
     print(f"results will be in {config.output_dir}", flush=True)
 
 
-def watch(children: list, board, config: Config, interrupt: Interrupt) -> None:
-    """Returns when the trainer is done, or has been told to stop and has. Raises RunFailed when a process dies or goes silent."""
-    deadline = None
-    while children[0].is_alive():
+def watch(children: list, board, config: Config, interrupt: Interrupt, until: Callable[[], bool]) -> None:
+    """Returns when `until` holds or a signal asks the run to end. Raises RunFailed when a process dies or goes silent."""
+    while not interrupt.signal and not until():
         time.sleep(0.05)
-        if interrupt.signal and deadline is None:
-            board.stop = True
-            deadline = time.monotonic() + SHUTDOWN_SECONDS
-        if deadline is not None and time.monotonic() > deadline:
-            return
         for child in children:
-            if not child.is_alive() and not (child is children[0] and child.exitcode == 0) and not board.stop:
+            if child.exitcode:
                 raise RunFailed(f"{child.name} ended with exit code {child.exitcode}\n{log_tail(config, child.name)}")
             if board.silence(child.name) > config.searcher_timeout:
                 raise RunFailed(f"{child.name} gave no sign of life for {board.silence(child.name):.0f} s (--searcher_timeout)")
-    if children[0].exitcode:
-        raise RunFailed(f"trainer ended with exit code {children[0].exitcode}\n{log_tail(config, 'trainer')}")
 
 
-def stop(children: list, board) -> None:
-    """All down: those that do not end by themselves in time are killed."""
+def stop(children: list, board, interrupt: Interrupt) -> None:
+    """All down. The trainer has time to save its model; whatever is still loading, or takes too long, is killed."""
     board.stop = True
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # the live view hides the cursor; a trainer that was killed cannot bring it back
-    deadline = time.monotonic() + SHUTDOWN_SECONDS / 2
+    deadline = time.monotonic() + (INTERRUPT_SECONDS if interrupt.signal else SHUTDOWN_SECONDS)
     for child in children:
-        child.join(max(0.0, deadline - time.monotonic()))
+        child.join(max(0.0, deadline - time.monotonic()) if board.get(child.name, "ready") else 0.0)
         if child.is_alive():
             child.kill()
             child.join()
@@ -228,7 +247,7 @@ def final_evaluation(config: Config, metric: str, place, interrupt: Interrupt) -
         child.join()
     with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
         print(json.dumps({"step": config.steps, f"final_{metric}": result.score}), file=file)
-    print(f"final {metric}: {result.score:.2f} ({result.queries} test queries, greedy, the saved model loaded afresh)", flush=True)
+    print(f"final {metric}: {result}; the saved model, loaded afresh", flush=True)
 
 
 def log_tail(config: Config, name: str) -> str:

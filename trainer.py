@@ -1,6 +1,6 @@
 """The Trainer: steps the optimizer on what the buffer holds and publishes the weights. It waits only while there is not enough to train on.
 
-    every k steps   publish the weights, drain the queues into the buffer
+    every k steps   drain the queues into the buffer, publish the weights
     every step      sample B queries x K responses, loss, backward, AdamW
 """
 
@@ -56,6 +56,7 @@ class Trainer:
 
     def train(self) -> None:
         config = self.config
+        self.board.add("trainer", "ready", 1)
         self.publish()
         if not config.synchronous:
             self.fill_buffer()
@@ -117,11 +118,16 @@ class Trainer:
                 self.fresh |= self.mismatch(groups)
 
     def fill_buffer(self) -> None:
-        def ready() -> bool:
-            self.add(self.drain())
-            return self.buffer.responses >= max(1, self.config.initial_responses)
+        received = 0  # as generated: the buffer, which drops duplicates, may never hold so many
 
-        self.wait(lambda: f"the first {self.config.initial_responses} responses, {self.buffer.responses} are here", ready)
+        def ready() -> bool:
+            nonlocal received
+            groups = self.drain()
+            self.add(groups)
+            received += sum(len(group.lengths) for group in groups)
+            return received >= max(1, self.config.initial_responses)
+
+        self.wait(lambda: f"the first {self.config.initial_responses} responses, {received} are here", ready)
 
     def update(self, rows: list[Row]) -> Metrics:
         """One optimizer step on B x K rows, a few queries at a time. Each row weighs the same whatever the micro-batch."""
@@ -209,21 +215,21 @@ class Trainer:
         prompts = [group.prompt] * len(responses)
         logprobs = response_logprobs_under(held[group.version], self.policy, prompts, responses, self.config.temperature)
         differences = [np.abs(row[: len(b)] - b) for row, b in zip(logprobs.cpu().numpy(), np.split(group.behavior_logprobs, cuts))]
-        return {"mismatch": float(np.concatenate(differences).mean())}
+        return {"mismatch": float(np.concatenate(differences).mean()), "mismatch_version": group.version}
 
     def wait(self, what: Callable[[], str], ready: Callable[[], bool]) -> None:
-        """Until ready() or the run is stopped. Says for whom it waits; raises TimeoutError when every searcher has gone silent."""
+        """Until ready() or the run is stopped. Says for whom it waits; raises TimeoutError when it takes longer than searcher_timeout."""
         start = said = time.monotonic()
         with self.timeline.span("wait"):
             while not ready() and not self.board.stop:
                 self.board.beat("trainer")
-                silence = {name: self.board.silence(name) for name in self.board.names[1:]}  # seconds
-                if min(silence.values()) > self.config.searcher_timeout:
-                    raise TimeoutError(f"no searcher gave a sign of life for {min(silence.values()):.0f} s while the trainer waited for {what()}")
                 if time.monotonic() - said > HEALTH_PERIOD:
                     said = time.monotonic()
-                    signs = [f"{name} {f'{s:.0f} s ago' if self.board.get(name, 'ready') else 'is loading'}" for name, s in silence.items()]
+                    signs = [f"{name} {f'{self.board.silence(name):.0f} s ago' if self.board.get(name, 'ready') else 'is loading'}"
+                             for name in self.board.names[1:]]  # fmt: skip
                     self.report.say(f"waiting since {said - start:.0f} s for {what()}; signs of life: {', '.join(signs)}")
+                if time.monotonic() - start > self.config.searcher_timeout:
+                    raise TimeoutError(f"the trainer waited {time.monotonic() - start:.0f} s (--searcher_timeout) for {what()}")
                 time.sleep(0.005)
         self.waited += time.monotonic() - start
 
@@ -231,7 +237,7 @@ class Trainer:
         self.evaluated = max(self.evaluated, evaluation.version)
         self.report.write({"step": evaluation.version, self.metric: evaluation.score})
         what = f"base {self.metric}:" if evaluation.version == 0 else f"step {evaluation.version}: {self.metric}"
-        self.report.say(f"{what} {evaluation.score:.2f} ({evaluation.queries} test queries, greedy)")
+        self.report.say(f"{what} {evaluation}")
         if evaluation.long_prompts:
             self.report.say(f"{evaluation.long_prompts} test queries were left out: prompt over --max_prompt_tokens {self.config.max_prompt_tokens}")
 
@@ -247,9 +253,12 @@ class Trainer:
                 return self.evaluated >= self.step
 
             self.wait(lambda: f"the evaluation of version {self.step}", evaluated)
+        for setting in ("temperature", "top_p", "top_k"):  # of some base models; without do_sample they are refused on saving
+            setattr(self.policy.generation_config, setting, None)
         directory = Path(self.run_dir) / "model"
-        self.policy.save_pretrained(directory)
-        load_tokenizer(self.config).save_pretrained(directory)
+        self.policy.save_pretrained(directory.with_suffix(".unfinished"))
+        load_tokenizer(self.config).save_pretrained(directory.with_suffix(".unfinished"))
+        directory.with_suffix(".unfinished").rename(directory)
         if skipped := int(self.board.total("long_prompts")):
             self.report.say(f"{skipped} queries were skipped: prompt over --max_prompt_tokens {self.config.max_prompt_tokens}")
         if unscored := int(self.board.total("unscored_groups")):
@@ -259,8 +268,8 @@ class Trainer:
 
 
 def describe(groups: list[Group]) -> dict[str, float]:
-    """Figures of groups as they were generated; the buffer, which drops duplicates, would distort them. KL and entropy are unbiased for the
-    policy that sampled: of a whole response against the reference policy, in nats, and per token."""
+    """Figures of groups as they were generated; the buffer, which drops duplicates, would distort them. KL (nats a response, against the
+    reference policy) and entropy (nats a token) are estimates for the policy that sampled; KL contains the mismatch with vLLM."""
     behavior, reference = (np.concatenate([getattr(g, name) for g in groups]) for name in ("behavior_logprobs", "ref_logprobs"))
     lengths = np.concatenate([g.lengths for g in groups])
     return {

@@ -29,6 +29,9 @@ def files(tmp_path, gsm8k_data, untied_model):
     (tmp_path / "a_file").write_text("")
     (tmp_path / "raises.py").write_text("1 / 0")
     (tmp_path / "no_score.py").write_text("from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n")
+    (tmp_path / "no_queries.py").write_text(
+        "from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n    def score(self, *a): return []\n"
+    )
     return {"tmp": tmp_path, "gsm8k": gsm8k_data, "model": untied_model}
 
 
@@ -67,7 +70,8 @@ def files(tmp_path, gsm8k_data, untied_model):
         ("--steps 0", "--steps is 0: it must be positive"),
         ("--steps -5", "--steps is -5: it must be positive"),
         ("--eval_every -1", "--eval_every is -1: it must not be negative"),
-        ("--temperature 2.5", "vLLM samples at 2 at most"),
+        ("--temperature 2.5", "--temperature is 2.5: vLLM samples at 0.01 to 2"),
+        ("{tmp}/no_queries.py", "has no train queries"),
         ("--lr_schedule cosine", "--lr_schedule is 'cosine': it is one of constant, linear, warmup_stable_decay"),
         ("--lr_schedule warmup_stable_decay", "needs --decay_steps"),
         ("--loss ppo", "--loss is 'ppo': it is one of tb"),
@@ -84,6 +88,13 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
     assert expected in result.stderr
     assert result.stdout == "", "nothing had begun"
+
+
+def test_a_hub_model_that_cannot_be_had_is_named(files, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # or the hub's client tries for half a minute where there is no network
+    result = tba("gsm8k", "--data_dir", files["gsm8k"], "--model", "no-such-organisation/no-such-model")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "error: --model 'no-such-organisation/no-such-model' cannot be used" in result.stderr
 
 
 def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset():

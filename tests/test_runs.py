@@ -1,6 +1,7 @@
 """Whole runs through the command line, on the real vLLM."""
 
 import json
+import os
 import signal
 import time
 import uuid
@@ -9,6 +10,8 @@ from pathlib import Path
 import torch
 from conftest import living, start_tba, tba
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import report
 
 SMALL = ["--queries_per_batch", "8", "--queries_per_micro_batch", "4", "--initial_responses", "100"]
 OUTPUTS = ("config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "timeline.json", "timeline.png", "model")
@@ -57,6 +60,7 @@ def test_an_arithmetic_run_learns_and_leaves_every_output(tmp_path):
     lines = steps_of(run_dir)
     assert 0 < max(line["mismatch"] for line in lines) < 1e-4, "what was published is what vLLM samples from"
     assert lines[-1]["staleness_max"] > 2, "replay"
+    assert report.trainer_busy(run_dir) >= 0.90 and f"trainer busy: {report.trainer_busy(run_dir):.3f}" in result.stdout
     sample = read(run_dir, "samples.jsonl")[0]
     assert {"version", "query_id", "prompt", "answer", "response", "extracted", "reward", "finished"} == sample.keys()
 
@@ -76,7 +80,7 @@ def test_a_gsm8k_run_on_a_local_model_counts_the_prompts_that_are_too_long(tmp_p
     skipped = sum(len(prompt.format(row["question"]).encode()) > 250 for row in train)
     assert steps_of(run_dir)[-1]["long_prompts"] == skipped > 0
     assert f"{skipped} queries were skipped: prompt over --max_prompt_tokens 250" in result.stdout
-    assert f"{long} test queries were left out" in result.stdout and f"({len(rows) - long} test queries" in result.stdout
+    assert f"{long} test queries were left out" in result.stdout and f" on {len(rows) - long} test queries" in result.stdout
 
 
 def test_a_synchronous_run_is_on_policy_and_gives_the_same_metrics_twice(tmp_path):
@@ -89,6 +93,45 @@ def test_a_synchronous_run_is_on_policy_and_gives_the_same_metrics_twice(tmp_pat
     steps = [line for line in runs[0] if "loss" in line]
     assert all(line["staleness_max"] == 0 for line in steps)
     assert all(line["mismatch"] < 1e-4 for line in steps)
+
+
+def test_ctrl_c_while_everything_still_loads_ends_a_run_at_once(tmp_path):
+    tag = uuid.uuid4().hex
+    process = start_tba("arithmetic", "--output_dir", tmp_path / "run", tag=tag)
+    try:
+        deadline = time.monotonic() + 120
+        while len(living(tag)) < 4:  # the command line, Python's resource tracker, a trainer, a searcher
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to the whole process group
+        _, err = process.communicate(timeout=15)
+        assert process.returncode == 130, err
+        assert "Traceback" not in err and living(tag) == []
+    finally:
+        process.kill()
+
+
+def test_a_searcher_that_dies_ends_the_run_with_the_reason_and_with_the_model_saved(tmp_path, tied_model):
+    task = tmp_path / "dies.py"
+    task.write_text(
+        "import os\nfrom tasks import Query, Task\n"
+        "class Dies(Task):\n"
+        "    calls = 0\n"
+        "    def queries(self, split):\n"
+        "        return [Query(i, f'query {i}', i) for i in range(40)]\n"
+        "    def score(self, queries, responses, finished):\n"
+        "        self.calls += 1\n"
+        "        if self.calls > 20:\n"
+        "            os.write(2, b'the last words of a searcher'); os._exit(7)\n"
+        "        return [float(len(set(r))) for r in responses]\n"
+    )
+    run_dir = tmp_path / "run"
+    result = tba(task, "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 100000, "--output_dir", run_dir)
+    assert result.returncode == 1
+    assert "searcher 0 ended with exit code 7" in result.stderr and "the last words of a searcher" in result.stderr
+    assert f"partial results are in {run_dir}" in result.stderr
+    assert len(steps_of(run_dir)) > 0
+    AutoModelForCausalLM.from_pretrained(run_dir / "model")
 
 
 def test_ctrl_c_ends_a_run_within_15_seconds_and_says_where_its_results_are(tmp_path):
