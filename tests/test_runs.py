@@ -86,7 +86,7 @@ def test_a_gsm8k_run_on_a_local_model_counts_the_prompts_that_are_too_long(tmp_p
 def test_a_synchronous_run_is_on_policy_and_gives_the_same_metrics_twice(tmp_path):
     runs = []
     for name in ("first", "second"):
-        result = tba("arithmetic", "--synchronous", *SMALL, "--steps", 15, "--seed", 7, "--searchers", 2, "--output_dir", tmp_path / name)
+        result = tba("arithmetic", "--synchronous", *SMALL, "--steps", 15, "--seed", 7, "--output_dir", tmp_path / name)
         assert result.returncode == 0, result.stderr
         runs.append([{k: v for k, v in line.items() if k not in TIMING} for line in read(tmp_path / name, "metrics.jsonl")])
     assert len(runs[0]) == 15 + 3 and runs[0] == runs[1]
@@ -111,29 +111,6 @@ def test_ctrl_c_while_everything_still_loads_ends_a_run_at_once(tmp_path):
         process.kill()
 
 
-def test_a_searcher_that_dies_ends_the_run_with_the_reason_and_with_the_model_saved(tmp_path, tied_model):
-    task = tmp_path / "dies.py"
-    task.write_text(
-        "import os\nfrom tasks import Query, Task\n"
-        "class Dies(Task):\n"
-        "    calls = 0\n"
-        "    def queries(self, split):\n"
-        "        return [Query(i, f'query {i}', i) for i in range(40)]\n"
-        "    def score(self, queries, responses, finished):\n"
-        "        self.calls += 1\n"
-        "        if self.calls > 20:\n"
-        "            os.write(2, b'the last words of a searcher'); os._exit(7)\n"
-        "        return [float(len(set(r))) for r in responses]\n"
-    )
-    run_dir = tmp_path / "run"
-    result = tba(task, "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 100000, "--output_dir", run_dir)
-    assert result.returncode == 1
-    assert "searcher 0 ended with exit code 7" in result.stderr and "the last words of a searcher" in result.stderr
-    assert f"partial results are in {run_dir}" in result.stderr
-    assert len(steps_of(run_dir)) > 0
-    AutoModelForCausalLM.from_pretrained(run_dir / "model")
-
-
 def test_ctrl_c_ends_a_run_within_15_seconds_and_says_where_its_results_are(tmp_path):
     tag, run_dir = uuid.uuid4().hex, tmp_path / "run"
     process = start_tba("arithmetic", *SMALL, "--steps", 100000, "--output_dir", run_dir, tag=tag)
@@ -154,22 +131,38 @@ def test_ctrl_c_ends_a_run_within_15_seconds_and_says_where_its_results_are(tmp_
         process.kill()
 
 
-def test_a_task_of_ones_own_whose_score_fails_for_some_queries_goes_on_without_them(tmp_path, tied_model):
-    task = tmp_path / "capitals.py"
-    task.write_text(
-        "from tasks import Query, Task\n"
-        "class Capitals(Task):\n"
-        "    def queries(self, split):\n"
-        "        return [Query(i, f'query {i}', i) for i in range(40) if split == 'train' or i % 10 not in (3, 7)]\n"
-        "    def score(self, queries, responses, finished):\n"
-        "        if any(query.id % 10 == 3 for query in queries):\n"
-        "            raise ValueError('no score for a 3')\n"
-        "        return [float('nan') if query.id % 10 == 7 else sum(c.isupper() for c in r) for query, r in zip(queries, responses)]\n"
-    )
+OWN_TASK = """
+import os
+from tasks import Query, Task
+
+class Capitals(Task):
+    calls = 0
+
+    def queries(self, split):
+        return [Query(i, f"query {i}", i) for i in range(40) if split == "train" or i % 10 not in (3, 7)]
+
+    def score(self, queries, responses, finished):
+        self.calls += 1
+        if self.calls > 100:
+            os.write(2, b"the last words of a searcher")
+            os._exit(7)
+        if any(query.id % 10 == 3 for query in queries):
+            raise ValueError("no score for a 3")
+        return [float("nan") if query.id % 10 == 7 else sum(c.isupper() for c in r) for query, r in zip(queries, responses)]
+"""
+
+
+def test_queries_without_scores_are_dropped_and_a_searcher_that_dies_ends_the_run_with_the_reason_and_a_saved_model(tmp_path, tied_model):
+    (tmp_path / "capitals.py").write_text(OWN_TASK)
     run_dir = tmp_path / "run"
-    result = tba(task, "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 5, "--output_dir", run_dir)
-    assert result.returncode == 0, result.stderr
+    result = tba(tmp_path / "capitals.py", "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 100000, "--output_dir", run_dir)
+    assert result.returncode == 1
+
     assert steps_of(run_dir)[-1]["unscored_groups"] > 0 and "groups were dropped" in result.stdout
     log = (run_dir / "logs" / "searcher-0.log").read_text()
     assert "query 3 is dropped" in log and "no score for a 3" in log and "query 7 is dropped" in log
     assert not {line["query_id"] for line in read(run_dir, "samples.jsonl")} & {3, 7, 13, 17, 23, 27, 33, 37}
+
+    assert "searcher 0 ended with exit code 7" in result.stderr and "the last words of a searcher" in result.stderr
+    assert f"partial results are in {run_dir}" in result.stderr
+    AutoModelForCausalLM.from_pretrained(run_dir / "model")
