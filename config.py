@@ -33,7 +33,7 @@ class Config:
 
     # The objective
     loss: str = "tb"
-    """The objective, a key of LOSSES in loss.py."""
+    """The objective, a key of LOSSES in loss.py: tb, or one of those it is compared with."""
     beta: float = 0.01
     """Strength of the pull towards the reference policy, at step 0."""
     beta_final: float | None = None

@@ -175,6 +175,7 @@ class Trainer:
             rewards=torch.tensor([r.reward for r in rows], device=logprobs.device),
             group_size=self.config.responses_per_query,
             beta=beta,
+            max_response_length=self.config.max_response_tokens,
         )
 
     def figures(self, rows: list[Row]) -> dict:

@@ -73,7 +73,9 @@ def gsm8k_data(tmp_path_factory) -> Path:
 def start_tba(*arguments, tag: str = "") -> subprocess.Popen:
     """`python tba.py ARGUMENTS`. Every process of the run, however it is adopted, carries `tag` in its environment."""
     command = [sys.executable, str(ROOT / "tba.py"), *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "TBA_TEST_TAG": tag})
+    environment = {**os.environ, "TBA_TEST_TAG": tag}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
 def tba(*arguments, timeout: float = 240.0) -> subprocess.CompletedProcess:

@@ -1,0 +1,118 @@
+"""Which objectives find the best policy pi* on stale data? On a language small enough to enumerate, so that pi* and log Z are known exactly.
+
+    python benchmarks/exact_posterior.py        # under two minutes; writes benchmarks/results/exact_posterior.{json,png}
+
+Three queries of different partition functions; responses of up to 4 tokens over two letters and an end-of-sequence token; a table of
+logits per query and prefix is the policy. All responses are drawn from one fixed behaviour policy, neither the policy nor the reference.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from loss import LOSSES, LossInputs, sequence_sum  # noqa: E402
+
+LETTERS, LENGTH, QUERIES, K, BETA = 2, 4, 3, 16, 0.5
+EOS = LETTERS
+STEPS, MEASURE, SEEDS = 3000, 50, 3
+LEARNING_RATES = (0.1, 0.03, 0.01)  # of Adam, decayed linearly to 0; each objective is shown with the one that ends nearest to pi*
+
+
+def language() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All R responses: tokens (R, T), mask (R, T), and the row of the logit table from which each token is drawn (R, T)."""
+    prefixes = {prefix: i for i, prefix in enumerate(p for n in range(LENGTH) for p in itertools.product(range(LETTERS), repeat=n))}
+    responses = [p + (EOS,) for n in range(LENGTH) for p in itertools.product(range(LETTERS), repeat=n)]
+    responses += list(itertools.product(range(LETTERS), repeat=LENGTH))  # cut off at the length limit
+    tokens, mask, states = (torch.zeros(len(responses), LENGTH, dtype=torch.long) for _ in range(3))
+    for i, response in enumerate(responses):
+        for t, token in enumerate(response):
+            tokens[i, t], mask[i, t], states[i, t] = token, 1, prefixes[response[:t]]
+    return tokens, mask, states
+
+
+TOKENS, MASK, STATES = language()
+
+
+def token_logprobs(tables: torch.Tensor) -> torch.Tensor:
+    """Logit tables (Q, prefixes, LETTERS + 1) -> (Q, R, T): log-probability of each token of each response to each query."""
+    return tables.log_softmax(-1)[:, STATES, TOKENS]
+
+
+def train(objective: str, learning_rate: float, seed: int) -> dict:
+    """KL(pi || pi*) and the error of log Z, means over queries, every MEASURE steps."""
+    generator = torch.Generator().manual_seed(seed)
+    prefixes = int(STATES.max()) + 1
+    reference, behavior = (torch.randn(QUERIES, prefixes, LETTERS + 1, generator=generator, dtype=torch.float64) for _ in range(2))
+    rewards = 2 * torch.rand(QUERIES, len(TOKENS), generator=generator, dtype=torch.float64) + torch.arange(QUERIES)[:, None]
+    ref_logprobs, behavior_logprobs = token_logprobs(reference), token_logprobs(behavior)  # (Q, R, T)
+    unnormalised = (ref_logprobs * MASK).sum(-1) + rewards / BETA  # (Q, R)
+    true_log_z = unnormalised.logsumexp(-1)
+    best = unnormalised - true_log_z[:, None]  # log pi*
+    sampling = (behavior_logprobs * MASK).sum(-1).exp()
+
+    tables = reference.clone().requires_grad_()
+    optimizer = torch.optim.Adam([tables], lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
+    history = {"kl": [], "log_z_error": []}
+    for step in range(STEPS + 1):
+        if step % MEASURE == 0:
+            with torch.no_grad():
+                log_pi = (token_logprobs(tables) * MASK).sum(-1)
+                history["kl"].append(float((log_pi.exp() * (log_pi - best)).sum(-1).mean()))
+                history["log_z_error"].append(float(((unnormalised - log_pi).mean(-1) - true_log_z).abs().mean()))
+        drawn = torch.multinomial(sampling, K, replacement=True, generator=generator)  # (Q, K)
+        rows = drawn[..., None].expand(-1, -1, LENGTH)
+        inputs = LossInputs(
+            logprobs=token_logprobs(tables).gather(1, rows).flatten(0, 1), ref_logprobs=ref_logprobs.gather(1, rows).flatten(0, 1),
+            behavior_logprobs=behavior_logprobs.gather(1, rows).flatten(0, 1), mask=MASK[drawn].flatten(0, 1),
+            rewards=rewards.gather(1, drawn).flatten(), group_size=K, beta=BETA, max_response_length=LENGTH,
+        )  # fmt: skip
+        loss, _ = LOSSES[objective](inputs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return history
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results = {}
+    for objective in LOSSES:
+        runs = {rate: [train(objective, rate, seed) for seed in range(SEEDS)] for rate in LEARNING_RATES}
+        rate = min(runs, key=lambda rate: sum(run["kl"][-1] for run in runs[rate]))
+        results[objective] = {"learning_rate": rate, "runs": runs[rate]}
+        kl, error = ([run[name][-1] for run in runs[rate]] for name in ("kl", "log_z_error"))
+        shown = "  ".join(f"{value:.1e}" for value in kl)
+        print(f"{objective:16} learning rate {rate:<5}  KL to pi* after {STEPS} steps: {shown}  log Z off by {max(error):.1e} at most", flush=True)
+    output = ROOT / "benchmarks" / "results" / "exact_posterior"
+    output.with_suffix(".json").write_text(json.dumps(results))
+    draw(results, output.with_suffix(".png"))
+
+
+def draw(results: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 5), constrained_layout=True)
+    for i, (objective, result) in enumerate(results.items()):
+        kl = torch.tensor([run["kl"] for run in result["runs"]]).clamp(min=1e-16)  # (SEEDS, measurements)
+        steps = [MEASURE * m for m in range(kl.shape[1])]
+        # tb and tba_prime coincide: dashes on top let both be seen.
+        axis.plot(steps, kl.log().mean(0).exp(), label=f"{objective} ({result['learning_rate']})", color=f"C{i}", linestyle="--" if objective == "tb" else "-", zorder=3 if objective == "tb" else 2)
+        axis.fill_between(steps, kl.amin(0), kl.amax(0), color=f"C{i}", alpha=0.15, linewidth=0)
+    axis.set(yscale="log", xlabel="step", ylabel="KL(pi || pi*), mean over queries", title="Distance to the best policy, trained on fixed stale data")
+    axis.legend(title="objective (learning rate)", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=80)
+
+
+if __name__ == "__main__":
+    main()

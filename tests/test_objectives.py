@@ -1,0 +1,411 @@
+"""Every objective against its formula, written a second time in plain Python: loops over rows and tokens, gradients by central differences.
+
+A reference objective takes an example and returns its loss as a function of the policy's token log-probabilities. What the objective detaches
+(log Z, advantages, the truncated ratio) is computed once, from the example's own policy, and so stays fixed under the differences.
+"""
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from loss import LOSSES, LossInputs
+
+torch.set_num_threads(1)
+
+K = 4
+BETA = 0.3
+MAX_LENGTH = 11  # the constant that some objectives divide by; not the width of any tensor here
+LENGTHS = [6, 3, 1, 5, 2, 4, 3, 1, 3, 5, 2, 4]  # three queries; the second has no row of full width
+WIDTH = 6
+
+NAMES = ["tb", "tba_prime", "tba_prime_ratio", "reinforce", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo", "raft"]
+NEED_BEHAVIOR = ["tba_prime_ratio", "reinforce", "rloo", "proximal_rloo", "grpo", "dr_grpo"]
+REWARDS = {
+    "mixed": [1.0, 0.3, -0.5, 0.7, -0.2, 0.9, 0.4, -1.1, 0.1, 0.6, 1.4, 0.2],
+    "all equal": [0.7] * 4 + [-0.2] * 4 + [1.5] * 4,
+    "all wrong": [0.0] * 12,
+    "one right": [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0],
+    "another pattern in each group": [1.0, 0.3, -0.5, 0.7, 0.4, 0.4, 0.4, 0.4, 0.0, 1.0, 0.0, 0.0],
+}
+
+every_objective = pytest.mark.parametrize("name", NAMES)
+
+
+@dataclass
+class Example:
+    """One list of token log-probabilities for each row, as long as the row; the rows of one query are neighbours."""
+
+    policy: list[list[float]]
+    behavior: list[list[float]]
+    reference: list[list[float]]
+    rewards: list[float]
+
+    def groups(self):
+        return [range(first, first + K) for first in range(0, len(self.rewards), K)]
+
+    def only(self, rows):
+        return Example(*([column[row] for row in rows] for column in (self.policy, self.behavior, self.reference, self.rewards)))
+
+
+def make_example(pattern, far=False):
+    """Rows near to and far from the behaviour policy. `far`: two tokens on which policy and reference differ by more than the KL clamp."""
+    rng = random.Random(1)
+    policy, behavior, reference = [], [], []
+    for row, length in enumerate(LENGTHS):
+        spread = (0.4, 0.05, 0.8, 0.2)[row % 4]
+        policy.append([-rng.uniform(1.0, 3.0) for _ in range(length)])
+        behavior.append([p + rng.gauss(0.0, spread) for p in policy[row]])
+        reference.append([p + rng.gauss(0.0, 0.5) for p in policy[row]])
+    behavior[0][1] = policy[0][1] - 2.5  # a ratio above 8
+    behavior[9][2] = policy[9][2] - 2.3
+    behavior[7][0] = policy[7][0] + 0.6  # a whole row with a ratio below 0.8
+    if far:
+        reference[1][0] = policy[1][0] - 12.5
+        policy[5][2], behavior[5][2], reference[5][2] = -13.5, -13.4, -1.5
+    return Example(policy, behavior, reference, REWARDS[pattern])
+
+
+def to_inputs(example, width=WIDTH, filler=-0.7):
+    """The example as tensors, `filler` on the padding of all three log-probabilities; the policy's is a leaf that wants a gradient."""
+
+    def padded(rows):
+        return torch.tensor([row + [filler] * (width - len(row)) for row in rows], dtype=torch.float64)
+
+    return LossInputs(
+        logprobs=padded(example.policy).requires_grad_(),
+        ref_logprobs=padded(example.reference),
+        behavior_logprobs=padded(example.behavior),
+        mask=torch.tensor([[int(t < len(row)) for t in range(width)] for row in example.policy]),
+        rewards=torch.tensor(example.rewards, dtype=torch.float64),
+        group_size=K,
+        beta=BETA,
+        max_response_length=MAX_LENGTH,
+    )
+
+
+def value_and_gradient(name, inputs):
+    loss, _ = LOSSES[name](inputs)
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    return loss.detach(), gradient
+
+
+# The formulas, a second time.
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def clamp(value, low, high):
+    return min(max(value, low), high)
+
+
+def clipped_loss(ratio, advantage):
+    return max(-advantage * ratio, -advantage * clamp(ratio, 0.8, 1.2))
+
+
+def minus_group_mean(e, values):
+    return [values[row] - mean(values[other] for other in rows) for rows in e.groups() for row in rows]
+
+
+def regularised_rewards(e):
+    return [r - BETA * (sum(b) - sum(f)) for r, b, f in zip(e.rewards, e.behavior, e.reference)]
+
+
+def leave_one_out_advantages(e):
+    total = regularised_rewards(e)
+    return [total[row] - mean(total[other] for other in rows if other != row) for rows in e.groups() for row in rows]
+
+
+def grpo_advantages(e):
+    advantages = []
+    for rows in e.groups():
+        average = mean(e.rewards[row] for row in rows)
+        std = math.sqrt(sum((e.rewards[row] - average) ** 2 for row in rows) / (K - 1))
+        advantages += [(e.rewards[row] - average) / (std + 1e-4) for row in rows]
+    return advantages
+
+
+def tba_prime_advantages(e):
+    kl = [sum(clamp(p - f, -10.0, 10.0) for p, f in zip(*pair)) for pair in zip(e.policy, e.reference)]
+    return minus_group_mean(e, [r - BETA * row_kl for r, row_kl in zip(e.rewards, kl)])
+
+
+def policy_gradient(e, advantages, weights=None, divisor=1.0):
+    """Mean over rows of -A times the (weighted) sum of the row's log-probabilities: the form of all objectives without a live ratio."""
+    weights = weights or [[1.0] * len(row) for row in e.policy]
+
+    def loss(policy):
+        rows = zip(advantages, weights, policy)
+        return mean(-a * sum(w * p for w, p in zip(row_weights, row)) / divisor for a, row_weights, row in rows)
+
+    return loss
+
+
+def reference_tb(e):
+    log_z = [mean(sum(e.reference[i]) - sum(e.policy[i]) + e.rewards[i] / BETA for i in rows) for rows in e.groups()]
+
+    def loss(policy):
+        return mean((log_z[i // K] + sum(row) - sum(e.reference[i]) - e.rewards[i] / BETA) ** 2 for i, row in enumerate(policy))
+
+    return loss
+
+
+def reference_tba_prime(e):
+    return policy_gradient(e, tba_prime_advantages(e), divisor=MAX_LENGTH)
+
+
+def reference_tba_prime_ratio(e):
+    ratios = [[clamp(math.exp(p - b), 0.0, 8.0) for p, b in zip(*pair)] for pair in zip(e.policy, e.behavior)]
+    return policy_gradient(e, tba_prime_advantages(e), ratios, MAX_LENGTH)
+
+
+def reference_reinforce(e):
+    return policy_gradient(e, regularised_rewards(e))
+
+
+def reference_rloo(e):
+    return policy_gradient(e, leave_one_out_advantages(e))
+
+
+def reference_proximal_rloo(e):
+    advantages = leave_one_out_advantages(e)
+
+    def loss(policy):
+        return mean(clipped_loss(math.exp(sum(p) - sum(b)), a) for p, b, a in zip(policy, e.behavior, advantages))
+
+    return loss
+
+
+def reference_grpo(e):
+    advantages = grpo_advantages(e)
+
+    def token_loss(p, b, f, advantage):
+        return clipped_loss(math.exp(p - b), advantage) + 0.04 * (math.exp(f - p) - (f - p) - 1.0)
+
+    def loss(policy):
+        return mean(mean(token_loss(*token, a) for token in zip(*row)) for a, *row in zip(advantages, policy, e.behavior, e.reference))
+
+    return loss
+
+
+def reference_dr_grpo(e):
+    advantages = minus_group_mean(e, e.rewards)
+
+    def loss(policy):
+        rows = zip(advantages, policy, e.behavior)
+        return mean(sum(clipped_loss(math.exp(p - b), a) for p, b in zip(row, row_behavior)) / MAX_LENGTH for a, row, row_behavior in rows)
+
+    return loss
+
+
+def best_and_worst(e, rows):
+    """Their rows, each the lowest of its ties; None where the rewards are all equal."""
+    best = worst = rows[0]
+    for row in rows:
+        if e.rewards[row] > e.rewards[best]:
+            best = row
+        if e.rewards[row] < e.rewards[worst]:
+            worst = row
+    return None if best == worst else (best, worst)
+
+
+def reference_online_dpo(e):
+    pairs = [best_and_worst(e, rows) for rows in e.groups()]
+
+    def pair_loss(policy, best, worst):
+        margin = sum(policy[best]) - sum(policy[worst]) - (sum(e.reference[best]) - sum(e.reference[worst]))
+        return math.log(1.0 + math.exp(-0.1 * margin))
+
+    return lambda policy: mean(pair_loss(policy, *pair) if pair else 0.0 for pair in pairs)
+
+
+def reference_raft(e):
+    pairs = [best_and_worst(e, rows) for rows in e.groups()]
+    return lambda policy: mean(-sum(policy[pair[0]]) if pair else 0.0 for pair in pairs)
+
+
+REFERENCES = {
+    "tb": reference_tb,
+    "tba_prime": reference_tba_prime,
+    "tba_prime_ratio": reference_tba_prime_ratio,
+    "reinforce": reference_reinforce,
+    "rloo": reference_rloo,
+    "proximal_rloo": reference_proximal_rloo,
+    "grpo": reference_grpo,
+    "dr_grpo": reference_dr_grpo,
+    "online_dpo": reference_online_dpo,
+    "raft": reference_raft,
+}
+
+
+def central_differences(loss, policy, step=1e-5):
+    """Gradient of a function of the rows, (N, WIDTH), 0 on padding."""
+    gradient = [[0.0] * WIDTH for _ in policy]
+    for row, tokens in enumerate(policy):
+        for t in range(len(tokens)):
+            up, down = ([list(other) for other in policy] for _ in range(2))
+            up[row][t] += step
+            down[row][t] -= step
+            gradient[row][t] = (loss(up) - loss(down)) / (2 * step)
+    return gradient
+
+
+# The tests.
+
+
+def test_the_registry_holds_exactly_these_objectives_and_each_says_what_it_needs():
+    assert sorted(LOSSES) == sorted(NAMES)
+    for name, objective in LOSSES.items():
+        needs = "Needs behaviour" if name in NEED_BEHAVIOR else "Needs no behaviour"
+        assert needs in (objective.__doc__ or ""), name
+
+
+@every_objective
+@pytest.mark.parametrize("pattern", REWARDS)
+@pytest.mark.parametrize("far", [False, True], ids=["near the reference", "far from the reference"])
+def test_an_objective_has_the_value_and_the_gradient_of_its_formula(name, pattern, far):
+    example = make_example(pattern, far)
+    value, gradient = value_and_gradient(name, to_inputs(example))
+    expected = REFERENCES[name](example)
+    assert value.item() == pytest.approx(expected(example.policy), rel=1e-5, abs=1e-7)
+    expected_gradient = torch.tensor(central_differences(expected, example.policy), dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("pattern", ["mixed", "one right", "another pattern in each group"])
+def test_the_examples_lie_on_both_sides_of_every_clip_and_clamp(pattern):
+    example = make_example(pattern, far=True)
+    row_ratios = [math.exp(sum(p) - sum(b)) for p, b in zip(example.policy, example.behavior)]
+    token_ratios = [[math.exp(p - b) for p, b in zip(*pair)] for pair in zip(example.policy, example.behavior)]
+    shifts = [p - f for pair in zip(example.policy, example.reference) for p, f in zip(*pair)]
+
+    def kinds(pairs):
+        """Of ratios with their advantages: inside the clip range, outside but with a gradient, clipped above, clipped below."""
+        found = set()
+        for ratio, advantage in pairs:
+            if 0.8 < ratio < 1.2:
+                found.add("inside")
+            elif advantage * (ratio - 1.0) < 0.0:
+                found.add("outside with a gradient")
+            elif advantage != 0.0:
+                found.add("clipped above" if ratio > 1.2 else "clipped below")
+        return found
+
+    everything = {"inside", "outside with a gradient", "clipped above", "clipped below"}
+    assert kinds(zip(row_ratios, leave_one_out_advantages(example))) == everything
+    assert kinds((ratio, a) for row, a in zip(token_ratios, grpo_advantages(example)) for ratio in row) == everything
+    assert max(map(max, token_ratios)) > 8.0 > min(map(min, token_ratios))
+    assert min(shifts) < -10.0 and max(shifts) > 10.0 and any(abs(shift) < 10.0 for shift in shifts)
+
+
+@pytest.mark.parametrize("pattern", REWARDS)
+def test_on_policy_the_gradient_of_tb_is_that_of_reinforce_with_a_mean_baseline_times_two_over_beta(pattern):
+    example = make_example(pattern)
+    example = replace(example, behavior=example.policy)
+    _, gradient = value_and_gradient("tb", to_inputs(example))
+    advantages = minus_group_mean(example, regularised_rewards(example))
+    rows = zip(advantages, example.policy)
+    reinforce = torch.tensor([[-a / len(advantages) if t < len(row) else 0.0 for t in range(WIDTH)] for a, row in rows], dtype=torch.float64)
+    assert torch.cosine_similarity(gradient.flatten(), reinforce.flatten(), dim=0) > 0.9999
+    torch.testing.assert_close(gradient, reinforce * 2.0 / BETA, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NEED_BEHAVIOR)
+def test_an_objective_that_needs_behavior_logprobs_says_so_when_they_are_none(name):
+    with pytest.raises(ValueError, match="needs behavior_logprobs"):
+        LOSSES[name](replace(to_inputs(make_example("mixed")), behavior_logprobs=None))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NEED_BEHAVIOR])
+def test_an_objective_that_needs_no_behavior_logprobs_gives_the_same_without_them(name):
+    inputs = to_inputs(make_example("mixed", far=True))
+    value, gradient = value_and_gradient(name, inputs)
+    value_without, gradient_without = value_and_gradient(name, replace(inputs, behavior_logprobs=None))
+    assert torch.equal(value, value_without) and torch.equal(gradient, gradient_without)
+
+
+identical_rewards = pytest.mark.parametrize("pattern", ["all equal", "all wrong"])
+
+
+@every_objective
+@identical_rewards
+def test_identical_rewards_leave_value_and_gradient_finite(name, pattern):
+    value, gradient = value_and_gradient(name, to_inputs(make_example(pattern, far=True)))
+    assert value.isfinite() and gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["online_dpo", "raft"])
+@identical_rewards
+def test_a_group_without_a_best_response_adds_exactly_zero(name, pattern):
+    value, gradient = value_and_gradient(name, to_inputs(make_example(pattern)))
+    assert value == 0.0 and not gradient.any()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "reinforce"])
+@identical_rewards
+def test_identical_rewards_move_nothing_where_policy_reference_and_behaviour_agree(name, pattern):
+    example = make_example(pattern)
+    example = replace(example, behavior=example.policy, reference=example.policy)
+    _, gradient = value_and_gradient(name, to_inputs(example))
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0.0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["tb", "grpo"])
+@identical_rewards
+def test_under_identical_rewards_tb_and_grpo_still_pull_each_group_towards_the_reference(name, pattern):
+    inputs = to_inputs(make_example(pattern))
+    _, gradient = value_and_gradient(name, inputs)
+    away = inputs.logprobs.detach() - inputs.ref_logprobs
+    assert ((gradient * away).view(-1, K * WIDTH).sum(dim=1) > 1e-4).all()  # a descent step goes against `away`
+
+
+@every_objective
+@pytest.mark.parametrize("filler", [math.inf, -math.inf, math.nan])
+def test_what_stands_on_padding_changes_neither_value_nor_gradient(name, filler):
+    example = make_example("mixed")
+    value, gradient = value_and_gradient(name, to_inputs(example))
+    inputs = to_inputs(example, filler=filler)
+    filled_value, filled_gradient = value_and_gradient(name, inputs)
+    assert torch.equal(filled_value, value) and torch.equal(filled_gradient, gradient)
+    assert not filled_gradient[inputs.mask == 0].any()
+
+
+@every_objective
+@pytest.mark.parametrize("pattern", ["mixed", "another pattern in each group"])
+def test_queries_one_by_one_average_to_all_queries_at_once(name, pattern):
+    example = make_example(pattern)
+    value, gradient = value_and_gradient(name, to_inputs(example))
+    parts = [value_and_gradient(name, to_inputs(example.only(rows))) for rows in example.groups()]
+    torch.testing.assert_close(torch.stack([v for v, _ in parts]).mean(), value, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torch.cat([g for _, g in parts]) / len(parts), gradient, rtol=1e-9, atol=1e-12)
+
+
+@every_objective
+def test_the_width_of_the_tensors_changes_nothing(name):
+    example = make_example("mixed").only(range(K, 2 * K))
+    longest = max(map(len, example.policy))
+    value, gradient = value_and_gradient(name, to_inputs(example))
+    for width in (longest, WIDTH + 3):
+        other_value, other_gradient = value_and_gradient(name, to_inputs(example, width))
+        torch.testing.assert_close(other_value, value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(other_gradient[:, :longest], gradient[:, :longest], rtol=1e-9, atol=1e-12)
+        assert not other_gradient[:, longest:].any()
+
+
+@pytest.mark.parametrize("name", ["online_dpo", "raft"])
+@pytest.mark.parametrize(
+    ("rewards", "best", "worst"),
+    [([1, 0, 1, 0], 0, 1), ([0, 1, 1, 0], 1, 0), ([0, 0, 1, 1], 2, 0), ([1, 1, 0, 0], 0, 2), ([0.5, 1, 0, 0], 1, 2)],
+)
+def test_ties_for_best_and_worst_go_to_the_lowest_index(name, rewards, best, worst):
+    example = replace(make_example("mixed").only(range(K)), rewards=rewards)
+    _, gradient = value_and_gradient(name, to_inputs(example))
+    expected = [0] * K
+    expected[best] = -1  # descent makes it likelier
+    expected[worst] = 1 if name == "online_dpo" else 0
+    assert gradient.sum(dim=1).sign().tolist() == expected
