@@ -117,7 +117,7 @@ class Searcher:
             self.evaluation = EvaluationRun(self.engine, self.task, self.test_queries, self.tokenizer, self.config, self.version)
 
     def start_queries(self) -> None:
-        """Keeps the engine full, with one group more that starts as soon as a row is free."""
+        """Keeps as many groups in the engine as it takes to fill its rows; in a synchronous run only those that this version still asks for."""
         skipped = 0  # in a row
         while len(self.running) * self.config.samples_per_query < ENGINE_ROWS and (self.quota or not self.config.synchronous):
             query, visit = self.next_query()
@@ -163,7 +163,6 @@ class Searcher:
         references = iter([row[: len(response)] for row, response in zip(padded, responses)])
         for run, candidates, text, d, r in scored:
             self.write_samples(run, text, d, r)
-            self.board.add(self.name, "responses", len(candidates))
             self.board.add(self.name, "tokens", sum(len(c.token_ids) for c in candidates))
             self.outbox.append(Group(
                 query_id=run.query.id,

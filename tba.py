@@ -125,7 +125,7 @@ def run(config: Config, metric: str, sizes: dict[str, int]) -> int:
     import processes
     import report
     from policy import weight_shapes
-    from weights import SharedWeights, check_shared_memory
+    from weights import SharedWeights, check_shared_memory, elements
 
     places = processes.places(config)
     config.searchers = len(places) - 1
@@ -141,10 +141,9 @@ def run(config: Config, metric: str, sizes: dict[str, int]) -> int:
         raise UserError(str(error)) from error
     if config.searchers > sizes["train"]:
         raise UserError(f"--searchers is {config.searchers}, but the task has {sizes['train']} queries to share out")
-    parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
     source = f" from {config.data_dir}" if config.data_dir else ""
     print(f"task {config.task}: {sizes['train']} queries to train on, {sizes['test']} to test on{source}")
-    print(f"model {config.model}, {parameters / 1e6:.1f} M parameters")
+    print(f"model {config.model}, {elements(shapes) / 1e6:.1f} M parameters")
     describe(config, places)
 
     run_dir = config.output_dir

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import get_scheduler
 
-from buffer import Group, ReplayBuffer, Row
+from buffer import Group, ReplayBuffer, Row, rows_of
 from config import Config
 from loss import LOSSES, LossInputs, Metrics
 from policy import load_policy, load_tokenizer, response_logprobs, response_logprobs_under
@@ -202,7 +202,6 @@ class Trainer:
             "seconds": now - self.report.start,
         }
 
-    @torch.no_grad()
     def mismatch(self, groups: list[Group]) -> dict[str, float]:
         """Mean |difference| of a token's log-probability between vLLM and transformers under the same weights: those of a published version
         that is still in a slot, for a group that this version alone sampled. Near 0 it shows that what was published is what samples."""
@@ -211,11 +210,10 @@ class Trainer:
         if group is None:
             return {}
         self.mismatch_due = self.step + MISMATCH_PERIOD
-        cuts = np.cumsum(group.lengths)[:-1]
-        responses = np.split(group.tokens, cuts)
-        prompts = [group.prompt] * len(responses)
+        rows = rows_of(group)
+        prompts, responses = [r.prompt for r in rows], [r.tokens for r in rows]
         logprobs = response_logprobs_under(held[group.version], self.policy, prompts, responses, self.config.temperature)
-        differences = [np.abs(row[: len(b)] - b) for row, b in zip(logprobs.cpu().numpy(), np.split(group.behavior_logprobs, cuts))]
+        differences = [np.abs(ours[: len(r.tokens)] - r.behavior_logprobs) for ours, r in zip(logprobs.cpu().numpy(), rows)]
         return {"mismatch": float(np.concatenate(differences).mean()), "mismatch_version": group.version}
 
     def wait(self, what: Callable[[], str], ready: Callable[[], bool]) -> None:

@@ -26,9 +26,7 @@ class SharedWeights:
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, readers: int):
         self.shapes = shapes
-        self.dtype = dtype
-        size = sum(torch.Size(shape).numel() for shape in shapes.values())
-        self.slots = [torch.empty(size, dtype=dtype).share_memory_() for _ in range(SLOTS)]
+        self.slots = [torch.empty(elements(shapes), dtype=dtype).share_memory_() for _ in range(SLOTS)]
         # Plain int64 words, each with one writer. On one machine an aligned word is read whole or not at all, so none needs a lock.
         self.versions = torch.full((SLOTS,), -1, dtype=torch.int64).share_memory_()
         self.pins = torch.full((readers,), -1, dtype=torch.int64).share_memory_()  # the slot that reader i reads, or -1
@@ -36,7 +34,7 @@ class SharedWeights:
 
     @staticmethod
     def required_bytes(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-        return SLOTS * dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
+        return SLOTS * dtype.itemsize * elements(shapes)
 
     @torch.no_grad()
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], evaluate: bool = False) -> bool:
@@ -105,6 +103,11 @@ class SharedWeights:
             views[name] = self.slots[slot][start : start + size].view(shape)
             start += size
         return views
+
+
+def elements(shapes: dict[str, tuple[int, ...]]) -> int:
+    """Numbers in all tensors together."""
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 def check_shared_memory(needed: int) -> None:
