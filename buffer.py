@@ -19,6 +19,8 @@ class Group:
     query_id: int
     version: int  # trainer step of the weights that the group was started with
     last_version: int  # ... and finished with: a searcher takes new weights in mid-stream
+    reference_version: int  # trainer step of the weights that are the reference policy: 0 until it is reset
+    batch: int | None  # constant staleness: the trainer step that this group is for
     prompt: np.ndarray  # (P,) int32 token ids
     lengths: np.ndarray  # (S,) int32 tokens per response, end-of-sequence included
     tokens: np.ndarray  # (sum of lengths,) int32
@@ -34,6 +36,7 @@ class Row:
 
     query_id: int
     version: int
+    reference_version: int
     prompt: np.ndarray  # (P,)
     tokens: np.ndarray  # (T,)
     ref_logprobs: np.ndarray  # (T,)
@@ -45,7 +48,7 @@ def rows_of(group: Group) -> list[Row]:
     ends = np.cumsum(group.lengths).tolist()
     rows = []
     for start, end, reward in zip([0, *ends], ends, group.rewards.tolist()):
-        rows.append(Row(group.query_id, group.version, group.prompt, group.tokens[start:end],
+        rows.append(Row(group.query_id, group.version, group.reference_version, group.prompt, group.tokens[start:end],
                         group.ref_logprobs[start:end], group.behavior_logprobs[start:end], reward))
     return rows
 
@@ -65,6 +68,11 @@ class Deck:
         self.drawn += 1
         return self.cards[i]
 
+    def remove_last_drawn(self) -> None:
+        self.drawn -= 1
+        self.cards[self.drawn] = self.cards[-1]
+        self.cards.pop()
+
 
 class Shelf:
     """The responses of one query, oldest out first when more than `capacity`. Adding costs O(1)."""
@@ -72,10 +80,10 @@ class Shelf:
     def __init__(self):
         self.rows: list[Row] = []  # in no order of age: a newcomer takes the place of the one that leaves
         self.rewards = np.empty(8, np.float64)  # rewards[i] is that of rows[i]; grows by doubling
-        self.place: OrderedDict[bytes | object, int] = OrderedDict()  # key -> index in rows, oldest first
+        self.place: OrderedDict[bytes, int] = OrderedDict()  # tokens -> index in rows, oldest first
 
-    def add(self, row: Row, capacity: int, drop_duplicates: bool) -> None:
-        key = row.tokens.tobytes() if drop_duplicates else object()
+    def add(self, row: Row, capacity: int) -> None:
+        key = row.tokens.tobytes()
         if key in self.place:  # an exact duplicate: the newest copy stays, and counts as new
             index = self.place.pop(key)
         elif len(self.rows) == capacity:
@@ -87,20 +95,27 @@ class Shelf:
                 self.rewards = np.concatenate([self.rewards, np.empty_like(self.rewards)])
         self.rows[index], self.rewards[index], self.place[key] = row, row.reward, index
 
-    def draw(self, count: int, inverse_temperature: float, rng: np.random.Generator) -> list[Row]:
-        """`count` rows by softmax(reward * inverse_temperature): without replacement, unless there are fewer than `count`.
+    def draw(self, count: int, inverse_temperature: float, oldest_version: int, rng: np.random.Generator) -> list[Row]:
+        """`count` rows by softmax(reward * inverse_temperature): without replacement, unless there are fewer than `count`. Rows of versions
+        before `oldest_version` are left out; [] if that leaves none.
 
-        Costs O(count) for a uniform draw (inverse_temperature 0), and else O(responses of this query), about 20 ns for each.
+        Costs O(count) for a uniform draw (inverse_temperature 0) from all versions, and else O(responses of this query), about 20 ns for each.
         """
-        held = len(self.rows)
+        rows, rewards = self.rows, self.rewards
+        if oldest_version:
+            young = [i for i, row in enumerate(rows) if row.version >= oldest_version]
+            rows, rewards = [rows[i] for i in young], rewards[young]
+        held = len(rows)
+        if not held:
+            return []
         if inverse_temperature == 0:
             chosen = rng.choice(held, count, replace=held < count)
         elif held >= count:  # Gumbel top-k: the k largest of logit + noise are a draw without replacement
-            noisy = self.rewards[:held] * inverse_temperature + rng.gumbel(size=held)
+            noisy = rewards[:held] * inverse_temperature + rng.gumbel(size=held)
             chosen = np.argpartition(-noisy, count - 1)[:count]
         else:  # the largest of fresh noise each time is a draw with replacement
-            chosen = (self.rewards[:held] * inverse_temperature + rng.gumbel(size=(count, held))).argmax(axis=1)
-        return [self.rows[i] for i in chosen]
+            chosen = (rewards[:held] * inverse_temperature + rng.gumbel(size=(count, held))).argmax(axis=1)
+        return [rows[i] for i in chosen]
 
 
 class ReplayBuffer:
@@ -109,13 +124,12 @@ class ReplayBuffer:
     capacity_per_query: responses kept per query.
     reward_inverse_temperature: a replayed query's responses are drawn by softmax(reward * this); 0 draws uniformly.
     seed: of all draws; the same additions and draws give the same rows.
-    drop_duplicates: of responses with the same tokens only the newest is kept. Off in a synchronous run, which trains on all it generates.
+    Of the responses to one query with the same tokens only the newest is kept.
     """
 
-    def __init__(self, capacity_per_query: int, reward_inverse_temperature: float, seed: int, drop_duplicates: bool = True):
+    def __init__(self, capacity_per_query: int, reward_inverse_temperature: float, seed: int):
         self.capacity_per_query = capacity_per_query
         self.reward_inverse_temperature = reward_inverse_temperature
-        self.drop_duplicates = drop_duplicates
         self.rng = np.random.default_rng(seed)
         self.all: dict[int, Shelf] = {}  # query id -> every response held
         self.all_deck = Deck()
@@ -136,27 +150,39 @@ class ReplayBuffer:
             shelf, recent = self.all[group.query_id], self.recent[group.query_id]
             self.responses -= len(shelf.rows)
             for row in rows_of(group):
-                shelf.add(row, self.capacity_per_query, self.drop_duplicates)
-                recent.add(row, self.capacity_per_query, self.drop_duplicates)
+                shelf.add(row, self.capacity_per_query)
+                recent.add(row, self.capacity_per_query)
             self.responses += len(shelf.rows)
 
-    def sample(self, queries_per_batch: int, responses_per_query: int, most_on_policy_prob: float) -> list[Row]:
-        """B x K rows, those of one query contiguous. Raises ValueError on an empty buffer.
+    def sample(self, queries_per_batch: int, responses_per_query: int, most_on_policy_prob: float, oldest_version: int = 0) -> list[Row]:
+        """B x K rows, those of one query contiguous; [] from a buffer that holds nothing, or nothing young enough.
 
         Each of the B queries is, independently, with probability m one of the latest sync, with K of the responses which that sync
         added to it, drawn uniformly; otherwise one of all queries, with K of its responses drawn by reward. Either way the queries come
         without replacement until all have been drawn, and responses repeat only where there are fewer than K.
+        Responses of versions before `oldest_version`, which never goes down from call to call, are left out.
         """
-        if not self.all:
-            raise ValueError("the replay buffer is empty: add groups before sampling")
         batch = []
         for _ in range(queries_per_batch):
-            if self.rng.random() < most_on_policy_prob:
-                shelf, inverse_temperature = self.recent[self.recent_deck.draw(self.rng)], 0.0
-            else:
-                shelf, inverse_temperature = self.all[self.all_deck.draw(self.rng)], self.reward_inverse_temperature
-            batch += shelf.draw(responses_per_query, inverse_temperature, self.rng)
+            recent = self.rng.random() < most_on_policy_prob
+            rows = self._draw(self.recent, self.recent_deck, responses_per_query, 0.0, oldest_version) if recent else []
+            rows = rows or self._draw(self.all, self.all_deck, responses_per_query, self.reward_inverse_temperature, oldest_version)
+            if not rows:
+                return []
+            batch += rows
         return batch
+
+    def _draw(self, shelves: dict[int, Shelf], deck: Deck, count: int, inverse_temperature: float, oldest_version: int) -> list[Row]:
+        """`count` responses to the next query of the deck that has young ones."""
+        while deck.cards:
+            query = deck.draw(self.rng)
+            if rows := shelves[query].draw(count, inverse_temperature, oldest_version, self.rng):
+                return rows
+            # All are too old, and will be: the query leaves, so that each is looked at in vain once.
+            deck.remove_last_drawn()
+            left = shelves.pop(query)
+            self.responses -= len(left.rows) if shelves is self.all else 0
+        return []
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The whole state as plain arrays, fit for np.savez without pickle."""
@@ -173,6 +199,7 @@ class ReplayBuffer:
                 f"{name}_counts": np.array([len(shelves[query].rows) for query in deck.cards], np.int64),
                 f"{name}_ages": np.array([i for query in deck.cards for i in shelves[query].place.values()], np.int64),
                 f"{name}_versions": np.array([row.version for row in rows], np.int64),
+                f"{name}_reference_versions": np.array([row.reference_version for row in rows], np.int64),
                 f"{name}_rewards": np.array([row.reward for row in rows], np.float64),
             }
             for field in ("prompt", "tokens", "ref_logprobs", "behavior_logprobs"):
@@ -194,12 +221,12 @@ class ReplayBuffer:
             for query, count in zip(cards, state[f"{name}_counts"].tolist()):
                 shelf = shelves[query] = Shelf()
                 rows = [
-                    Row(query, int(state[f"{name}_versions"][i]), columns["prompt"][i], columns["tokens"][i],
-                        columns["ref_logprobs"][i], columns["behavior_logprobs"][i], float(state[f"{name}_rewards"][i]))
+                    Row(query, int(state[f"{name}_versions"][i]), int(state[f"{name}_reference_versions"][i]), columns["prompt"][i],
+                        columns["tokens"][i], columns["ref_logprobs"][i], columns["behavior_logprobs"][i], float(state[f"{name}_rewards"][i]))
                     for i in range(start, start + count)
                 ]
                 for row in rows:
-                    shelf.add(row, count, self.drop_duplicates)
+                    shelf.add(row, count)
                 # add() filled rows in the saved order; now the order of age as well, so that the same rows leave first.
                 keys = list(shelf.place)
                 for index in state[f"{name}_ages"][start : start + count].tolist():

@@ -20,6 +20,8 @@ class Config:
     # What to learn
     task: str = "arithmetic"
     """A name in tasks/ or the path of a .py file with a task of your own."""
+    preset: str = ""
+    """Which of the task's presets the flags change. Empty: its first."""
     model: str = ""
     """Policy and reference policy at the start: a local directory or a hub id. Empty: the one the task brings or its preset names."""
     data_dir: str = ""
@@ -42,6 +44,8 @@ class Config:
     """Steps over which beta goes linearly from beta to beta_final."""
     beta_stop_step: int | None = None
     """Step at which beta jumps to beta_final, wherever the line is. None: it follows the line to its end."""
+    reference_reset_period: int = 0
+    """rho of TBA', steps between two resets of the reference policy to the policy; a multiple of k. 0: never."""
 
     # The batch
     steps: int = 1000
@@ -64,6 +68,8 @@ class Config:
     """Responses in the buffer before the first step."""
     capacity_per_query: int = 100
     """Responses that the buffer keeps per query."""
+    max_staleness: int | None = None
+    """Responses of versions more than this many steps old are left out of batches. None: none are."""
     reward_inverse_temperature: float = 0.0
     """Replay draws a query's responses by softmax(reward times this). 0: uniformly."""
     temperature: float = 0.7
@@ -72,8 +78,10 @@ class Config:
     """A query with a longer prompt is skipped and counted."""
     max_response_tokens: int = 512
     """A response is cut off here, and counts as unfinished."""
+    constant_staleness: int | None = None
+    """Instead of the buffer: each batch is made by one version and trained on exactly this many steps later, k = 1, S = K, duplicates kept."""
     synchronous: bool = False
-    """Train on-policy with the same code, for comparison: the trainer waits for each batch, k = 1, m = 1, S = K, duplicates kept."""
+    """Train on-policy with the same code, for comparison: --constant_staleness 0, so that the trainer waits for each batch."""
 
     # The optimizer (AdamW)
     learning_rate: float = 1e-5
@@ -101,6 +109,11 @@ class Config:
     eval_every: int = 0
     """Steps between evaluations in mid-run. 0: only the base model and the final one."""
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether searchers make one batch a version, and the trainer waits for it, instead of each going at its own pace."""
+        return self.constant_staleness is not None
+
     def task_options(self) -> dict:
         """What load_task passes on to the task."""
         return {"data_dir": self.data_dir} if self.data_dir else {}
@@ -108,20 +121,31 @@ class Config:
 
 LR_SCHEDULES = ("constant", "linear", "warmup_stable_decay")
 
-PRESETS: dict[str, dict] = {
-    "arithmetic": dict(
-        beta=0.1, steps=1000, queries_per_batch=32, responses_per_query=8, samples_per_query=12, queries_per_micro_batch=32, sync_period=2,
-        most_on_policy_prob=0.5, initial_responses=400, eval_every=200, temperature=1.0, max_prompt_tokens=16, max_response_tokens=8,
-        learning_rate=1e-3, lr_schedule="linear", warmup_steps=10, max_grad_norm=1.0,
-    ),
-    # The run behind Figure 1 of the paper: 700 steps of a schedule made for 1,000.
-    "gsm8k": dict(
-        model="realtreetune/rho-1b-sft-GSM8K", steps=700, beta=0.014, beta_final=0.004, beta_steps=500,
-        learning_rate=1e-5, lr_schedule="warmup_stable_decay", warmup_steps=50, stable_steps=350, decay_steps=600,
-        queries_per_batch=7, responses_per_query=20, samples_per_query=24, most_on_policy_prob=0.95, sync_period=2, initial_responses=500,
-        temperature=0.7, reward_inverse_temperature=0.0, max_prompt_tokens=512, max_response_tokens=512,
-    ),
-}
+_GSM8K = dict(
+    model="realtreetune/rho-1b-sft-GSM8K", beta_final=0.004, beta_steps=500, learning_rate=1e-5, lr_schedule="warmup_stable_decay", warmup_steps=50,
+    queries_per_batch=7, responses_per_query=20, samples_per_query=24, most_on_policy_prob=0.95, sync_period=2, initial_responses=500,
+    temperature=0.7, reward_inverse_temperature=0.0, max_prompt_tokens=512, max_response_tokens=512,
+)  # fmt: skip
+# The run behind Figure 1 of the paper: 700 steps of a schedule made for 1,000.
+_GSM8K_FIGURE_1 = _GSM8K | dict(steps=700, beta=0.014, stable_steps=350, decay_steps=600)
+
+# Task -> name -> settings. The first of a task is the one it gets without --preset.
+PRESETS: dict[str, dict[str, dict]] = {
+    "arithmetic": {
+        "demo": dict(
+            beta=0.1, steps=1000, queries_per_batch=32, responses_per_query=8, samples_per_query=12, queries_per_micro_batch=32, sync_period=2,
+            most_on_policy_prob=0.5, initial_responses=400, eval_every=200, temperature=1.0, max_prompt_tokens=16, max_response_tokens=8,
+            learning_rate=1e-3, lr_schedule="linear", warmup_steps=10, max_grad_norm=1.0,
+        ),
+    },
+    "gsm8k": {
+        "figure1": _GSM8K_FIGURE_1,
+        "table2": _GSM8K | dict(steps=1000, beta=0.012, stable_steps=450, decay_steps=500),
+        # K = 40 at the same batch size, as nearly as whole queries allow: 4 x 40 responses for 7 x 20. S in the same proportion to K is ours.
+        "k40": _GSM8K_FIGURE_1 | dict(queries_per_batch=4, responses_per_query=40, samples_per_query=48),
+    },
+}  # fmt: skip
+PRESETS["addends"] = {"demo": PRESETS["arithmetic"]["demo"]}
 
 
 def build_config(arguments: list[str]) -> Config:
@@ -131,9 +155,17 @@ def build_config(arguments: list[str]) -> Config:
         known = [f"--{name}" for name in Config.__dataclass_fields__ if name != "task"]
         nearest = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
         raise UserError(f"unknown argument {unknown[0]!r}" + (f": did you mean {nearest[0]}?" if nearest else ": see python tba.py --help"))
-    config = Config(**{**PRESETS.get(getattr(flags, "task", Config.task), {}), **vars(flags)})
+    presets = PRESETS.get(getattr(flags, "task", Config.task), {"": {}})
+    preset = getattr(flags, "preset", next(iter(presets)))
+    if preset not in presets:
+        raise UserError(f"--preset is {preset!r}: " + (f"it is one of {', '.join(presets)}" if "" not in presets else "this task has none"))
+    config = Config(**{**presets[preset], **vars(flags), "preset": preset})
     if config.synchronous:
-        config.sync_period, config.most_on_policy_prob, config.samples_per_query = 1, 1.0, config.responses_per_query
+        if config.constant_staleness:
+            raise UserError(f"--constant_staleness is {config.constant_staleness}, but --synchronous makes it 0: give one of the two")
+        config.constant_staleness = 0
+    if config.lockstep:
+        config.sync_period, config.samples_per_query = 1, config.responses_per_query
     check(config)
     return config
 
@@ -148,8 +180,8 @@ def check(config: Config) -> None:
         if getattr(config, name) is not None and not 0 < getattr(config, name) < float("inf"):
             raise UserError(f"--{name} is {getattr(config, name)}: it must be positive")
     for name in ("beta_steps", "initial_responses", "reward_inverse_temperature", "warmup_steps", "stable_steps", "decay_steps",
-                 "weight_decay", "eval_every", "seed"):
-        if not 0 <= getattr(config, name) < float("inf"):
+                 "weight_decay", "eval_every", "seed", "reference_reset_period", "max_staleness", "constant_staleness"):
+        if getattr(config, name) is not None and not 0 <= getattr(config, name) < float("inf"):
             raise UserError(f"--{name} is {getattr(config, name)}: it must not be negative")
     if config.responses_per_query > config.samples_per_query:
         raise UserError(f"--responses_per_query is {config.responses_per_query}, more than --samples_per_query {config.samples_per_query}: "
@@ -172,9 +204,14 @@ def check(config: Config) -> None:
         raise UserError(f"--lr_schedule is {config.lr_schedule!r}: it is one of {', '.join(LR_SCHEDULES)}")
     if config.beta_final is not None and not config.beta_steps and config.beta_stop_step is None:
         raise UserError(f"--beta_final is {config.beta_final} but nothing says when: give --beta_steps or --beta_stop_step")
-    if config.synchronous and config.searchers and config.searchers > config.queries_per_batch:
-        raise UserError(f"--searchers is {config.searchers}, more than --queries_per_batch {config.queries_per_batch}: in a synchronous run "
-                        "each searcher generates a share of every batch")
+    if config.reference_reset_period % config.sync_period:
+        raise UserError(f"--reference_reset_period is {config.reference_reset_period}, no multiple of --sync_period {config.sync_period}: "
+                        "the reference policy is reset at a sync")
+    if config.lockstep and config.max_staleness is not None:
+        raise UserError(f"--max_staleness {config.max_staleness} is for the buffer, which a run of constant staleness does not use: leave it out")
+    if config.lockstep and config.searchers and config.searchers > config.queries_per_batch:
+        raise UserError(f"--searchers is {config.searchers}, more than --queries_per_batch {config.queries_per_batch}: in a run of constant "
+                        "staleness each searcher generates a share of every batch")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -186,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     """Read off the source of Config: a comment starts a group of flags, a field is a flag, the string under it is its help."""
     parser = _Parser(prog="python tba.py", usage="python tba.py [TASK] [--flag value ...]", allow_abbrev=False,
                      argument_default=argparse.SUPPRESS, description="Trajectory Balance with Asynchrony on one machine.",
-                     epilog="Presets: " + "; ".join(f"{task}: {preset}" for task, preset in PRESETS.items()))
+                     epilog="Presets: " + "; ".join(f"{task} {name}: {preset}" for task in PRESETS for name, preset in PRESETS[task].items()))
     types = typing.get_type_hints(Config)
     group, name = parser, ""
     for line in inspect.getsource(Config).splitlines():

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from buffer import Group, rows_of
 from config import Config, UserError
 
 TOKENS_PER_FORWARD = 8192  # padded tokens in one forward pass; bounds what attention and MLP hold beyond the saved activations
@@ -88,6 +89,14 @@ def response_logprobs_under(weights: dict[str, Tensor], model: torch.nn.Module, 
     device = next(model.parameters()).device
     scorer = _Scorer(model)
     return functional_call(scorer, {f"model.{name}": tensor.to(device, torch.float32) for name, tensor in weights.items()}, arguments)
+
+
+def mismatch(group: Group, weights: dict[str, Tensor], model: torch.nn.Module, temperature: float) -> float:
+    """Mean |difference| of a token's log-probability between vLLM and transformers, in nats, for a group that these weights sampled. Near 0
+    it shows that what was published is what samples."""
+    rows = rows_of(group)
+    logprobs = response_logprobs_under(weights, model, [r.prompt for r in rows], [r.tokens for r in rows], temperature).cpu().numpy()
+    return float(np.concatenate([np.abs(ours[: len(r.tokens)] - r.behavior_logprobs) for ours, r in zip(logprobs, rows)]).mean())
 
 
 class _Scorer(torch.nn.Module):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from buffer import Group
+
 PLAIN_PERIOD = 5.0  # seconds between two progress lines where there is no terminal
 MERGED = {"search": 0.002, "wait": 0.05}  # engine steps and polls that are closer than this, in seconds, become one span
 COLORS = {"search": "tab:blue", "score": "tab:cyan", "reference": "tab:purple", "publish": "tab:orange", "load": "tab:olive",
@@ -64,7 +66,7 @@ class Report:
             self.live.update(self.table(metrics), refresh=True)
         else:
             names = ("reward", "loss", "log_z", "kl", "entropy", "staleness_mean", "trainer_busy", "searcher_tokens_per_second")
-            shown = "  ".join(f"{name} {number(metrics[name])}" for name in names)
+            shown = "  ".join(f"{name} {number(metrics[name])}" for name in names if name in metrics)
             print(f"step {metrics['step']}/{self.steps}  {shown}  {now - self.start:.0f} s", flush=True)
 
     def write(self, line: dict) -> None:
@@ -93,6 +95,20 @@ class Report:
         if self.live:
             self.live.stop()
         self.file.close()
+
+
+def describe(groups: list[Group]) -> dict[str, float]:
+    """What the trainer received, in figures. KL (nats a response, against the reference policy) and entropy (nats a token) are estimates
+    for the policy that sampled; KL contains the mismatch with vLLM."""
+    behavior, reference = (np.concatenate([getattr(g, name) for g in groups]) for name in ("behavior_logprobs", "ref_logprobs"))
+    lengths = np.concatenate([g.lengths for g in groups])
+    return {
+        "reward": float(np.concatenate([g.rewards for g in groups]).mean()),
+        "kl": float((behavior - reference).sum() / len(lengths)),
+        "entropy": float(-behavior.mean()),
+        "response_tokens": float(lengths.mean()),
+        "finished": float(np.concatenate([g.finished for g in groups]).mean()),
+    }
 
 
 def number(value: float) -> str:

@@ -25,7 +25,7 @@ from policy import load_policy, load_tokenizer, response_logprobs
 from processes import Board, device
 from report import Timeline
 from tasks import Query, Task, load_task
-from weights import SharedWeights
+from weights import WRITING, SharedWeights
 
 SAMPLES_PERIOD = 1.0  # seconds between two groups of this searcher in samples.jsonl
 SAMPLES_PER_GROUP = 4
@@ -52,6 +52,7 @@ class Running:
     query: Query
     prompt: list[int]  # token ids
     version: int  # of the weights when it was added
+    batch: int | None  # constant staleness: the trainer step that it is for
 
 
 class Searcher:
@@ -74,7 +75,8 @@ class Searcher:
         self.evaluation: EvaluationRun | None = None
         self.running: dict[str, Running] = {}
         self.started = 0  # queries drawn so far
-        self.quota = 0  # synchronous: queries that this searcher still owes to this version
+        self.reference_version = 0
+        self.owed: deque[int] = deque()  # constant staleness: for each query that this version has still to start, the trainer step it is for
         self.outbox: deque[Group | Evaluation] = deque()
         self.unscored = deque(maxlen=SCORES_WATCHED)  # True where a group got no scores
 
@@ -102,24 +104,40 @@ class Searcher:
         self.timeline.flush()
 
     def take_new_weights(self) -> None:
-        """With responses in mid-stream, but not with an evaluation: that is of one version."""
-        if self.weights.version > self.version and not self.evaluation:
-            with self.work("load"), self.weights.read(self.rank) as (version, tensors):
-                self.engine.load(tensors.items())
-            self.version = version
-            self.begin_version()
+        """With responses in mid-stream, unless staleness is to be constant; but not with an evaluation: that is of one version."""
+        if self.weights.version == self.version or self.evaluation or self.config.lockstep and (self.owed or self.running):
+            return
+        self.take_new_reference()  # before the version that it may have come with
+        with self.work("load"), self.weights.read(self.rank) as (version, tensors):
+            self.engine.load(tensors.items())
+        self.version = version
+        self.board.set(self.name, "version", version)
+        self.begin_version()
+
+    @torch.no_grad()
+    def take_new_reference(self) -> None:
+        if self.weights.reference_version > self.reference_version:
+            with self.work("load"), self.weights.read_reference(self.rank) as (version, tensors):
+                if version != WRITING:
+                    for name, parameter in self.reference.named_parameters():
+                        parameter.copy_(tensors[name])
+                    self.reference_version = version
 
     def begin_version(self) -> None:
-        self.quota = len(range(self.rank, self.config.queries_per_batch, self.config.searchers))
+        config = self.config
+        if config.lockstep:  # version 0 works for the first steps too, that no earlier version can work for
+            batches = range(config.constant_staleness + 1) if self.version == 0 else [self.version + config.constant_staleness]
+            share = len(range(self.rank, config.queries_per_batch, config.searchers))
+            self.owed.extend(batch for batch in batches for _ in range(share) if batch < config.steps)
         due = self.version == 0 or self.evaluated < self.weights.evaluation_version <= self.version
         if self.rank == 0 and due:
             self.evaluated = self.version
             self.evaluation = EvaluationRun(self.engine, self.task, self.test_queries, self.tokenizer, self.config, self.version)
 
     def start_queries(self) -> None:
-        """Keeps as many groups in the engine as it takes to fill its rows; in a synchronous run only those that this version still asks for."""
+        """Keeps as many groups in the engine as it takes to fill its rows; with constant staleness only those that this version owes."""
         skipped = 0  # in a row
-        while len(self.running) * self.config.samples_per_query < ENGINE_ROWS and (self.quota or not self.config.synchronous):
+        while len(self.running) * self.config.samples_per_query < ENGINE_ROWS and (self.owed or not self.config.lockstep):
             query, visit = self.next_query()
             prompt = self.tokenizer(query.prompt).input_ids
             if len(prompt) > self.config.max_prompt_tokens:
@@ -131,12 +149,11 @@ class Searcher:
             skipped = 0
             request = f"{query.id}.{visit}"
             seed = None  # vLLM draws for each seeded request by itself, which costs time: only where a run is to be repeatable
-            if self.config.synchronous:
+            if self.config.lockstep:
                 seed = int.from_bytes(hashlib.blake2b(f"{self.config.seed}.{request}".encode(), digest_size=4).digest())
             self.engine.add(request, prompt, self.version, n=self.config.samples_per_query, temperature=self.config.temperature,
                             max_tokens=self.config.max_response_tokens, seed=seed)  # fmt: skip
-            self.running[request] = Running(query, prompt, self.version)
-            self.quota -= 1
+            self.running[request] = Running(query, prompt, self.version, self.owed.popleft() if self.config.lockstep else None)
 
     def next_query(self) -> tuple[Query, int]:
         """The next query of this searcher's share, and how often it was visited before. Each epoch has an order of its own."""
@@ -153,6 +170,8 @@ class Searcher:
             texts = [self.tokenizer.batch_decode([c.token_ids for c in candidates], skip_special_tokens=True) for _, candidates in finished]
             done = [[c.finish_reason == "stop" for c in candidates] for _, candidates in finished]
             rewards = self.rewards([run.query for run, _ in finished], texts, done)
+        if self.config.lockstep:  # the batch needs another query in the place of a dropped one
+            self.owed.extendleft(run.batch for (run, _), r in zip(finished, rewards) if r is None)
         scored = [(*f, text, d, r) for f, text, d, r in zip(finished, texts, done, rewards) if r is not None]
         if not scored:
             return
@@ -168,6 +187,8 @@ class Searcher:
                 query_id=run.query.id,
                 version=run.version,
                 last_version=self.version,
+                reference_version=self.reference_version,
+                batch=run.batch,
                 prompt=np.array(run.prompt, np.int32),
                 lengths=np.array([len(c.token_ids) for c in candidates], np.int32),
                 tokens=np.concatenate([c.token_ids for c in candidates]).astype(np.int32),
@@ -189,7 +210,6 @@ class Searcher:
                 return [self.rewards([q], [t], [d])[0] for q, t, d in zip(queries, texts, done)]
             self.board.add(self.name, "unscored_groups", 1)
             self.unscored.append(True)
-            self.quota += 1  # a synchronous batch needs another query in its place
             print(f"query {queries[0].id} is dropped, it got no scores:", file=sys.stderr)
             traceback.print_exc()
             if sum(self.unscored) > SCORES_WATCHED / 2:

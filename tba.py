@@ -135,8 +135,9 @@ def run(config: Config, metric: str, sizes: dict[str, int]) -> int:
         config.gpu_memory_utilization = 0.3 if one_gpu else 0.75
     shapes = weight_shapes(config)
     dtype = torch.bfloat16 if cuda else torch.float32  # what vLLM computes in
+    resets = config.reference_reset_period > 0
     try:
-        check_shared_memory(SharedWeights.required_bytes(shapes, dtype))
+        check_shared_memory(SharedWeights.required_bytes(shapes, dtype, resets))
     except MemoryError as error:
         raise UserError(str(error)) from error
     if config.searchers > sizes["train"]:
@@ -155,7 +156,7 @@ def run(config: Config, metric: str, sizes: dict[str, int]) -> int:
         json.dump(dataclasses.asdict(config), file, indent=2)
     config.model = fetch_model(config.model)
     interrupt = Interrupt()
-    weights = SharedWeights(shapes, dtype, readers=config.searchers)
+    weights = SharedWeights(shapes, dtype, readers=config.searchers, reference=resets)
     board = processes.Board([place.name for place in places])
     context = torch.multiprocessing.get_context("spawn")
     queues = [context.Queue(QUEUE_GROUPS) for _ in range(config.searchers)]  # one each: a killed searcher may leave its own locked
@@ -188,7 +189,9 @@ def describe(config: Config, places: list) -> None:
     """What is about to happen, before it happens."""
     for place in places:
         print(f"{place.name} on {place}")
-    mode = "synchronous, on-policy" if config.synchronous else f"asynchronous, sync every {config.sync_period} steps"
+    mode = f"asynchronous, sync every {config.sync_period} steps"
+    if config.lockstep:
+        mode = f"each trained on {config.constant_staleness} steps after its version" if config.constant_staleness else "synchronous, on-policy"
     print(f"{config.steps} steps of {config.queries_per_batch} queries x {config.responses_per_query} responses, {mode}, seed {config.seed}")
     print(f"results will be in {config.output_dir}", flush=True)
 

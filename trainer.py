@@ -2,6 +2,8 @@
 
     every k steps   drain the queues into the buffer, publish the weights
     every step      sample B queries x K responses, loss, backward, AdamW
+
+With --constant_staleness n (and --synchronous, n = 0) there is no buffer: step t trains on the batch of version t - n.
 """
 
 import queue
@@ -18,9 +20,9 @@ from transformers import get_scheduler
 from buffer import Group, ReplayBuffer, Row, rows_of
 from config import Config
 from loss import LOSSES, LossInputs, Metrics
-from policy import load_policy, load_tokenizer, response_logprobs, response_logprobs_under
+from policy import load_policy, load_tokenizer, mismatch, response_logprobs, response_logprobs_under
 from processes import Board, device
-from report import Report, Timeline
+from report import Report, Timeline, describe
 from searcher import Evaluation
 from tasks import load_task
 from weights import SharedWeights
@@ -43,11 +45,12 @@ class Trainer:
         # fp32 masters: a step of 1e-5 times a bf16 weight rounds away.
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         self.lr_schedule = lr_schedule(self.optimizer, config)
-        self.buffer = ReplayBuffer(config.capacity_per_query, config.reward_inverse_temperature, config.seed,
-                                   drop_duplicates=not config.synchronous)  # fmt: skip
+        self.buffer = ReplayBuffer(config.capacity_per_query, config.reward_inverse_temperature, config.seed)
+        self.batches: dict[int, list[Group]] = {}  # constant staleness: step -> the groups for it that have come
         self.step = 0  # optimizer steps done; the version of the weights
-        self.publish_due = self.evaluation_due = False
+        self.publish_due = self.evaluation_due = self.reset_due = False
         self.evaluated = -1  # the newest version whose evaluation has come
+        self.received = 0  # responses
         self.fresh: dict[str, float] = {}  # figures of the groups of the latest sync, as they were generated
         self.skipped_publishes = self.bad_steps = self.bad_steps_in_a_row = 0
         self.mismatch_due = 0  # step from which the mismatch is to be measured again
@@ -58,35 +61,35 @@ class Trainer:
         config = self.config
         self.board.add("trainer", "ready", 1)
         self.publish()
-        if not config.synchronous:
+        if not config.lockstep:
             self.fill_buffer()
         while self.step < config.steps and not self.board.stop:
             if self.step % config.sync_period == 0:
                 self.sync()
-            elif self.publish_due:
+            elif self.publish_due or self.reset_due:
                 self.publish()
+            rows = self.next_batch_in_lockstep() if config.lockstep else self.next_batch()
             if self.board.stop:
                 break
             with self.timeline.span("step"):
-                rows = self.buffer.sample(config.queries_per_batch, config.responses_per_query, config.most_on_policy_prob)
+                self.renew_references(rows)
                 metrics = self.update(rows)
             self.report.step(metrics | self.figures(rows))
         self.finish()
 
     def sync(self) -> None:
-        """New groups in, new weights out, and nobody waits. In a synchronous run: new weights out, and wait for the batch made with them."""
-        self.evaluation_due |= self.step > 0 and self.config.eval_every > 0 and self.step % self.config.eval_every < self.config.sync_period
-        if not self.config.synchronous:
-            self.add(self.drain())
-            self.publish()
-            return
+        """New groups in, new weights out, and nobody waits; only with constant staleness no searcher may miss a version."""
+        config = self.config
+        self.evaluation_due |= self.step > 0 and config.eval_every > 0 and self.step % config.eval_every < config.sync_period
+        self.reset_due |= self.step > 0 and config.reference_reset_period > 0 and self.step % config.reference_reset_period == 0
+        self.receive()
+        if config.lockstep:
+            self.wait(lambda: f"the searchers to take version {self.weights.version}", self.all_searchers_are_up_to_date)
         self.publish()
-        groups: list[Group] = []
-        self.wait(lambda: f"{self.config.queries_per_batch - len(groups)} more groups of version {self.step}",
-                  lambda: groups.extend(self.drain()) or len(groups) >= self.config.queries_per_batch)  # fmt: skip
-        self.add(sorted(groups, key=lambda group: group.query_id))  # whichever came first, the batch is the same
 
     def publish(self) -> None:
+        if self.reset_due:  # first the reference: whoever sees a new version finds the reference that goes with it
+            self.reset_due = not self.weights.publish_reference(self.step, self.policy.named_parameters())
         if self.weights.version == self.step and not self.evaluation_due:
             return
         with self.timeline.span("publish"):
@@ -95,9 +98,9 @@ class Trainer:
         self.publish_due = not done
         self.evaluation_due &= not done
 
-    def drain(self) -> list[Group]:
-        """What lies in the queues. Evaluations among it are reported."""
-        groups = []
+    def receive(self) -> None:
+        """Empties the queues: groups into the buffer, evaluations to whoever watches."""
+        groups: list[Group] = []
         for waiting in self.queues:
             try:
                 while True:
@@ -108,26 +111,71 @@ class Trainer:
                         groups.append(item)
             except queue.Empty:
                 pass
-        return groups
+        if self.config.lockstep:
+            for group in groups:
+                self.batches.setdefault(group.batch, []).append(group)
+        elif groups:
+            self.buffer.add(groups, self.step)
+            self.received += sum(len(group.lengths) for group in groups)
+            self.look_at(groups)
 
-    def add(self, groups: list[Group]) -> None:
-        self.buffer.add(groups, self.step)
-        if groups:
-            self.fresh |= describe(groups)
-            if self.step >= self.mismatch_due:
-                self.fresh |= self.mismatch(groups)
+    def all_searchers_are_up_to_date(self) -> bool:
+        self.receive()  # or the queues fill up meanwhile
+        return all(self.board.get(name, "version") == self.weights.version for name in self.board.names[1:])
+
+    def look_at(self, groups: list[Group]) -> None:
+        """Figures of groups as they were generated: in the buffer, which drops duplicates, they would be distorted."""
+        self.fresh |= describe(groups)
+        if self.step >= self.mismatch_due:
+            # A group that one version alone sampled whose weights are still in a slot; with constant staleness one for a later step may be.
+            newest = reversed(groups + sum(self.batches.values(), []))
+            held = self.weights.held()
+            if group := next((g for g in newest if g.version == g.last_version and g.version in held), None):
+                self.fresh |= {"mismatch": mismatch(group, held[group.version], self.policy, self.config.temperature), "mismatch_version": group.version}
+                self.mismatch_due = self.step + MISMATCH_PERIOD
 
     def fill_buffer(self) -> None:
-        received = 0  # as generated: the buffer, which drops duplicates, may never hold so many
+        wanted = max(1, self.config.initial_responses)  # as generated: the buffer, which drops duplicates, may never hold so many
+        self.wait(lambda: f"the first {wanted} responses, {self.received} are here", lambda: self.receive() or self.received >= wanted)
 
-        def ready() -> bool:
-            nonlocal received
-            groups = self.drain()
-            self.add(groups)
-            received += sum(len(group.lengths) for group in groups)
-            return received >= max(1, self.config.initial_responses)
+    def next_batch(self) -> list[Row]:
+        """B x K rows of the buffer. It waits only if --max_staleness leaves out all that there is."""
+        config = self.config
 
-        self.wait(lambda: f"the first {self.config.initial_responses} responses, {received} are here", ready)
+        def sample() -> list[Row]:
+            oldest = 0 if config.max_staleness is None else max(0, self.step - config.max_staleness)
+            return self.buffer.sample(config.queries_per_batch, config.responses_per_query, config.most_on_policy_prob, oldest)
+
+        rows = sample()
+        if not rows:
+            # What comes in now may be of an older version still: the searchers need newer weights than the last sync gave them.
+            self.wait(lambda: f"responses at most {config.max_staleness} steps old (--max_staleness)",
+                      lambda: self.publish() or self.receive() or rows.extend(sample()) or bool(rows))  # fmt: skip
+        return rows
+
+    def next_batch_in_lockstep(self) -> list[Row]:
+        """The batch that the version of constant_staleness steps ago made for this step; before there is one, version 0 made it."""
+
+        def missing() -> int:
+            return self.config.queries_per_batch - len(self.batches.get(self.step, []))
+
+        self.wait(lambda: f"{missing()} more groups for step {self.step}", lambda: self.receive() or not missing())
+        if self.board.stop:
+            return []
+        groups = sorted(self.batches.pop(self.step), key=lambda group: group.query_id)  # whichever came first, the batch is the same
+        self.look_at(groups)
+        return [row for group in groups for row in rows_of(group)]
+
+    def renew_references(self, rows: list[Row]) -> None:
+        """Rows that were scored by an earlier reference policy get their log-probabilities under the present one. They are recomputed when
+        they are first drawn, not dropped: a reset leaves nothing to wait for, and what is never drawn costs nothing."""
+        old = [row for row in rows if row.reference_version != self.weights.reference_version]
+        if not old:
+            return
+        reference = self.weights.reference_tensors()
+        logprobs = response_logprobs_under(reference, self.policy, [r.prompt for r in old], [r.tokens for r in old], self.config.temperature)
+        for row, renewed in zip(old, logprobs.cpu().numpy()):
+            row.ref_logprobs, row.reference_version = renewed[: len(row.tokens)], self.weights.reference_version
 
     def update(self, rows: list[Row]) -> Metrics:
         """One optimizer step on B x K rows, a few queries at a time. Each row weighs the same whatever the micro-batch."""
@@ -202,20 +250,6 @@ class Trainer:
             "seconds": now - self.report.start,
         }
 
-    def mismatch(self, groups: list[Group]) -> dict[str, float]:
-        """Mean |difference| of a token's log-probability between vLLM and transformers under the same weights: those of a published version
-        that is still in a slot, for a group that this version alone sampled. Near 0 it shows that what was published is what samples."""
-        held = self.weights.held()
-        group = next((g for g in reversed(groups) if g.version == g.last_version and g.version in held), None)
-        if group is None:
-            return {}
-        self.mismatch_due = self.step + MISMATCH_PERIOD
-        rows = rows_of(group)
-        prompts, responses = [r.prompt for r in rows], [r.tokens for r in rows]
-        logprobs = response_logprobs_under(held[group.version], self.policy, prompts, responses, self.config.temperature)
-        differences = [np.abs(ours[: len(r.tokens)] - r.behavior_logprobs) for ours, r in zip(logprobs.cpu().numpy(), rows)]
-        return {"mismatch": float(np.concatenate(differences).mean()), "mismatch_version": group.version}
-
     def wait(self, what: Callable[[], str], ready: Callable[[], bool]) -> None:
         """Until ready() or the run is stopped. Says for whom it waits; raises TimeoutError when it takes longer than searcher_timeout."""
         start = said = time.monotonic()
@@ -248,7 +282,7 @@ class Trainer:
             def evaluated() -> bool:
                 if self.publish_due:
                     self.publish()
-                self.drain()
+                self.receive()
                 return self.evaluated >= self.step
 
             self.wait(lambda: f"the evaluation of version {self.step}", evaluated)
@@ -264,20 +298,6 @@ class Trainer:
             self.report.say(f"{unscored} groups were dropped, they got no scores: see logs/")
         self.timeline.flush()
         self.report.close()
-
-
-def describe(groups: list[Group]) -> dict[str, float]:
-    """Figures of groups as they were generated; the buffer, which drops duplicates, would distort them. KL (nats a response, against the
-    reference policy) and entropy (nats a token) are estimates for the policy that sampled; KL contains the mismatch with vLLM."""
-    behavior, reference = (np.concatenate([getattr(g, name) for g in groups]) for name in ("behavior_logprobs", "ref_logprobs"))
-    lengths = np.concatenate([g.lengths for g in groups])
-    return {
-        "reward": float(np.concatenate([g.rewards for g in groups]).mean()),
-        "kl": float((behavior - reference).sum() / len(lengths)),
-        "entropy": float(-behavior.mean()),
-        "response_tokens": float(lengths.mean()),
-        "finished": float(np.concatenate([g.finished for g in groups]).mean()),
-    }
 
 
 def beta_at(config: Config, step: int) -> float:

@@ -22,6 +22,8 @@ def group(query: int, names: list[int], rewards: list[float] | None = None, vers
         query_id=query,
         version=version,
         last_version=version,
+        reference_version=version // 4,
+        batch=None,
         prompt=np.array([query, query], np.int32),
         lengths=lengths,
         tokens=np.array(sum(tokens, []), np.int32),
@@ -32,8 +34,8 @@ def group(query: int, names: list[int], rewards: list[float] | None = None, vers
     )
 
 
-def make_buffer(capacity: int = 100, inverse_temperature: float = 0.0, seed: int = 0, drop_duplicates: bool = True) -> ReplayBuffer:
-    return ReplayBuffer(capacity, inverse_temperature, seed, drop_duplicates)
+def make_buffer(capacity: int = 100, inverse_temperature: float = 0.0, seed: int = 0) -> ReplayBuffer:
+    return ReplayBuffer(capacity, inverse_temperature, seed)
 
 
 def name(row: Row) -> int:
@@ -78,7 +80,8 @@ def softmax(rewards: list[float], inverse_temperature: float) -> np.ndarray:
 def assert_same_rows(rows: list[Row], expected: list[Row]) -> None:
     assert len(rows) == len(expected)
     for row, other in zip(rows, expected):
-        assert (row.query_id, row.version, row.reward) == (other.query_id, other.version, other.reward)
+        for field in ("query_id", "version", "reference_version", "reward"):
+            assert getattr(row, field) == getattr(other, field)
         for field in ("prompt", "tokens", "ref_logprobs", "behavior_logprobs"):
             array, wanted = getattr(row, field), getattr(other, field)
             assert array.dtype == wanted.dtype
@@ -230,17 +233,62 @@ def test_a_row_carries_what_its_group_said_of_it():
     for row in buffer.sample(1, 3, 1.0):
         i = name(row) - 1
         part = slice(ends[i] - sent.lengths[i], ends[i])
-        wanted = Row(4, 6, sent.prompt, sent.tokens[part], sent.ref_logprobs[part], sent.behavior_logprobs[part], float(sent.rewards[i]))
+        wanted = Row(4, 6, 1, sent.prompt, sent.tokens[part], sent.ref_logprobs[part], sent.behavior_logprobs[part], float(sent.rewards[i]))
         assert_same_rows([row], [wanted])
 
 
-def test_an_empty_buffer_raises_value_error():
+def test_an_empty_buffer_gives_nothing():
     buffer = make_buffer()
-    with pytest.raises(ValueError, match="empty"):
-        buffer.sample(1, 1, 1.0)
+    assert buffer.sample(1, 1, 1.0) == []
     buffer.add([], step=0)
-    with pytest.raises(ValueError, match="empty"):
-        buffer.sample(1, 1, 0.0)
+    assert buffer.sample(1, 1, 0.0) == []
+
+
+# Staleness
+
+
+def test_rows_of_versions_before_the_oldest_are_left_out_and_the_rest_are_drawn_as_before():
+    buffer = make_buffer(inverse_temperature=1.0)
+    rewards = [0.0, 1.0, 2.0, 0.5]
+    for version, reward in enumerate(rewards):
+        buffer.add([group(0, [version], [reward], version=version)], step=version)
+    drawn = [name(buffer.sample(1, 1, 0.0, oldest_version=1)[0]) for _ in range(3000)]
+    assert_distribution(drawn, dict(zip([1, 2, 3], softmax(rewards[1:], 1.0))))
+    assert sorted(names(buffer.sample(1, 3, 0.0, oldest_version=1))) == [1, 2, 3], "without replacement where there are enough"
+    assert set(names(buffer.sample(1, 50, 0.0, oldest_version=2))) == {2, 3}, "with replacement where there are not"
+
+
+def test_uniform_draws_leave_old_rows_out_too():
+    buffer = make_buffer()
+    buffer.add([group(0, [1, 2], version=3), group(0, [3, 4, 5], version=7)], step=7)
+    for most_on_policy_prob in 0.0, 1.0:
+        drawn = [name(buffer.sample(1, 1, most_on_policy_prob, oldest_version=5)[0]) for _ in range(2000)]
+        assert_distribution(drawn, uniform([3, 4, 5]))
+
+
+def test_queries_with_old_rows_only_are_passed_over_and_leave():
+    buffer = make_buffer()
+    for query in range(20):
+        buffer.add([group(query, [query], version=query)], step=query)
+    drawn = [buffer.sample(1, 1, 0.0, oldest_version=15)[0].query_id for _ in range(5000)]
+    assert_distribution(drawn, uniform(range(15, 20)))
+    assert buffer.responses == 5 and sorted(buffer.all) == list(range(15, 20))
+    # Each round of the deck is still one of every query that is left, once.
+    assert all(sorted(drawn[i : i + 5]) == list(range(15, 20)) for i in range(100, 5000, 5))
+    buffer.add([group(3, [3], version=16)], step=20)
+    again = [row.query_id for row in buffer.sample(7, 1, 0.0, oldest_version=15)]
+    assert again[0] == 3 and sorted(again[1:]) == [3, *range(15, 20)], "it is back with a young row: the rest of the round, and the next"
+
+
+def test_a_recent_set_that_has_grown_old_gives_way_to_replay_and_at_last_to_nothing():
+    buffer = make_buffer()
+    buffer.add([group(0, [1], version=4)], step=4)
+    buffer.add([group(1, [2], version=2)], step=6)  # a slow searcher's
+    assert [row.query_id for row in buffer.sample(3, 1, 1.0, oldest_version=3)] == [0, 0, 0]
+    assert buffer.sample(3, 1, 1.0, oldest_version=5) == []
+    assert buffer.responses == 0
+    buffer.add([group(0, [1], version=8)], step=8)
+    assert [row.version for row in buffer.sample(2, 1, 0.5, oldest_version=5)] == [8, 8]
 
 
 # What is recent
@@ -364,18 +412,6 @@ def test_a_response_that_another_begins_with_is_no_duplicate_of_it():
     assert buffer.responses == 2
 
 
-def test_duplicates_are_all_kept_where_none_shall_be_dropped():
-    buffer = make_buffer(capacity=4, drop_duplicates=False)
-    buffer.add([group(0, [1, 1, 2])], step=0)
-    assert buffer.responses == 3
-    assert held(buffer) == [1, 1, 2]
-    assert recent(buffer, 3) == [1, 1, 2]
-    buffer.add([group(0, [1, 3])], step=2)
-    assert held(buffer) == [1, 1, 2, 3]
-    buffer.add([group(0, [4])], step=4)
-    assert held(buffer) == [1, 2, 3, 4]
-
-
 def test_the_number_of_responses_is_what_is_held():
     buffer = make_buffer(capacity=3)
     assert buffer.responses == 0
@@ -390,14 +426,13 @@ def test_the_number_of_responses_is_what_is_held():
 
 def saved_and_loaded(buffer: ReplayBuffer, path) -> ReplayBuffer:
     np.savez(path, **buffer.state_dict())
-    other = make_buffer(buffer.capacity_per_query, buffer.reward_inverse_temperature, seed=12345, drop_duplicates=buffer.drop_duplicates)
+    other = make_buffer(buffer.capacity_per_query, buffer.reward_inverse_temperature, seed=12345)
     with np.load(path, allow_pickle=False) as state:
         other.load_state_dict(state)
     return other
 
 
-@pytest.mark.parametrize("drop_duplicates", [True, False])
-def test_a_loaded_buffer_goes_on_with_the_same_draws_and_evictions(tmp_path, drop_duplicates):
+def test_a_loaded_buffer_goes_on_with_the_same_draws_and_evictions(tmp_path):
     rng = np.random.default_rng(0)
 
     def sync(step: int) -> list[Group]:
@@ -406,7 +441,7 @@ def test_a_loaded_buffer_goes_on_with_the_same_draws_and_evictions(tmp_path, dro
             for query in rng.choice(7, size=4, replace=False)
         ]
 
-    buffer = make_buffer(capacity=8, inverse_temperature=1.0, drop_duplicates=drop_duplicates)
+    buffer = make_buffer(capacity=8, inverse_temperature=1.0)
     for step in range(0, 20, 2):  # long enough that responses have left and places were taken again
         buffer.add(sync(step), step)
         buffer.sample(3, 4, 0.5)
@@ -436,8 +471,7 @@ def test_a_loaded_buffer_evicts_by_age_and_knows_its_duplicates(tmp_path):
 
 def test_an_empty_buffer_can_be_saved_and_loaded(tmp_path):
     other = saved_and_loaded(make_buffer(), tmp_path / "buffer.npz")
-    with pytest.raises(ValueError, match="empty"):
-        other.sample(1, 1, 0.0)
+    assert other.sample(1, 1, 0.0) == []
     other.add([group(0, [1])], step=0)
     assert held(other) == [1]
 
@@ -459,7 +493,7 @@ def many(query: int, stamp: int, count: int) -> Group:
     """`count` distinct responses of two tokens; those of another stamp are no duplicates."""
     zeros = np.zeros(2 * count, np.float32)
     tokens = np.stack([np.arange(count), np.full(count, stamp)], axis=1).astype(np.int32).ravel()
-    return Group(query, stamp, stamp, np.zeros(2, np.int32), np.full(count, 2, np.int32), tokens, zeros, zeros, zeros[:count],
+    return Group(query, stamp, stamp, 0, None, np.zeros(2, np.int32), np.full(count, 2, np.int32), tokens, zeros, zeros, zeros[:count],
                  np.ones(count, bool))  # fmt: skip
 
 

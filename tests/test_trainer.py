@@ -2,20 +2,20 @@ import numpy as np
 import pytest
 import torch
 
-from buffer import Row
+from buffer import Group, Row
 from config import PRESETS, Config
+from policy import response_logprobs, weight_shapes
 from processes import Board
-from trainer import Trainer, beta_at, describe, lr_schedule
-from policy import weight_shapes
+from report import describe
+from trainer import Trainer, beta_at, lr_schedule
 from weights import SharedWeights
-from buffer import Group
 
 
 def make_trainer(model, run_dir, **settings) -> Trainer:
     """A trainer as its process makes it, without searchers."""
     (run_dir / "logs").mkdir(parents=True)
     config = Config(model=str(model), searchers=1, steps=10, responses_per_query=3, samples_per_query=3, **settings)
-    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
     return Trainer(config, weights, [], Board(["trainer", "searcher 0"]), str(run_dir))
 
 
@@ -27,7 +27,7 @@ def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Row]:
         for _ in range(per_query):
             length = int(rng.integers(1, 25))
             tokens = rng.integers(0, 256, size=length).astype(np.int32)
-            rows.append(Row(query, 0, prompt, tokens, -5 - rng.random(length).astype(np.float32), -5 - rng.random(length).astype(np.float32),
+            rows.append(Row(query, 0, 0, prompt, tokens, -5 - rng.random(length).astype(np.float32), -5 - rng.random(length).astype(np.float32),
                             float(rng.integers(0, 2))))  # fmt: skip
     return rows
 
@@ -77,6 +77,53 @@ def test_padded_fields_hold_each_row_from_its_first_token(untied_model, tmp_path
     assert (inputs.group_size, inputs.beta) == (3, 0.5)
 
 
+def test_rows_that_an_earlier_reference_scored_get_the_log_probabilities_of_the_present_one_when_they_are_drawn(untied_model, tmp_path):
+    trainer = make_trainer(untied_model, tmp_path, reference_reset_period=2)
+    rows = make_rows(2, 3)
+    before = [row.ref_logprobs for row in rows]
+    trainer.renew_references(rows)
+    assert all(row.ref_logprobs is logprobs for row, logprobs in zip(rows, before)), "no reset so far"
+
+    trainer.step = 2
+    with torch.no_grad():
+        for parameter in trainer.policy.parameters():
+            parameter.mul_(1.1)
+        expected = response_logprobs(trainer.policy, [r.prompt for r in rows], [r.tokens for r in rows], trainer.config.temperature).numpy()
+    trainer.sync()
+    assert trainer.weights.reference_version == 2
+    with torch.no_grad():
+        for parameter in trainer.policy.parameters():
+            parameter.mul_(0.5)  # the policy goes on, its copy that became the reference does not
+    rows[5].reference_version, rows[5].ref_logprobs = 2, np.float32([7.0])  # a searcher that has the new reference scored this one
+    trainer.renew_references(rows)
+    for row, logprobs in list(zip(rows, expected))[:5]:
+        assert row.reference_version == 2
+        np.testing.assert_allclose(row.ref_logprobs, logprobs[: len(row.tokens)], rtol=0, atol=1e-5)
+        assert row.ref_logprobs.dtype == np.float32
+    assert rows[5].ref_logprobs.tolist() == [7.0]
+
+
+def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_with_it(untied_model, tmp_path):
+    trainer = make_trainer(untied_model, tmp_path, sync_period=2, reference_reset_period=4)
+    seen = []
+    publish = trainer.weights.publish
+    trainer.weights.publish = lambda version, *a, **k: seen.append((version, trainer.weights.reference_version)) or publish(version, *a, **k)
+    for trainer.step in range(0, 14, 2):
+        trainer.sync()
+    assert seen == [(0, 0), (2, 0), (4, 4), (6, 4), (8, 8), (10, 8), (12, 12)]
+
+
+def test_a_reset_that_a_reader_delays_comes_with_the_next_step(untied_model, tmp_path):
+    trainer = make_trainer(untied_model, tmp_path, sync_period=2, reference_reset_period=2)
+    trainer.step = 2
+    with trainer.weights.read_reference(0):
+        trainer.sync()
+        assert (trainer.weights.reference_version, trainer.reset_due) == (0, True)
+    trainer.step = 3
+    trainer.publish()
+    assert (trainer.weights.reference_version, trainer.reset_due) == (3, False)
+
+
 def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the_run(untied_model, tmp_path):
     trainer = make_trainer(untied_model, tmp_path, queries_per_batch=1)
     before = [p.detach().clone() for p in trainer.policy.parameters()]
@@ -91,7 +138,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the
 
 
 def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
-    gsm8k = Config(**PRESETS["gsm8k"])
+    gsm8k = Config(**PRESETS["gsm8k"]["figure1"])
     assert [round(beta_at(gsm8k, step), 6) for step in (0, 250, 500, 700)] == [0.014, 0.009, 0.004, 0.004]
     jump = Config(beta=1.0, beta_final=0.05, beta_steps=128, beta_stop_step=32)
     assert beta_at(jump, 31) == pytest.approx(1 - 0.95 * 31 / 128) and beta_at(jump, 32) == 0.05
@@ -119,7 +166,7 @@ def test_learning_rate_schedules(settings, expected):
 
 def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
     group = Group(
-        query_id=0, version=0, last_version=0, prompt=np.array([1]), lengths=np.array([2, 1]), tokens=np.array([5, 6, 7]),
+        query_id=0, version=0, last_version=0, reference_version=0, batch=None, prompt=np.array([1]), lengths=np.array([2, 1]), tokens=np.array([5, 6, 7]),
         ref_logprobs=np.array([-1.0, -2.0, -3.0]), behavior_logprobs=np.array([-0.5, -1.0, -1.5]), rewards=np.array([1.0, 0.0]),
         finished=np.array([True, False]),
     )  # fmt: skip

@@ -36,7 +36,7 @@ def tensors_of(version: int):
 
 
 def make_weights(readers: int) -> SharedWeights:
-    return SharedWeights(SHAPES, torch.float32, readers)
+    return SharedWeights(SHAPES, torch.float32, readers, reference=True)
 
 
 def is_whole(version: int, tensors: dict[str, torch.Tensor]) -> bool:
@@ -241,6 +241,79 @@ def test_published_tensors_are_cast_to_the_readers_dtype():
 def test_the_required_bytes_are_those_of_all_slots():
     weights = SharedWeights(SHAPES, torch.bfloat16, readers=1)
     assert SharedWeights.required_bytes(SHAPES, torch.bfloat16) == sum(slot.nbytes for slot in weights.slots) == 3 * 2 * 201_001
+    assert weights.reference.nbytes == 0
+    weights = SharedWeights(SHAPES, torch.bfloat16, readers=1, reference=True)
+    assert SharedWeights.required_bytes(SHAPES, torch.bfloat16, reference=True) == 3 * 2 * 201_001 + weights.reference.nbytes
+    assert weights.reference.nbytes == 4 * 201_001
+
+
+# The slot of the reference policy
+
+
+def read_references(weights: SharedWeights, reader: int, started: torch.Tensor, results) -> None:
+    """A process: reads the reference until it has seen the last; sends (versions seen, versions torn)."""
+    torch.set_num_threads(1)
+    seen, torn = [0], []
+    started[reader] = 1
+    while seen[-1] < VERSIONS:
+        if weights.reference_version in (seen[-1], weights_module.WRITING):
+            continue
+        with weights.read_reference(reader) as (version, tensors):
+            if version == weights_module.WRITING:
+                continue
+            if not is_whole(version, tensors):
+                torn.append(version)
+        seen.append(version)
+    results.put((seen, torn))
+
+
+def test_every_reference_that_is_read_is_one_version_whole():
+    weights, results = make_weights(readers=2), spawn.Queue()
+    started = torch.zeros(2).share_memory_()
+    readers = [spawn.Process(target=read_references, args=(weights, i, started, results)) for i in range(2)]
+    with running(*readers):
+        while not started.all():
+            time.sleep(0.001)
+        for version in range(1, VERSIONS + 1):
+            while not weights.publish_reference(version, tensors_of(version)):
+                assert weights.reference_version == version - 1, "what is being read stays as it is"
+                time.sleep(0.0002)
+            time.sleep(0.002)
+        for seen, torn in (results.get() for _ in readers):
+            assert torn == [] and seen == sorted(set(seen)) and len(seen) > 20
+
+
+def test_later_versions_leave_the_reference_alone_until_it_is_published_anew():
+    weights = make_weights(readers=1)
+    assert weights.reference_version == 0, "the policy that the run began with"
+    weights.publish_reference(4, tensors_of(4))
+    for version in range(4, 12):
+        weights.publish(version, tensors_of(version))
+    with weights.read_reference(0) as (version, tensors):
+        assert version == 4 and is_whole(4, tensors)
+        assert not weights.publish_reference(12, tensors_of(12)), "refused while it is read"
+    assert (weights.reference_version, is_whole(4, weights.reference_tensors())) == (4, True)
+    assert weights.publish_reference(12, tensors_of(12)) and is_whole(12, weights.reference_tensors())
+
+
+def test_a_reader_that_comes_upon_the_writer_of_the_reference_is_told():
+    weights = make_weights(readers=1)
+
+    def tensors():
+        with weights.read_reference(0) as (version, _):
+            assert version == weights_module.WRITING
+        yield from tensors_of(3)
+
+    assert weights.publish_reference(3, tensors())
+    assert weights.reference_version == 3
+
+
+def test_a_reader_killed_while_it_read_the_reference_is_unpinned_with_the_rest():
+    weights = make_weights(readers=2)
+    weights.reference_pins[1] = 1
+    assert not weights.publish_reference(2, tensors_of(2))
+    weights.unpin(1)
+    assert weights.publish_reference(2, tensors_of(2))
 
 
 def test_too_little_shared_memory_is_an_error_that_names_both_sizes(monkeypatch):
