@@ -42,7 +42,7 @@ class Task:
 
 def load_task(name_or_path: str, **options) -> Task:
     """The task of that name in tasks/, or the one in a .py file. Raises UserError."""
-    names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
+    names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
     if name_or_path.endswith(".py"):
         if not Path(name_or_path).is_file():
             raise UserError(f"task file {name_or_path!r} does not exist")

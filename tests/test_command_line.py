@@ -38,7 +38,7 @@ def files(tmp_path, gsm8k_data, untied_model):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ("multiplication", "unknown task 'multiplication': the tasks are arithmetic, gsm8k, or give the path of a .py file"),
+        ("multiplication", "unknown task 'multiplication': the tasks are addends, arithmetic, gsm8k, or give the path of a .py file"),
         ("{tmp}/absent.py", "absent.py' does not exist"),
         ("{tmp}/raises.py", "fails to import: ZeroDivisionError: division by zero"),
         ("{tmp}/no_score.py", "has no method score"),

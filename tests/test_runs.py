@@ -2,13 +2,15 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import time
 import uuid
 from pathlib import Path
 
 import torch
-from conftest import living, start_tba, tba
+from conftest import ROOT, living, start_tba, tba
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import report
@@ -93,6 +95,37 @@ def test_a_synchronous_run_is_on_policy_and_gives_the_same_metrics_twice(tmp_pat
     steps = [line for line in runs[0] if "loss" in line]
     assert all(line["staleness_max"] == 0 for line in steps)
     assert all(line["mismatch"] < 1e-4 for line in steps)
+
+
+def test_with_constant_staleness_each_batch_is_of_one_version_and_a_reset_takes_the_policy_of_that_version(tmp_path):
+    run_dir = tmp_path / "run"
+    result = tba("arithmetic", "--constant_staleness", 3, "--reference_reset_period", 5, *SMALL, "--steps", 20, "--output_dir", run_dir)
+    assert result.returncode == 0, result.stderr
+    lines = steps_of(run_dir)
+    assert [(line["staleness_mean"], line["staleness_max"]) for line in lines] == [(s, s) for s in [0, 1, 2] + [3] * 17]
+    assert all(line["mismatch"] < 1e-4 for line in lines)
+    # Where the policy that sampled has just become the reference it is at no distance from it: that of version 5 at step 5 + 3, and so on.
+    at_reference = {line["step"] - 1 - 3 for line in lines if abs(line["kl"]) < 1e-5 and line["step"] > 4}
+    assert {5, 10, 15} <= at_reference and not {9, 14} & at_reference
+
+
+def test_a_fork_adds_the_objective_of_the_readme_and_trains_with_it(tmp_path):
+    code = next(block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) if "LOSSES[" in block)
+    assert len(code.splitlines()) < 10
+    fork, run_dir = tmp_path / "fork", tmp_path / "run"
+    shutil.copytree(ROOT, fork, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))
+    with open(fork / "loss.py", "a") as file:
+        file.write("\n\n" + code)
+    name = re.search(r'LOSSES\["(\w+)"\]', code)[1]
+    result = tba("arithmetic", "--loss", name, "--max_staleness", 4, "--reference_reset_period", 10, *SMALL, "--steps", 40,
+                 "--output_dir", run_dir, root=fork)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    check_outputs(run_dir, 40)
+    lines = steps_of(run_dir)
+    assert lines[-1]["grad_norm"] > 0 and {line["bad_steps"] for line in lines} == {0}
+    assert 0 < max(line["staleness_max"] for line in lines) <= 4
+    refused = tba("arithmetic", "--loss", name)
+    assert refused.returncode == 2 and "is one of tb" in refused.stderr, "only the fork has it"
 
 
 def test_ctrl_c_while_everything_still_loads_ends_a_run_at_once(tmp_path):

@@ -1,0 +1,66 @@
+"""The benchmarks' small runs: the real trainer, with a searcher that generates in its process."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import study  # noqa: E402
+from trainer import Trainer  # noqa: E402
+
+SMALL = dict(task="arithmetic", seed=3, queries_per_batch=4, queries_per_micro_batch=4, responses_per_query=4, steps=6)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Of every batch that is trained on: the versions of its rows, and the largest difference between behaviour and current policy, in nats."""
+    seen, loss_inputs = [], Trainer.loss_inputs
+
+    def watched(self, rows, beta):
+        inputs = loss_inputs(self, rows, beta)
+        difference = (inputs.logprobs - inputs.behavior_logprobs)[inputs.mask.bool()].detach().abs().max()
+        seen.append((self.step, {row.version for row in rows}, float(difference)))
+        return inputs
+
+    monkeypatch.setattr(Trainer, "loss_inputs", watched)
+    return seen
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_batch_is_exactly_as_stale_as_asked_for_and_without_staleness_on_policy(staleness, batches):
+    study.train(SMALL | dict(constant_staleness=staleness))
+    assert [(step, versions) for step, versions, _ in batches] == [(step, {max(0, step - staleness)}) for step in range(6)]
+    # The first step's learning rate is 0: its warm-up begins.
+    assert [difference < 1e-5 for _, _, difference in batches] == [staleness == 0 or step <= 1 for step in range(6)]
+
+
+def test_in_the_buffer_mode_responses_come_with_the_weights_of_the_sync_before(batches):
+    settings = SMALL | dict(samples_per_query=4, most_on_policy_prob=1.0, sync_period=2, initial_responses=8)
+    study.train(settings, groups_per_sync=4)
+    assert [versions for _, versions, _ in batches] == [{0}, {0}, {0}, {0}, {2}, {2}]
+
+
+def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries():
+    settings = SMALL | dict(constant_staleness=1)
+    results = [study.train(settings) for _ in range(2)]
+    assert results[0] == results[1] and results[0] != study.train(settings | dict(seed=4))
+    assert results[0].keys() == {"accuracy", "reward", "kl", "distinct"}
+    assert 0.2 < results[0]["reward"] < 0.7 and 0 < results[0]["distinct"] <= 1, "a few steps from the base model; one right answer a query"
+
+
+def test_a_study_that_was_broken_off_runs_only_what_is_missing(tmp_path):
+    jobs = [{"settings": SMALL | dict(constant_staleness=0, steps=1, seed=seed)} for seed in range(2)]
+    file = tmp_path / "study.jsonl"
+    file.write_text(json.dumps({"job": jobs[0], "result": "already here", "seconds": 1}) + "\n")
+    lines = study.run_all(jobs, file, processes=1)
+    assert [line["job"] for line in lines] == jobs
+    assert lines[0]["result"] == "already here" and lines[1]["result"]["reward"] > 0
+    assert len(file.read_text().splitlines()) == 2
+
+
+def test_spread_is_the_mean_and_the_standard_deviation_of_a_sample():
+    assert study.spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
+    assert study.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
