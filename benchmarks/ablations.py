@@ -37,7 +37,7 @@ def job(setting: str, value: float, seed: int, steps: int) -> dict:
 
 def main() -> None:
     quick = arguments(__doc__).quick
-    steps, seeds = (50, SEEDS[:1]) if quick else (150, SEEDS)
+    steps, seeds = (50, SEEDS[:1]) if quick else (100, SEEDS)
     output = (RESULTS / "quick" if quick else RESULTS) / "ablations"
     cells = [(setting, value) for setting, values in VALUES.items() for value in values]
     lines = run_all([job(*cell, seed, steps) for cell in cells for seed in seeds], output.with_suffix(".jsonl"))

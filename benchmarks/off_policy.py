@@ -5,7 +5,7 @@
 
 Every run has the same number of steps and the same data budget: at each step 16 queries x 8 responses, trained on exactly `staleness` steps after
 the weights that made them (--constant_staleness). Each objective has a learning rate of its own per task: of LEARNING_RATES the one with the
-highest mean reward of the policy's samples after on-policy training, over seeds that the tables do not use.
+highest mean reward of the policy's samples after on-policy training, with a seed that the tables do not use.
 Tasks: arithmetic, where each query has one right answer, and addends, where a query has many.
 Writes benchmarks/results/off_policy.{jsonl,md,png}; with --quick benchmarks/results/quick/.
 """
@@ -23,7 +23,7 @@ MEANING = {
     "kl": "KL to the reference policy, nats a response", "distinct": "different right responses among 100 samples of a query",
 }  # fmt: skip
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)
-SEARCH_SEEDS, SEEDS = (100, 101), (0, 1, 2)
+SEARCH_SEEDS, SEEDS = (100,), (0, 1, 2)
 BATCH = dict(queries_per_batch=16, queries_per_micro_batch=16)
 
 
@@ -42,7 +42,7 @@ def pick_learning_rates(steps: int, file: Path) -> dict[tuple[str, str], float]:
 
 def main() -> None:
     quick = arguments(__doc__).quick
-    steps, seeds, columns = (50, SEEDS[:1], (0, 10)) if quick else (150, SEEDS, (0, 2, 5, 10, 15))
+    steps, seeds, columns = (50, SEEDS[:1], (0, 10)) if quick else (100, SEEDS, (0, 2, 5, 10, 15))
     output = (RESULTS / "quick" if quick else RESULTS) / "off_policy"
     file = output.with_suffix(".jsonl")
     rates = {(t, o): 1e-3 for t in TASKS for o in OBJECTIVES} if quick else pick_learning_rates(steps, file)
