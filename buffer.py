@@ -7,7 +7,7 @@ cost does not depend on how many queries the buffer holds.
 
 import json
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -51,6 +51,17 @@ def rows_of(group: Group) -> list[Row]:
         rows.append(Row(group.query_id, group.version, group.reference_version, group.prompt, group.tokens[start:end],
                         group.ref_logprobs[start:end], group.behavior_logprobs[start:end], reward))
     return rows
+
+
+def arrays_of(groups: list[Group]) -> dict[str, np.ndarray]:
+    """Plain arrays, fit for np.savez without pickle; for groups that are meant for a batch."""
+    return {f"{i}.{field.name}": np.asarray(getattr(group, field.name)) for i, group in enumerate(groups) for field in fields(Group)}
+
+
+def groups_of(arrays: dict[str, np.ndarray]) -> list[Group]:
+    """The groups that gave these arrays_of()."""
+    columns = [[arrays[f"{i}.{field.name}"] for field in fields(Group)] for i in range(len(arrays) // len(fields(Group)))]
+    return [Group(*(value if value.ndim else int(value) for value in row)) for row in columns]
 
 
 class Deck:

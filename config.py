@@ -6,9 +6,11 @@ A field is a flag (`--queries_per_batch 7`), the string under it is its help tex
 import argparse
 import difflib
 import inspect
+import json
 import re
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -106,6 +108,11 @@ class Config:
     """Share of its GPU's memory that a searcher's vLLM takes. None: 0.75 on a GPU of its own, 0.3 on one shared with the trainer."""
     searcher_timeout: float = 600.0
     """Seconds without a sign of life after which a process is taken for dead, and of waiting after which the trainer gives up."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last two are kept. 0: only at the end, and when the run is interrupted."""
+    resume: str = ""
+    """Directory of a run that ended early: go on from its newest checkpoint, with its settings. Only settings of how long, how often and how fast
+    to learn may be changed."""
     eval_every: int = 0
     """Steps between evaluations in mid-run. 0: only the base model and the final one."""
 
@@ -155,6 +162,8 @@ def build_config(arguments: list[str]) -> Config:
         known = [f"--{name}" for name in Config.__dataclass_fields__ if name != "task"]
         nearest = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
         raise UserError(f"unknown argument {unknown[0]!r}" + (f": did you mean {nearest[0]}?" if nearest else ": see python tba.py --help"))
+    if "resume" in flags:
+        return _resumed(vars(flags))
     presets = PRESETS.get(getattr(flags, "task", Config.task), {"": {}})
     preset = getattr(flags, "preset", next(iter(presets)))
     if preset not in presets:
@@ -170,6 +179,28 @@ def build_config(arguments: list[str]) -> Config:
     return config
 
 
+# What a run that is resumed may change: how long, how often, how fast. Everything else is part of what has been learnt.
+CHANGEABLE = ("steps", "learning_rate", "max_grad_norm", "eval_every", "checkpoint_every", "output_dir", "searcher_timeout", "gpu_memory_utilization")
+
+
+def _resumed(flags: dict) -> Config:
+    """The settings of the run in the directory flags["resume"], changed by the other flags. Raises UserError."""
+    directory = flags["resume"]
+    try:
+        config = Config(**json.loads((Path(directory) / "config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"--resume {directory!r} holds no run that can be resumed: {type(error).__name__}: {error}") from error
+    config.output_dir = directory
+    for name, value in flags.items():
+        if name == "model" and Path(value).is_dir():
+            value = str(Path(value).resolve())
+        if name not in ("resume", *CHANGEABLE) and value != getattr(config, name):
+            raise UserError(f"--{name} is {value!r}, but the run to resume has {getattr(config, name)!r}: only {', '.join(CHANGEABLE)} may change")
+        setattr(config, name, value)
+    check(config)
+    return config
+
+
 def check(config: Config) -> None:
     """Raises UserError for what can be seen to be wrong without loading anything."""
     for name in ("samples_per_query", "responses_per_query"):
@@ -180,7 +211,8 @@ def check(config: Config) -> None:
         if getattr(config, name) is not None and not 0 < getattr(config, name) < float("inf"):
             raise UserError(f"--{name} is {getattr(config, name)}: it must be positive")
     for name in ("beta_steps", "initial_responses", "reward_inverse_temperature", "warmup_steps", "stable_steps", "decay_steps",
-                 "weight_decay", "eval_every", "seed", "reference_reset_period", "max_staleness", "constant_staleness"):
+                 "weight_decay", "eval_every", "seed", "reference_reset_period", "max_staleness",
+                 "constant_staleness", "checkpoint_every"):
         if getattr(config, name) is not None and not 0 <= getattr(config, name) < float("inf"):
             raise UserError(f"--{name} is {getattr(config, name)}: it must not be negative")
     if config.responses_per_query > config.samples_per_query:

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from buffer import Group
 PLAIN_PERIOD = 5.0  # seconds between two progress lines where there is no terminal
 MERGED = {"search": 0.002, "wait": 0.05}  # engine steps and polls that are closer than this, in seconds, become one span
 COLORS = {"search": "tab:blue", "score": "tab:cyan", "reference": "tab:purple", "publish": "tab:orange", "load": "tab:olive",
-          "wait": "lightgray", "step": "tab:green", "eval": "tab:red"}  # fmt: skip
+          "wait": "lightgray", "step": "tab:green", "eval": "tab:red", "checkpoint": "tab:brown"}  # fmt: skip
 
 
 class Timeline:
@@ -115,12 +115,31 @@ def number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def read_lines(path: Path) -> list:
+    """The values of a .jsonl file, [] if there is none. A line that its writer was killed in the middle of is left out."""
+    values = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            values.append(json.loads(line))
+    return values
+
+
+def rewind(run_dir: str, step: int) -> None:
+    """Back to where the run was at this step: later lines of metrics.jsonl go. The timeline begins anew, a gap in it would not be the run's."""
+    path = Path(run_dir) / "metrics.jsonl"
+    kept = [line for line in read_lines(path) if line["step"] <= step - ("loss" not in line)]  # this step's evaluation comes after it
+    path.with_suffix(".unfinished").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    path.with_suffix(".unfinished").rename(path)
+    for spans in (Path(run_dir) / "logs").glob("*.spans.jsonl"):
+        spans.unlink()
+
+
 def draw(run_dir: str, metric: str) -> None:
     """curves.png, timeline.json and timeline.png, from what the processes have written so far."""
     import matplotlib
 
     matplotlib.use("agg")
-    lines = [json.loads(line) for line in open(Path(run_dir) / "metrics.jsonl")] if (Path(run_dir) / "metrics.jsonl").exists() else []
+    lines = read_lines(Path(run_dir) / "metrics.jsonl")
     draw_curves(run_dir, [line for line in lines if "loss" in line], [line for line in lines if metric in line], metric)
     draw_timeline(run_dir)
 
@@ -143,7 +162,7 @@ def draw_curves(run_dir: str, steps: list[dict], evaluations: list[dict], metric
 def read_spans(run_dir: str) -> dict[str, list[tuple[str, float, float]]]:
     """Process -> its spans (name, start, end), the trainer first."""
     files = sorted((Path(run_dir) / "logs").glob("*.spans.jsonl"), key=lambda file: (not file.stem.startswith("trainer"), file.stem))
-    return {file.name.removesuffix(".spans.jsonl"): [tuple(json.loads(line)) for line in open(file)] for file in files}
+    return {file.name.removesuffix(".spans.jsonl"): read_lines(file) for file in files}
 
 
 def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:

@@ -22,7 +22,7 @@ from buffer import Group
 from config import Config
 from engine import ENGINE_ROWS, Engine
 from policy import load_policy, load_tokenizer, response_logprobs
-from processes import Board, device
+from processes import GIVE_UP, Board, device
 from report import Timeline
 from tasks import Query, Task, load_task
 from weights import WRITING, SharedWeights
@@ -53,6 +53,7 @@ class Running:
     prompt: list[int]  # token ids
     version: int  # of the weights when it was added
     batch: int | None  # constant staleness: the trainer step that it is for
+    index: int  # in the order in which this searcher takes its queries
 
 
 class Searcher:
@@ -74,15 +75,20 @@ class Searcher:
         self.evaluated = -1  # the newest version that an evaluation was started for
         self.evaluation: EvaluationRun | None = None
         self.running: dict[str, Running] = {}
-        self.started = 0  # queries drawn so far
+        self.started = int(board.get(self.name, "cursor"))  # queries drawn so far, also by those who were this searcher before
+        self.epoch, self.order = -1, np.array([])
         self.reference_version = 0
         self.owed: deque[int] = deque()  # constant staleness: for each query that this version has still to start, the trainer step it is for
         self.outbox: deque[Group | Evaluation] = deque()
         self.unscored = deque(maxlen=SCORES_WATCHED)  # True where a group got no scores
 
     def search(self) -> None:
-        self.board.add(self.name, "ready", 1)
-        self.begin_version()
+        self.board.set(self.name, "ready", 1)
+        while self.config.resume and self.weights.version < 0 and not self.board.stop:
+            self.board.beat(self.name)
+            time.sleep(0.005)
+        if self.weights.version <= 0:
+            self.begin_version()
         while not self.board.stop:
             self.board.beat(self.name)
             self.send()
@@ -153,15 +159,21 @@ class Searcher:
                 seed = int.from_bytes(hashlib.blake2b(f"{self.config.seed}.{request}".encode(), digest_size=4).digest())
             self.engine.add(request, prompt, self.version, n=self.config.samples_per_query, temperature=self.config.temperature,
                             max_tokens=self.config.max_response_tokens, seed=seed)  # fmt: skip
-            self.running[request] = Running(query, prompt, self.version, self.owed.popleft() if self.config.lockstep else None)
+            batch = self.owed.popleft() if self.config.lockstep else None
+            self.running[request] = Running(query, prompt, self.version, batch, self.started - 1)
+        self.mark_cursor()
 
     def next_query(self) -> tuple[Query, int]:
         """The next query of this searcher's share, and how often it was visited before. Each epoch has an order of its own."""
         epoch, index = divmod(self.started, len(self.share))
-        if index == 0:
-            self.order = np.random.default_rng((self.config.seed, self.rank, epoch)).permutation(self.share)
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, np.random.default_rng((self.config.seed, self.rank, epoch)).permutation(self.share)
         self.started += 1
         return self.queries[self.order[index]], epoch
+
+    def mark_cursor(self) -> None:
+        """So that whoever takes this searcher's place begins with what is in the engine now."""
+        self.board.set(self.name, "cursor", min((run.index for run in self.running.values()), default=self.started))
 
     def finish_groups(self, outputs: list) -> None:
         """Scores what the engine finished in one step, adds reference log-probabilities, and puts the groups in the outbox."""
@@ -173,6 +185,7 @@ class Searcher:
         if self.config.lockstep:  # the batch needs another query in the place of a dropped one
             self.owed.extendleft(run.batch for (run, _), r in zip(finished, rewards) if r is None)
         scored = [(*f, text, d, r) for f, text, d, r in zip(finished, texts, done, rewards) if r is not None]
+        self.mark_cursor()
         if not scored:
             return
         prompts = [np.array(run.prompt, np.int32) for run, candidates, *_ in scored for _ in candidates]
@@ -213,7 +226,8 @@ class Searcher:
             print(f"query {queries[0].id} is dropped, it got no scores:", file=sys.stderr)
             traceback.print_exc()
             if sum(self.unscored) > SCORES_WATCHED / 2:
-                raise RuntimeError(f"{sum(self.unscored)} of the latest {len(self.unscored)} groups got no scores") from error
+                print(f"{sum(self.unscored)} of the latest {len(self.unscored)} groups got no scores: the run ends", file=sys.stderr)
+                sys.exit(GIVE_UP)
             return [None]
 
     def write_samples(self, run: Running, texts: list[str], done: list[bool], rewards: np.ndarray) -> None:

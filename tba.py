@@ -19,15 +19,9 @@ from pathlib import Path
 
 from config import Config, UserError, build_config
 
-SHUTDOWN_SECONDS = 60.0  # from the request to stop to the kill
-INTERRUPT_SECONDS = 10.0  # the same after Ctrl-C
+SAVE_SECONDS = 10.0  # that a trainer which is told to end has for its checkpoint and its model
+SAVE_BYTES_PER_SECOND = 100e6  # ... and this much more for a large one
 EVALUATION_SECONDS = 3600.0  # for the final evaluation, the start of its engine included
-QUEUE_GROUPS = 256  # groups that may wait for the trainer before their searcher waits too
-LOG_LINES = 25  # of a failed process, shown
-
-
-class RunFailed(Exception):
-    """A process of the run failed; the message says which and shows the end of its log."""
 
 
 class Interrupt:
@@ -48,10 +42,12 @@ def main(arguments: list[str]) -> int:
     try:
         config = build_config(arguments)
         task, sizes = load_data(config)
-        config.output_dir = find_run_dir(config)
+        resume = find_checkpoint(config) if config.resume else None
+        if config.output_dir != config.resume:
+            config.output_dir = find_run_dir(config)
         check_loss(config)
         config.model = find_model(config, task)
-        return run(config, task.metric, sizes)
+        return run(config, task.metric, sizes, resume)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -105,6 +101,18 @@ def fetch_model(model: str) -> str:
         raise UserError(f"--model {model!r} could not be fetched from the hub: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
 
+def find_checkpoint(config: Config) -> str:
+    """The newest checkpoint of the run to go on with that is whole; those that are not are named. Raises UserError if there is none."""
+    import checkpoint
+
+    directory, complaints = checkpoint.newest_whole(config.resume)
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    if directory is None:
+        raise UserError(f"--resume {config.resume!r} has no checkpoint that is whole" if complaints else f"--resume {config.resume!r} has no checkpoint")
+    return str(directory)
+
+
 def find_run_dir(config: Config) -> str:
     """Raises UserError for a directory that cannot be written to or already holds a run. Creates nothing yet."""
     directory = Path(config.output_dir or f"runs/{Path(config.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -118,13 +126,16 @@ def find_run_dir(config: Config) -> str:
     return str(directory)
 
 
-def run(config: Config, metric: str, sizes: dict[str, int]) -> int:
-    """Everything behind the checks of the command line. Returns the exit code; raises UserError while nothing has started."""
+def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) -> int:
+    """Everything behind the checks of the command line. resume: the checkpoint to go on from. Returns the exit code; raises UserError while
+    nothing has started."""
     import torch.multiprocessing
 
+    import checkpoint
     import processes
     import report
     from policy import weight_shapes
+    from supervisor import RunFailed, Supervisor
     from weights import SharedWeights, check_shared_memory, elements
 
     places = processes.places(config)
@@ -148,41 +159,58 @@ def run(config: Config, metric: str, sizes: dict[str, int]) -> int:
     describe(config, places)
 
     run_dir = config.output_dir
-    try:
-        (Path(run_dir) / "logs").mkdir(parents=True)
-    except FileExistsError:  # made since it was looked at
-        raise UserError(f"--output_dir {run_dir!r} already holds a run: give another one") from None
-    with open(Path(run_dir) / "config.json", "w") as file:
-        json.dump(dataclasses.asdict(config), file, indent=2)
+    if resume:
+        state = checkpoint.load_state(resume)
+        if fault := checkpoint.misfit(resume, shapes):
+            raise UserError(f"--resume {config.resume!r}: --model {config.model!r} has changed since: {fault}")
+        print(f"going on from {resume}")
+    if run_dir == config.resume:
+        report.rewind(run_dir, state["step"])
+    else:
+        try:
+            (Path(run_dir) / "logs").mkdir(parents=True)
+        except FileExistsError:  # made since it was looked at
+            raise UserError(f"--output_dir {run_dir!r} already holds a run: give another one") from None
+    (Path(run_dir) / "config.json").write_text(json.dumps(dataclasses.asdict(config) | {"resume": ""}, indent=2))
     config.model = fetch_model(config.model)
     interrupt = Interrupt()
     weights = SharedWeights(shapes, dtype, readers=config.searchers, reference=resets)
     board = processes.Board([place.name for place in places])
-    context = torch.multiprocessing.get_context("spawn")
-    queues = [context.Queue(QUEUE_GROUPS) for _ in range(config.searchers)]  # one each: a killed searcher may leave its own locked
-    children = []
+    if resume:
+        board.load_state_dict(state["board"])
+    # fp32 weights and two moments, the buffer with them, and the model
+    save_seconds = SAVE_SECONDS + 20 * elements(shapes) / SAVE_BYTES_PER_SECOND
+    supervisor = Supervisor(config, places[1:], weights, board, run_dir)
+    trainer = None
     try:
-        for rank, place in enumerate(places[1:]):
-            children.append(processes.start(place, "searcher:run", (config, rank, weights, queues[rank], board, run_dir), run_dir))
         if one_gpu:  # vLLM measures what memory is free: the trainer must not load meanwhile
-            watch(children, board, config, interrupt, until=lambda: board.get("searcher 0", "ready"))
-        children.insert(0, processes.start(places[0], "trainer:run", (config, weights, queues, board, run_dir), run_dir))
-        watch(children, board, config, interrupt, until=lambda: not children[0].is_alive() and children[0].exitcode == 0)
-        stop(children, board, interrupt)
+            watch(supervisor, None, board, config, interrupt, until=lambda: board.get("searcher 0", "ready"))
+        trainer = processes.start(places[0], "trainer:run", (config, weights, supervisor.found, board, run_dir, resume), run_dir)
+        watch(supervisor, trainer, board, config, interrupt, until=lambda: not trainer.is_alive() and trainer.exitcode == 0)
+        stop(supervisor, trainer, board, save_seconds)
         if not interrupt.signal:
             final_evaluation(config, metric, places[1], interrupt)
     except RunFailed as failure:
-        print(f"error: {failure}\npartial results are in {run_dir}", file=sys.stderr)
+        print(f"error: {failure}", file=sys.stderr)
+        stop(supervisor, trainer, board, save_seconds)
+        print(f"partial results are in {run_dir}{how_to_go_on(run_dir)}", file=sys.stderr)
         return 1
     finally:
-        stop(children, board, interrupt)
+        stop(supervisor, trainer, board, save_seconds)
         report.draw(run_dir, metric)
     if interrupt.signal:
-        print(f"stopped by {signal.Signals(interrupt.signal).name}: partial results are in {run_dir}", file=sys.stderr)
+        name = signal.Signals(interrupt.signal).name
+        print(f"stopped by {name}: partial results are in {run_dir}{how_to_go_on(run_dir)}", file=sys.stderr)
         return 128 + interrupt.signal
     print(f"trainer busy: {report.trainer_busy(run_dir):.3f} of the time between the first and the last step")
     print(f"results: {run_dir}")
     return 0
+
+
+def how_to_go_on(run_dir: str) -> str:
+    import checkpoint
+
+    return f"; to go on: python tba.py --resume {run_dir}" if checkpoint.all_of(run_dir) else ""
 
 
 def describe(config: Config, places: list) -> None:
@@ -196,28 +224,32 @@ def describe(config: Config, places: list) -> None:
     print(f"results will be in {config.output_dir}", flush=True)
 
 
-def watch(children: list, board, config: Config, interrupt: Interrupt, until: Callable[[], bool]) -> None:
-    """Returns when `until` holds or a signal asks the run to end. Raises RunFailed when a process dies or goes silent."""
+def watch(supervisor, trainer, board, config: Config, interrupt: Interrupt, until: Callable[[], bool]) -> None:
+    """Returns when `until` holds or a signal asks the run to end. Raises RunFailed when the trainer dies or goes silent, or a searcher for good."""
+    from processes import log_tail
+    from supervisor import RunFailed
+
     while not interrupt.signal and not until():
         time.sleep(0.05)
-        for child in children:
-            if child.exitcode:
-                raise RunFailed(f"{child.name} ended with exit code {child.exitcode}\n{log_tail(config, child.name)}")
-            if board.silence(child.name) > config.searcher_timeout:
-                raise RunFailed(f"{child.name} gave no sign of life for {board.silence(child.name):.0f} s (--searcher_timeout)")
+        supervisor.check()
+        if trainer and trainer.exitcode:
+            raise RunFailed(f"the trainer ended with exit code {trainer.exitcode}\n{log_tail(config.output_dir, 'trainer')}")
+        if board.silence("trainer") > config.searcher_timeout:
+            raise RunFailed(f"the trainer gave no sign of life for {board.silence('trainer'):.0f} s (--searcher_timeout)")
 
 
-def stop(children: list, board, interrupt: Interrupt) -> None:
-    """All down. The trainer has time to save its model; whatever is still loading, or takes too long, is killed."""
+def stop(supervisor, trainer, board, save_seconds: float) -> None:
+    """All down. The trainer has time to write its checkpoint; what is still loading, or takes too long, is killed."""
+    import processes
+
+    board.end = True
+    if trainer:
+        trainer.join(save_seconds if board.get("trainer", "ready") else 0.0)
+        processes.kill(trainer)
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # the live view hides the cursor; a trainer that was killed cannot bring it back
     board.stop = True
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)  # the live view hides the cursor; a trainer that was killed cannot bring it back
-    deadline = time.monotonic() + (INTERRUPT_SECONDS if interrupt.signal else SHUTDOWN_SECONDS)
-    for child in children:
-        child.join(max(0.0, deadline - time.monotonic()) if board.get(child.name, "ready") else 0.0)
-        if child.is_alive():
-            child.kill()
-            child.join()
+    supervisor.stop(time.monotonic() + 2.0)
 
 
 def final_evaluation(config: Config, metric: str, place, interrupt: Interrupt) -> None:
@@ -225,6 +257,7 @@ def final_evaluation(config: Config, metric: str, place, interrupt: Interrupt) -
     import torch.multiprocessing
 
     import processes
+    from supervisor import RunFailed
 
     saved = dataclasses.replace(config, model=str(Path(config.output_dir, "model").resolve()))
     if place.gpu is None:
@@ -243,21 +276,12 @@ def final_evaluation(config: Config, metric: str, place, interrupt: Interrupt) -
         result = receiver.recv()
     except EOFError:
         child.join()
-        raise RunFailed(f"the final evaluation ended with exit code {child.exitcode}\n{log_tail(config, 'evaluation')}") from None
+        raise RunFailed(f"the final evaluation ended with exit code {child.exitcode}\n{processes.log_tail(config.output_dir, 'evaluation')}") from None
     finally:
-        child.kill()
-        child.join()
+        processes.kill(child)
     with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
         print(json.dumps({"step": config.steps, f"final_{metric}": result.score}), file=file)
     print(f"final {metric}: {result}; the saved model, loaded afresh", flush=True)
-
-
-def log_tail(config: Config, name: str) -> str:
-    import processes
-
-    path = processes.log_path(config.output_dir, name)
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return "\n".join([f"the end of {path}:", *lines[-LOG_LINES:]])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The Trainer: steps the optimizer on what the buffer holds and publishes the weights. It waits only while there is not enough to train on.
+"""The Trainer: trains on what the buffer holds and publishes the weights. It waits only while there is not enough to train on.
 
-    every k steps   drain the queues into the buffer, publish the weights
-    every step      sample B queries x K responses, loss, backward, AdamW
+    every k steps   empty the queue into the buffer, publish the weights
+    every step      sample B queries x K responses, one optimizer step on them (learner.py)
 
 With --constant_staleness n (and --synchronous, n = 0) there is no buffer: step t trains on the batch of version t - n.
 """
 
+import dataclasses
 import queue
 import time
 from collections import deque
@@ -14,14 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn.utils import clip_grad_norm_
-from transformers import get_scheduler
 
-from buffer import Group, ReplayBuffer, Row, rows_of
+import checkpoint
+from buffer import Group, ReplayBuffer, Row, arrays_of, groups_of, rows_of
 from config import Config
-from loss import LOSSES, LossInputs, Metrics
-from policy import load_policy, load_tokenizer, mismatch, response_logprobs, response_logprobs_under
-from processes import Board, device
+from learner import Learner
+from policy import mismatch
+from processes import Board
 from report import Report, Timeline, describe
 from searcher import Evaluation
 from tasks import load_task
@@ -30,51 +30,59 @@ from weights import SharedWeights
 HEALTH_PERIOD = 10.0  # seconds of waiting between two lines that say for whom
 RATE_WINDOW = 10.0  # seconds over which rates and busy shares are taken
 MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
-BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
 
 
 class Trainer:
-    def __init__(self, config: Config, weights: SharedWeights, queues: list, board: Board, run_dir: str):
-        self.config, self.weights, self.queues, self.board, self.run_dir = config, weights, queues, board, run_dir
+    """found: the queue with what the searchers find. resume: directory of a checkpoint to go on from."""
+
+    def __init__(self, config: Config, weights: SharedWeights, found, board: Board, run_dir: str, resume: str | None = None):
+        self.config, self.weights, self.found, self.board, self.run_dir = config, weights, found, board, run_dir
         board.beat("trainer")
         self.timeline = Timeline(run_dir, "trainer")
         self.metric = load_task(config.task, **config.task_options()).metric
         self.report = Report(run_dir, config.steps)
-        torch.manual_seed(config.seed)
-        self.policy = load_policy(config, device())
-        # fp32 masters: a step of 1e-5 times a bf16 weight rounds away.
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
-        self.lr_schedule = lr_schedule(self.optimizer, config)
+        self.learner = Learner(config, self.report.say)
+        self.learner.try_largest_batch()
         self.buffer = ReplayBuffer(config.capacity_per_query, config.reward_inverse_temperature, config.seed)
         self.batches: dict[int, list[Group]] = {}  # constant staleness: step -> the groups for it that have come
-        self.step = 0  # optimizer steps done; the version of the weights
+        self.received = 0  # responses
         self.publish_due = self.evaluation_due = self.reset_due = False
         self.evaluated = -1  # the newest version whose evaluation has come
-        self.received = 0  # responses
+        self.checkpointed = -1  # the step of the latest checkpoint
         self.fresh: dict[str, float] = {}  # figures of the groups of the latest sync, as they were generated
-        self.skipped_publishes = self.bad_steps = self.bad_steps_in_a_row = 0
+        self.skipped_publishes = 0
         self.mismatch_due = 0  # step from which the mismatch is to be measured again
         self.waited = 0.0  # seconds
         self.rates: deque[tuple[float, float, float, float]] = deque()
+        if resume:
+            self.load_checkpoint(resume)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done; the version of the weights."""
+        return self.learner.step
 
     def train(self) -> None:
         config = self.config
-        self.board.add("trainer", "ready", 1)
+        self.board.set("trainer", "ready", 1)
         self.publish()
         if not config.lockstep:
             self.fill_buffer()
-        while self.step < config.steps and not self.board.stop:
+        while self.step < config.steps and not self.board.end:
             if self.step % config.sync_period == 0:
                 self.sync()
             elif self.publish_due or self.reset_due:
                 self.publish()
             rows = self.next_batch_in_lockstep() if config.lockstep else self.next_batch()
-            if self.board.stop:
+            if not rows:  # told to end while it waited
                 break
             with self.timeline.span("step"):
-                self.renew_references(rows)
-                metrics = self.update(rows)
+                self.learner.renew_references(rows, self.weights.reference_version, self.weights.reference_tensors)
+                metrics = self.learner.update(rows)
+            self.board.beat("trainer")
             self.report.step(metrics | self.figures(rows))
+            if config.checkpoint_every and self.step % config.checkpoint_every == 0:
+                self.save_checkpoint()
         self.finish()
 
     def sync(self) -> None:
@@ -89,28 +97,29 @@ class Trainer:
 
     def publish(self) -> None:
         if self.reset_due:  # first the reference: whoever sees a new version finds the reference that goes with it
-            self.reset_due = not self.weights.publish_reference(self.step, self.policy.named_parameters())
+            self.reset_due = not self.weights.publish_reference(self.step, self.learner.policy.named_parameters())
         if self.weights.version == self.step and not self.evaluation_due:
             return
         with self.timeline.span("publish"):
-            done = self.weights.publish(self.step, self.policy.named_parameters(), evaluate=self.evaluation_due)
+            done = self.weights.publish(self.step, self.learner.policy.named_parameters(), evaluate=self.evaluation_due)
         self.skipped_publishes += not done  # slow readers hold every slot: try again at the next step
         self.publish_due = not done
         self.evaluation_due &= not done
 
     def receive(self) -> None:
-        """Empties the queues: groups into the buffer, evaluations to whoever watches."""
+        """Empties the queue: groups into the buffer, evaluations and lines for the user to whoever watches."""
         groups: list[Group] = []
-        for waiting in self.queues:
-            try:
-                while True:
-                    item = waiting.get_nowait()
-                    if isinstance(item, Evaluation):
-                        self.take_evaluation(item)
-                    else:
-                        groups.append(item)
-            except queue.Empty:
-                pass
+        try:
+            while True:
+                item = self.found.get_nowait()
+                if isinstance(item, Group):
+                    groups.append(item)
+                elif isinstance(item, Evaluation):
+                    self.take_evaluation(item)
+                else:
+                    self.report.say(item)
+        except queue.Empty:
+            pass
         if self.config.lockstep:
             for group in groups:
                 self.batches.setdefault(group.batch, []).append(group)
@@ -131,7 +140,7 @@ class Trainer:
             newest = reversed(groups + sum(self.batches.values(), []))
             held = self.weights.held()
             if group := next((g for g in newest if g.version == g.last_version and g.version in held), None):
-                self.fresh |= {"mismatch": mismatch(group, held[group.version], self.policy, self.config.temperature), "mismatch_version": group.version}
+                self.fresh |= {"mismatch": mismatch(group, held[group.version], self.learner.policy, self.config.temperature), "mismatch_version": group.version}
                 self.mismatch_due = self.step + MISMATCH_PERIOD
 
     def fill_buffer(self) -> None:
@@ -160,71 +169,9 @@ class Trainer:
             return self.config.queries_per_batch - len(self.batches.get(self.step, []))
 
         self.wait(lambda: f"{missing()} more groups for step {self.step}", lambda: self.receive() or not missing())
-        if self.board.stop:
-            return []
         groups = sorted(self.batches.pop(self.step), key=lambda group: group.query_id)  # whichever came first, the batch is the same
         self.look_at(groups)
         return [row for group in groups for row in rows_of(group)]
-
-    def renew_references(self, rows: list[Row]) -> None:
-        """Rows that were scored by an earlier reference policy get their log-probabilities under the present one. They are recomputed when
-        they are first drawn, not dropped: a reset leaves nothing to wait for, and what is never drawn costs nothing."""
-        old = [row for row in rows if row.reference_version != self.weights.reference_version]
-        if not old:
-            return
-        reference = self.weights.reference_tensors()
-        logprobs = response_logprobs_under(reference, self.policy, [r.prompt for r in old], [r.tokens for r in old], self.config.temperature)
-        for row, renewed in zip(old, logprobs.cpu().numpy()):
-            row.ref_logprobs, row.reference_version = renewed[: len(row.tokens)], self.weights.reference_version
-
-    def update(self, rows: list[Row]) -> Metrics:
-        """One optimizer step on B x K rows, a few queries at a time. Each row weighs the same whatever the micro-batch."""
-        config = self.config
-        beta = beta_at(config, self.step)
-        size = config.queries_per_micro_batch * config.responses_per_query
-        totals: Metrics = {"loss": 0.0}
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            loss, metrics = LOSSES[config.loss](self.loss_inputs(part, beta))
-            (loss * len(part) / len(rows)).backward()
-            for name, value in {"loss": loss.detach(), **metrics}.items():
-                totals[name] = totals.get(name, 0.0) + value * len(part) / len(rows)
-        grad_norm = float(clip_grad_norm_(self.policy.parameters(), config.max_grad_norm or float("inf")))
-        learning_rate = self.lr_schedule.get_last_lr()[0]
-        if np.isfinite(grad_norm):
-            self.optimizer.step()
-            self.bad_steps_in_a_row = 0
-        else:
-            self.bad_steps += 1
-            self.bad_steps_in_a_row += 1
-            self.report.say(f"step {self.step}: the gradient norm is {grad_norm}: the step is skipped")
-            if self.bad_steps_in_a_row == BAD_STEPS:
-                raise FloatingPointError(f"{BAD_STEPS} steps in a row had a gradient that is not finite: lower --learning_rate or raise --beta")
-        self.optimizer.zero_grad()
-        self.lr_schedule.step()
-        self.step += 1
-        self.board.beat("trainer")
-        return {"step": self.step} | {k: float(v) for k, v in totals.items()} | {"grad_norm": grad_norm, "learning_rate": learning_rate, "beta": beta}
-
-    def loss_inputs(self, rows: list[Row], beta: float) -> LossInputs:
-        logprobs = response_logprobs(self.policy, [r.prompt for r in rows], [r.tokens for r in rows], self.config.temperature)  # (N, T)
-
-        def padded(arrays: list[np.ndarray]) -> torch.Tensor:
-            out = np.zeros(logprobs.shape, np.float32)
-            for i, array in enumerate(arrays):
-                out[i, : len(array)] = array
-            return torch.from_numpy(out).to(logprobs.device)
-
-        return LossInputs(
-            logprobs=logprobs,
-            ref_logprobs=padded([r.ref_logprobs for r in rows]),
-            behavior_logprobs=padded([r.behavior_logprobs for r in rows]),
-            mask=padded([np.ones(len(r.tokens)) for r in rows]),  # by length, not by token id: end-of-sequence may equal padding
-            rewards=torch.tensor([r.reward for r in rows], device=logprobs.device),
-            group_size=self.config.responses_per_query,
-            beta=beta,
-            max_response_length=self.config.max_response_tokens,
-        )
 
     def figures(self, rows: list[Row]) -> dict:
         """The figures of a step that are not the loss's own."""
@@ -240,21 +187,23 @@ class Trainer:
             "trainer_busy": 1.0 - waited / seconds,
             "searcher_busy": searched / seconds / self.config.searchers,
             "searcher_tokens_per_second": tokens / seconds,
-            "queue_depth": sum(waiting.qsize() for waiting in self.queues),
+            "queue_depth": self.found.qsize(),
             "buffer_responses": self.buffer.responses,
             "buffer_queries": len(self.buffer.all),
             "long_prompts": int(board.total("long_prompts")),
             "unscored_groups": int(board.total("unscored_groups")),
-            "bad_steps": self.bad_steps,
+            "bad_steps": self.learner.bad_steps,
+            "searcher_restarts": int(board.total("restarts")),
             "skipped_publishes": self.skipped_publishes,
             "seconds": now - self.report.start,
         }
 
     def wait(self, what: Callable[[], str], ready: Callable[[], bool]) -> None:
-        """Until ready() or the run is stopped. Says for whom it waits; raises TimeoutError when it takes longer than searcher_timeout."""
+        """Until ready() or the run is to end; in lockstep until ready() even so, for only between two batches can it be resumed as if nothing
+        had happened. Says for whom it waits; raises TimeoutError when it takes longer than searcher_timeout."""
         start = said = time.monotonic()
         with self.timeline.span("wait"):
-            while not ready() and not self.board.stop:
+            while not ready() and (self.config.lockstep or not self.board.end):
                 self.board.beat("trainer")
                 if time.monotonic() - said > HEALTH_PERIOD:
                     said = time.monotonic()
@@ -274,8 +223,59 @@ class Trainer:
         if evaluation.long_prompts:
             self.report.say(f"{evaluation.long_prompts} test queries were left out: prompt over --max_prompt_tokens {self.config.max_prompt_tokens}")
 
+    def save_checkpoint(self) -> None:
+        if self.config.lockstep:  # what the searchers owe so far belongs to it: a run that goes on begins with the next version
+            last = min(self.step + self.config.constant_staleness, self.config.steps)
+            self.wait(lambda: "the searchers to finish what a checkpoint is to hold", lambda: self.receive() or (
+                all(len(self.batches.get(step, [])) == self.config.queries_per_batch for step in range(self.step, last))
+                and self.evaluated >= self.weights.evaluation_version))  # fmt: skip
+        else:
+            self.receive()
+        tensors = {"learner": self.learner.state_dict()}
+        if self.weights.reference_version:
+            tensors["reference"] = {name: tensor.clone() for name, tensor in self.weights.reference_tensors().items()}
+        arrays = {"buffer": self.buffer.state_dict(), "batches": arrays_of(sum(self.batches.values(), [])), "torch": {"rng": torch.get_rng_state().numpy()}}
+        state = {
+            "config": dataclasses.asdict(self.config),
+            "step": self.step,
+            "reference_version": self.weights.reference_version,
+            "received": self.received,
+            "fresh": self.fresh,
+            "evaluated": self.evaluated,
+            "evaluation_due": self.evaluation_due or self.weights.evaluation_version > self.evaluated,
+            "reset_due": self.reset_due,
+            "skipped_publishes": self.skipped_publishes,
+            "bad_steps": [self.learner.bad_steps, self.learner.bad_steps_in_a_row],
+            "mismatch_due": self.mismatch_due,
+            "board": self.board.state_dict(),
+        }
+        with self.timeline.span("checkpoint"):
+            try:
+                checkpoint.save(self.run_dir, self.step, tensors, arrays, state)
+                self.checkpointed = self.step
+            except OSError as error:
+                self.report.say(f"step {self.step}: no checkpoint was written, the one before stays: {error}")
+        self.board.beat("trainer")
+
+    def load_checkpoint(self, directory: str) -> None:
+        """Where the run was when save_checkpoint wrote this. The weights are published before a searcher asks for them: it waits for that."""
+        state = checkpoint.load_state(directory)
+        self.learner.load_state_dict(checkpoint.load_tensors(directory, "learner"), state["step"])
+        self.learner.bad_steps, self.learner.bad_steps_in_a_row = state["bad_steps"]
+        if state["reference_version"]:
+            self.weights.publish_reference(state["reference_version"], checkpoint.load_tensors(directory, "reference").items())
+        self.buffer.load_state_dict(checkpoint.load_arrays(directory, "buffer"))
+        for group in groups_of(checkpoint.load_arrays(directory, "batches")):
+            self.batches.setdefault(group.batch, []).append(group)
+        torch.set_rng_state(torch.from_numpy(checkpoint.load_arrays(directory, "torch")["rng"]))
+        for name in ("received", "fresh", "evaluated", "evaluation_due", "reset_due", "skipped_publishes", "mismatch_due"):
+            setattr(self, name, state[name])
+        self.checkpointed = self.step
+
     def finish(self) -> None:
         """The last weights, published and evaluated if the run came to its end, and saved in any case."""
+        if self.step != self.checkpointed:
+            self.save_checkpoint()
         if self.step == self.config.steps:
             self.publish_due = self.evaluation_due = True
 
@@ -283,15 +283,10 @@ class Trainer:
                 if self.publish_due:
                     self.publish()
                 self.receive()
-                return self.evaluated >= self.step
+                return self.evaluated >= self.step or self.board.end
 
             self.wait(lambda: f"the evaluation of version {self.step}", evaluated)
-        for setting in ("temperature", "top_p", "top_k"):  # of some base models; without do_sample they are refused on saving
-            setattr(self.policy.generation_config, setting, None)
-        directory = Path(self.run_dir) / "model"
-        self.policy.save_pretrained(directory.with_suffix(".unfinished"))
-        load_tokenizer(self.config).save_pretrained(directory.with_suffix(".unfinished"))
-        directory.with_suffix(".unfinished").rename(directory)
+        self.learner.save_model(Path(self.run_dir) / "model")
         if skipped := int(self.board.total("long_prompts")):
             self.report.say(f"{skipped} queries were skipped: prompt over --max_prompt_tokens {self.config.max_prompt_tokens}")
         if unscored := int(self.board.total("unscored_groups")):
@@ -300,22 +295,6 @@ class Trainer:
         self.report.close()
 
 
-def beta_at(config: Config, step: int) -> float:
-    if config.beta_final is None:
-        return config.beta
-    if config.beta_stop_step is not None and step >= config.beta_stop_step:
-        return config.beta_final
-    return config.beta + (config.beta_final - config.beta) * min(1.0, step / max(1, config.beta_steps))
-
-
-def lr_schedule(optimizer: torch.optim.Optimizer, config: Config):
-    name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
-    if name == "warmup_stable_decay":  # its length is its own: the run may end before the decay does
-        extra = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
-        return get_scheduler(name, optimizer, config.warmup_steps, scheduler_specific_kwargs=extra)
-    return get_scheduler(name, optimizer, config.warmup_steps, config.steps)
-
-
-def run(config: Config, weights: SharedWeights, queues: list, board: Board, run_dir: str) -> None:
+def run(config: Config, weights: SharedWeights, found, board: Board, run_dir: str, resume: str | None) -> None:
     """The trainer process."""
-    Trainer(config, weights, queues, board, run_dir).train()
+    Trainer(config, weights, found, board, run_dir, resume).train()

@@ -136,7 +136,7 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
     """A run with these settings over the task's preset, from the first step to the last, measured at its end."""
     torch.set_num_threads(1)
     preset = next(iter(PRESETS[settings["task"]].values()))
-    config = Config(**preset | {"eval_every": 0, "searchers": 1} | settings)
+    config = Config(**preset | {"eval_every": 0, "checkpoint_every": 0, "searchers": 1} | settings)
     if config.lockstep:
         config.sync_period, config.samples_per_query = 1, config.responses_per_query
     check(config)
@@ -146,9 +146,9 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
         board = Board(["trainer", "searcher 0"])
         searcher = InlineSearcher(config, weights, board, groups_per_sync)
-        trainer = Trainer(config, weights, [searcher], board, run_dir)
+        trainer = Trainer(config, weights, searcher, board, run_dir)
         trainer.train()
-        return searcher.measure(trainer.policy)
+        return searcher.measure(trainer.learner.policy)
 
 
 def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:

@@ -76,6 +76,15 @@ def files(tmp_path, gsm8k_data, untied_model):
         ("--lr_schedule warmup_stable_decay", "needs --decay_steps"),
         ("--loss ppo", "--loss is 'ppo': it is one of tb"),
         ("--synchronous --searchers 64", "--searchers is 64, more than --queries_per_batch"),
+        ("--synchronous --constant_staleness 2", "--constant_staleness is 2, but --synchronous makes it 0"),
+        ("--constant_staleness -1", "--constant_staleness is -1: it must not be negative"),
+        ("--max_staleness -1", "--max_staleness is -1: it must not be negative"),
+        ("--max_staleness 5 --constant_staleness 5", "--max_staleness 5 is for the buffer"),
+        ("--reference_reset_period 5 --sync_period 2", "--reference_reset_period is 5, no multiple of --sync_period 2"),
+        ("gsm8k --preset k4", "--preset is 'k4': it is one of figure1, table2, k40"),
+        ("{tmp}/no_score.py --preset k40", "--preset is 'k40': this task has none"),
+        ("--resume {tmp}/absent", "absent' holds no run that can be resumed"),
+        ("--resume {tmp}/used", "used' has no checkpoint"),
         ("--gpu_memory_utilization 1.5", "it is a share, between 0 and 1"),
         ("--output_dir {tmp}/used", "already holds a run"),
         ("--output_dir {tmp}/a_file/run", "cannot be written"),
@@ -104,9 +113,26 @@ def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset():
     assert build_config(["some_task.py"]).steps == Config.steps
 
 
+def test_gsm8k_has_the_papers_variants_as_presets():
+    """paper.md section 4: Table 2, the run behind Figure 1, and K = 40 at (nearly) the same batch of 140 responses."""
+    expected = {
+        "figure1": dict(steps=700, beta=0.014, warmup_steps=50, stable_steps=350, decay_steps=600, queries_per_batch=7, responses_per_query=20),
+        "table2": dict(steps=1000, beta=0.012, warmup_steps=50, stable_steps=450, decay_steps=500, queries_per_batch=7, responses_per_query=20),
+        "k40": dict(steps=700, beta=0.014, warmup_steps=50, stable_steps=350, decay_steps=600, queries_per_batch=4, responses_per_query=40),
+    }
+    common = dict(beta_final=0.004, beta_steps=500, learning_rate=1e-5, lr_schedule="warmup_stable_decay", most_on_policy_prob=0.95, sync_period=2,
+                  initial_responses=500, temperature=0.7, reward_inverse_temperature=0.0, weight_decay=0.0, max_grad_norm=None,
+                  max_prompt_tokens=512, max_response_tokens=512, capacity_per_query=100)  # fmt: skip
+    for preset, settings in expected.items():
+        config = build_config(["gsm8k", "--preset", preset])
+        assert {name: getattr(config, name) for name in settings | common} == settings | common
+        assert config.samples_per_query >= config.responses_per_query
+    assert build_config(["gsm8k"]).preset == "figure1"
+
+
 def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on():
     config = build_config(["gsm8k", "--synchronous"])
-    assert (config.sync_period, config.most_on_policy_prob, config.samples_per_query) == (1, 1.0, config.responses_per_query)
+    assert (config.constant_staleness, config.sync_period, config.samples_per_query) == (0, 1, config.responses_per_query)
 
 
 def test_help_names_every_setting_with_its_meaning():

@@ -9,7 +9,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import study  # noqa: E402
-from trainer import Trainer  # noqa: E402
+from learner import Learner  # noqa: E402
 
 SMALL = dict(task="arithmetic", seed=3, queries_per_batch=4, queries_per_micro_batch=4, responses_per_query=4, steps=6)
 
@@ -17,15 +17,16 @@ SMALL = dict(task="arithmetic", seed=3, queries_per_batch=4, queries_per_micro_b
 @pytest.fixture
 def batches(monkeypatch):
     """Of every batch that is trained on: the versions of its rows, and the largest difference between behaviour and current policy, in nats."""
-    seen, loss_inputs = [], Trainer.loss_inputs
+    seen, loss_inputs = [], Learner.loss_inputs
 
     def watched(self, rows, beta):
         inputs = loss_inputs(self, rows, beta)
         difference = (inputs.logprobs - inputs.behavior_logprobs)[inputs.mask.bool()].detach().abs().max()
-        seen.append((self.step, {row.version for row in rows}, float(difference)))
+        if rows[0].query_id >= 0:
+            seen.append((self.step, {row.version for row in rows}, float(difference)))
         return inputs
 
-    monkeypatch.setattr(Trainer, "loss_inputs", watched)
+    monkeypatch.setattr(Learner, "loss_inputs", watched)
     return seen
 
 

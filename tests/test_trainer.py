@@ -1,3 +1,5 @@
+import queue
+
 import numpy as np
 import pytest
 import torch
@@ -6,8 +8,9 @@ from buffer import Group, Row
 from config import PRESETS, Config
 from policy import response_logprobs, weight_shapes
 from processes import Board
+from learner import beta_at, lr_schedule
 from report import describe
-from trainer import Trainer, beta_at, lr_schedule
+from trainer import Trainer
 from weights import SharedWeights
 
 
@@ -16,7 +19,7 @@ def make_trainer(model, run_dir, **settings) -> Trainer:
     (run_dir / "logs").mkdir(parents=True)
     config = Config(model=str(model), searchers=1, steps=10, responses_per_query=3, samples_per_query=3, **settings)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
-    return Trainer(config, weights, [], Board(["trainer", "searcher 0"]), str(run_dir))
+    return Trainer(config, weights, queue.Queue(), Board(["trainer", "searcher 0"]), str(run_dir))
 
 
 def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Row]:
@@ -37,10 +40,10 @@ def gradient(trainer: Trainer, rows: list[Row]) -> torch.Tensor:
     seen = []
 
     def step():
-        seen.append(torch.cat([p.grad.flatten().clone() for p in trainer.policy.parameters()]))
+        seen.append(torch.cat([p.grad.flatten().clone() for p in trainer.learner.policy.parameters()]))
 
-    trainer.optimizer.step = step
-    trainer.update(rows)
+    trainer.learner.optimizer.step = step
+    trainer.learner.update(rows)
     return seen[0]
 
 
@@ -56,11 +59,11 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(untied_model, tmp_path)
 
 def test_an_end_of_sequence_token_that_is_also_padding_stays_in_the_mask(untied_model, tmp_path):
     trainer = make_trainer(untied_model, tmp_path)
-    eos = trainer.policy.config.eos_token_id
-    assert eos == trainer.policy.config.pad_token_id
+    eos = trainer.learner.policy.config.eos_token_id
+    assert eos == trainer.learner.policy.config.pad_token_id
     rows = make_rows(1, 3)
     rows[0].tokens[-1] = eos
-    inputs = trainer.loss_inputs(rows, beta=1.0)
+    inputs = trainer.learner.loss_inputs(rows, beta=1.0)
     lengths = [len(row.tokens) for row in rows]
     assert inputs.mask.sum(1).tolist() == lengths
     for field in (inputs.logprobs, inputs.ref_logprobs, inputs.behavior_logprobs):
@@ -69,7 +72,7 @@ def test_an_end_of_sequence_token_that_is_also_padding_stays_in_the_mask(untied_
 
 def test_padded_fields_hold_each_row_from_its_first_token(untied_model, tmp_path):
     rows = make_rows(2, 3)
-    inputs = make_trainer(untied_model, tmp_path).loss_inputs(rows, beta=0.5)
+    inputs = make_trainer(untied_model, tmp_path).learner.loss_inputs(rows, beta=0.5)
     for i, row in enumerate(rows):
         np.testing.assert_array_equal(inputs.ref_logprobs[i, : len(row.tokens)].numpy(), row.ref_logprobs)
         np.testing.assert_array_equal(inputs.behavior_logprobs[i, : len(row.tokens)].numpy(), row.behavior_logprobs)
@@ -81,21 +84,21 @@ def test_rows_that_an_earlier_reference_scored_get_the_log_probabilities_of_the_
     trainer = make_trainer(untied_model, tmp_path, reference_reset_period=2)
     rows = make_rows(2, 3)
     before = [row.ref_logprobs for row in rows]
-    trainer.renew_references(rows)
+    trainer.learner.renew_references(rows, trainer.weights.reference_version, trainer.weights.reference_tensors)
     assert all(row.ref_logprobs is logprobs for row, logprobs in zip(rows, before)), "no reset so far"
 
-    trainer.step = 2
+    trainer.learner.step = 2
     with torch.no_grad():
-        for parameter in trainer.policy.parameters():
+        for parameter in trainer.learner.policy.parameters():
             parameter.mul_(1.1)
-        expected = response_logprobs(trainer.policy, [r.prompt for r in rows], [r.tokens for r in rows], trainer.config.temperature).numpy()
+        expected = response_logprobs(trainer.learner.policy, [r.prompt for r in rows], [r.tokens for r in rows], trainer.config.temperature).numpy()
     trainer.sync()
     assert trainer.weights.reference_version == 2
     with torch.no_grad():
-        for parameter in trainer.policy.parameters():
+        for parameter in trainer.learner.policy.parameters():
             parameter.mul_(0.5)  # the policy goes on, its copy that became the reference does not
     rows[5].reference_version, rows[5].ref_logprobs = 2, np.float32([7.0])  # a searcher that has the new reference scored this one
-    trainer.renew_references(rows)
+    trainer.learner.renew_references(rows, trainer.weights.reference_version, trainer.weights.reference_tensors)
     for row, logprobs in list(zip(rows, expected))[:5]:
         assert row.reference_version == 2
         np.testing.assert_allclose(row.ref_logprobs, logprobs[: len(row.tokens)], rtol=0, atol=1e-5)
@@ -108,33 +111,33 @@ def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_wi
     seen = []
     publish = trainer.weights.publish
     trainer.weights.publish = lambda version, *a, **k: seen.append((version, trainer.weights.reference_version)) or publish(version, *a, **k)
-    for trainer.step in range(0, 14, 2):
+    for trainer.learner.step in range(0, 14, 2):
         trainer.sync()
     assert seen == [(0, 0), (2, 0), (4, 4), (6, 4), (8, 8), (10, 8), (12, 12)]
 
 
 def test_a_reset_that_a_reader_delays_comes_with_the_next_step(untied_model, tmp_path):
     trainer = make_trainer(untied_model, tmp_path, sync_period=2, reference_reset_period=2)
-    trainer.step = 2
+    trainer.learner.step = 2
     with trainer.weights.read_reference(0):
         trainer.sync()
         assert (trainer.weights.reference_version, trainer.reset_due) == (0, True)
-    trainer.step = 3
+    trainer.learner.step = 3
     trainer.publish()
     assert (trainer.weights.reference_version, trainer.reset_due) == (3, False)
 
 
 def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the_run(untied_model, tmp_path):
     trainer = make_trainer(untied_model, tmp_path, queries_per_batch=1)
-    before = [p.detach().clone() for p in trainer.policy.parameters()]
+    before = [p.detach().clone() for p in trainer.learner.policy.parameters()]
     rows = make_rows(1, 3)
     rows[0].reward = float("inf")
     for _ in range(9):
-        trainer.update(rows)
+        trainer.learner.update(rows)
     with pytest.raises(FloatingPointError, match="10 steps in a row"):
-        trainer.update(rows)
-    assert trainer.bad_steps == 10
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters()))
+        trainer.learner.update(rows)
+    assert trainer.learner.bad_steps == 10
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.learner.policy.parameters()))
 
 
 def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():

@@ -1,0 +1,110 @@
+"""The task with many right answers, and the base model that spreads over them."""
+
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tasks import Query, _pretraining, load_task
+
+SAMPLES = 100  # of each query
+
+TASK = load_task("addends")
+FIFTY_SEVEN = Query(id=57, prompt="57=", answer=57)
+
+
+@pytest.mark.parametrize("response", ["12+45", "45+12", "00+57", "57+00", "49+08"])
+def test_any_two_numbers_that_add_up_are_right(response):
+    assert TASK.score([FIFTY_SEVEN], [response], [True]) == [1.0]
+    assert TASK.score([FIFTY_SEVEN], [response], [False]) == [0.0], "unfinished"
+
+
+@pytest.mark.parametrize("response", [
+    "12+46", "12+35", "99+58", "",
+    "7+50", "50+7", "007+50", "57",
+    "12+45=", "12+45 ", "12+45\n", "12+450", "12+45+00", "12+40+05", "=12+45", "12-45", "1245", "١٢+45",
+])  # fmt: skip
+def test_anything_else_is_wrong(response):
+    assert TASK.score([FIFTY_SEVEN], [response], [True]) == [0.0]
+
+
+def test_many_responses_are_scored_each_against_its_own_query():
+    queries = [Query(id=n, prompt=f"{n}=", answer=n) for n in (10, 11, 12)]
+    assert TASK.score(queries, ["05+05", "05+05", "05+07"], [True, True, True]) == [1.0, 0.0, 1.0]
+
+
+def test_every_number_from_10_to_99_is_asked_for_in_one_split():
+    train, test = TASK.queries("train"), TASK.queries("test")
+    assert sorted(query.id for query in [*train, *test]) == list(range(10, 100))
+    assert len(test) == 20
+    assert all(query.prompt == f"{query.id}=" and query.answer == query.id for query in [*train, *test])
+    assert test == TASK.queries("test"), "the same each time"
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_a_query_has_a_right_answer_for_each_first_number(index):
+    query = TASK.queries("test")[index]
+    responses = [f"{first:02}+{second:02}" for first in range(100) for second in range(100)]
+    rewards = TASK.score([query] * len(responses), responses, [True] * len(responses))
+    right = [response for response, reward in zip(responses, rewards) if reward == 1.0]
+    assert sum(rewards) == len(right) == query.id + 1
+    assert {response[:2] for response in right} == {f"{first:02}" for first in range(query.id + 1)}
+
+
+@pytest.fixture(scope="module")
+def base_samples(tmp_path_factory) -> dict[str, SimpleNamespace]:
+    """SAMPLES responses of the base model at temperature 1 to each query of a split, and their rewards, both (queries, SAMPLES)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        directory = TASK.base_model()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    torch.manual_seed(0)
+    samples = {}
+    for split in ("train", "test"):
+        queries = [query for query in TASK.queries(split) for _ in range(SAMPLES)]
+        ids = torch.tensor(tokenizer([query.prompt for query in queries]).input_ids)
+        ids = model.generate(ids, do_sample=True, top_k=0, max_new_tokens=8, pad_token_id=tokenizer.pad_token_id)[:, ids.shape[1] :]
+        responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rewards = TASK.score(queries, responses, (ids == tokenizer.eos_token_id).any(dim=1).tolist())
+        samples[split] = SimpleNamespace(responses=np.reshape(responses, (-1, SAMPLES)), rewards=np.reshape(rewards, (-1, SAMPLES)))
+    return samples
+
+
+def test_the_base_model_is_right_often_enough_to_learn_from_and_wrong_often_enough_to_have_to(base_samples):
+    accuracy = {split: samples.rewards.mean() for split, samples in base_samples.items()}
+    assert 0.25 < accuracy["train"] < 0.5, accuracy
+    assert abs(accuracy["test"] - accuracy["train"]) < 0.08, accuracy
+    assert base_samples["test"].rewards.mean(axis=1).min() > 0.1, "each test query can be learned from"
+
+
+def test_the_base_model_spreads_over_the_right_answers(base_samples):
+    """Its right responses to a test query are about as many different ones as draws from all right answers would be."""
+    distinct, expected = 0, 0.0
+    for query, responses, rewards in zip(TASK.queries("test"), base_samples["test"].responses, base_samples["test"].rewards):
+        right = responses[rewards == 1.0]
+        distinct += len(set(right))
+        expected += (query.id + 1) * (1 - (query.id / (query.id + 1)) ** len(right))
+    assert distinct > 0.85 * expected, (distinct, expected)
+
+
+def test_the_base_model_is_built_once_and_anew_when_its_recipe_changes(tmp_path, monkeypatch):
+    builds = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(_pretraining, "pretrain", lambda queries, homework, directory: (builds.append(directory), directory.mkdir()))
+    task_file, shared_file = tmp_path / "some_task.py", tmp_path / "_pretraining.py"
+    task_file.write_text("one homework")
+    shutil.copy(_pretraining.__file__, shared_file)
+    monkeypatch.setattr(_pretraining, "__file__", str(shared_file))
+
+    def directory() -> str:
+        return _pretraining.cached_base_model(str(task_file), [], None)
+
+    first = directory()
+    assert directory() == first and len(builds) == 1
+    task_file.write_text("another homework")
+    second = directory()
+    shared_file.write_text("more steps")
+    assert len({first, second, directory()}) == len(builds) == 3
