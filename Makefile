@@ -6,13 +6,17 @@ REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,require
 INSTALL := .venv/bin/uv pip install --quiet --system-certs --python .venv/bin/python -r $(REQUIREMENTS)
 DEMO_FLAGS ?=
 
-.PHONY: setup demo test
+.PHONY: setup demo test test-faults
 
 demo: setup
 	.venv/bin/python tba.py arithmetic $(DEMO_FLAGS)
 
 test: setup
-	.venv/bin/python -m pytest -q tests
+	.venv/bin/python -m pytest -q -m "not faults" tests
+
+# What kills, stops, fills up and lasts long: about half an hour.
+test-faults: setup
+	.venv/bin/python -m pytest -q -m faults tests
 
 setup: .venv/$(REQUIREMENTS).installed
 

@@ -167,8 +167,9 @@ def start(place: Place, target: str, arguments: tuple, run_dir: str) -> torch.mu
     its arguments: so the parent takes them on for the moment of the start, and the child inherits them.
     """
     saved_environment, saved_cores = dict(os.environ), os.sched_getaffinity(0)
+    # Not a daemon: those may not have children of their own, and a searcher may have scoring workers. PR_SET_PDEATHSIG does what is needed.
     process = torch.multiprocessing.get_context("spawn").Process(
-        target=_child, args=(target, arguments, log_path(run_dir, place.name), place.name == "trainer", os.getpid()), name=place.name, daemon=True
+        target=_child, args=(place.name, target, arguments, run_dir, os.getpid()), name=place.name
     )
     try:
         os.environ.update(environment(place))
@@ -189,13 +190,19 @@ def kill(process: torch.multiprocessing.Process) -> None:
     process.join()
 
 
-def _child(target: str, arguments: tuple, log: Path, owns_terminal: bool, parent: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent, whatever kills it
+def die_with_parent() -> None:
+    """Whatever kills it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _child(name: str, target: str, arguments: tuple, run_dir: str, parent: int) -> None:
+    die_with_parent()
     if os.getppid() != parent:
         sys.exit(1)
-    with open(log, "a") as file:
+    ctypes.CDLL(None).prctl(15, f"tba {name}".encode())  # PR_SET_NAME: what top and ps show
+    with open(log_path(run_dir, name), "a") as file:
         os.dup2(file.fileno(), 2)
-        if not owns_terminal:
+        if name != "trainer":  # it shows the progress
             os.dup2(file.fileno(), 1)
     module, function = target.split(":")
     getattr(importlib.import_module(module), function)(*arguments)

@@ -32,6 +32,7 @@ class Supervisor:
     def __init__(self, config: Config, places: list[Place], weights: SharedWeights, board: Board, run_dir: str):
         self.config, self.places, self.weights, self.board, self.run_dir = config, places, weights, board, run_dir
         self.found = spawn.Queue(QUEUE_GROUPS)
+        self.found.cancel_join_thread()  # at the end nobody reads what is still in it: this process must not wait for that
         self.deaths = [0] * len(places)  # of each searcher, since its last group
         self.searchers = [self.start(rank) for rank in range(len(places))]
 

@@ -264,7 +264,7 @@ def final_evaluation(config: Config, metric: str, place, interrupt: Interrupt) -
         place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))  # all others have ended
     place = dataclasses.replace(place, name="evaluation")
     receiver, sender = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
-    child = processes.start(place, "searcher:evaluate_saved", (saved, sender), config.output_dir)
+    child = processes.start(place, "evaluation:evaluate_saved", (saved, sender), config.output_dir)
     sender.close()
     deadline = time.monotonic() + EVALUATION_SECONDS
     try:

@@ -19,11 +19,11 @@ import torch
 import checkpoint
 from buffer import Group, ReplayBuffer, Row, arrays_of, groups_of, rows_of
 from config import Config
+from evaluation import Evaluation
 from learner import Learner
 from policy import mismatch
 from processes import Board
 from report import Report, Timeline, describe
-from searcher import Evaluation
 from tasks import load_task
 from weights import SharedWeights
 
@@ -188,6 +188,7 @@ class Trainer:
             "searcher_busy": searched / seconds / self.config.searchers,
             "searcher_tokens_per_second": tokens / seconds,
             "queue_depth": self.found.qsize(),
+            "received": self.received,
             "buffer_responses": self.buffer.responses,
             "buffer_queries": len(self.buffer.all),
             "long_prompts": int(board.total("long_prompts")),
@@ -220,6 +221,8 @@ class Trainer:
         self.report.write({"step": evaluation.version, self.metric: evaluation.score})
         what = f"base {self.metric}:" if evaluation.version == 0 else f"step {evaluation.version}: {self.metric}"
         self.report.say(f"{what} {evaluation}")
+        if evaluation.unscored:
+            self.report.say(f"{evaluation.unscored} test queries were left out: score() failed on the response")
         if evaluation.long_prompts:
             self.report.say(f"{evaluation.long_prompts} test queries were left out: prompt over --max_prompt_tokens {self.config.max_prompt_tokens}")
 

@@ -25,9 +25,10 @@ import torch  # noqa: E402
 
 from buffer import Group  # noqa: E402
 from config import PRESETS, Config, check  # noqa: E402
+from evaluation import Evaluation  # noqa: E402
 from policy import load_policy, load_tokenizer, response_logprobs, weight_shapes  # noqa: E402
 from processes import Board  # noqa: E402
-from searcher import Evaluation, score  # noqa: E402
+from scoring import Unscored, score  # noqa: E402
 from tasks import load_task  # noqa: E402
 from trainer import Trainer  # noqa: E402
 from weights import SharedWeights  # noqa: E402
@@ -73,7 +74,7 @@ class InlineSearcher:
             self.board.set("searcher 0", "version", self.version)
         if self.evaluated < self.weights.evaluation_version or self.version == 0 > self.evaluated:
             self.evaluated = self.version
-            found.append(Evaluation(self.version, self.accuracy(self.policy), len(self.test), long_prompts=0))
+            found.append(Evaluation(self.version, self.accuracy(self.policy), len(self.test), long_prompts=0, unscored=0))
         if not config.lockstep:
             return found + self.groups([None] * self.groups_per_sync)
         if not new:
@@ -114,7 +115,8 @@ class InlineSearcher:
         lengths = torch.where(ended.any(1), ended.argmax(1) + 1, out.shape[1]).tolist()
         responses = [row[:length].astype(np.int32) for row, length in zip(out.numpy(), lengths)]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return list(ids.numpy().astype(np.int32)), responses, texts, finished, score(self.task, queries, texts, finished)
+        rewards = score(self.task, [Unscored(None, *row) for row in zip(queries, [[t] for t in texts], [[f] for f in finished])])
+        return list(ids.numpy().astype(np.int32)), responses, texts, finished, rewards
 
     def accuracy(self, policy) -> float:
         """Share of held-out queries whose greedy response is right."""
@@ -152,7 +154,7 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
 
 
 def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:
-    """The finished jobs, each with its "result"; those that `file` already holds are not run again. A job is {"settings", "groups_per_sync"}."""
+    """A finished line per job, with its "result"; a job that is listed twice is run once, and those that `file` already holds are not run again. A job is {"settings", "groups_per_sync"}."""
     file.parent.mkdir(exist_ok=True)
     known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {json.dumps(line["job"], sort_keys=True): line for line in known}
@@ -167,7 +169,7 @@ def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:
             done[json.dumps(line["job"], sort_keys=True)] = line
             if i % 10 == 0 or i == len(missing):
                 print(f"{i} of {len(missing)} runs, {time.monotonic() - start:.0f} s", flush=True)
-    return [done[key] for key in keys]
+    return [done[json.dumps(job, sort_keys=True)] for job in jobs]
 
 
 def _run(job: dict) -> dict:

@@ -22,6 +22,7 @@ class Task:
     """Options that a task takes are keyword arguments of its __init__ (`data_dir`). It is made in every process: keep it cheap."""
 
     metric = "score"  # what the mean of score() over the test queries is called
+    score_timeout: float | None = None  # seconds for the responses to one query; score() then runs in worker processes, and that long at most
 
     def queries(self, split: str) -> Sequence[Query]:
         """The queries of "train" or "test". Ids are unique within a split. Raises UserError for data that cannot be used."""

@@ -18,6 +18,10 @@ import torch  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
+def pytest_configure(config) -> None:
+    config.addinivalue_line("markers", "faults: takes minutes; runs by make test-faults")
+
+
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 

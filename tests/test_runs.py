@@ -85,18 +85,6 @@ def test_a_gsm8k_run_on_a_local_model_counts_the_prompts_that_are_too_long(tmp_p
     assert f"{long} test queries were left out" in result.stdout and f" on {len(rows) - long} test queries" in result.stdout
 
 
-def test_a_synchronous_run_is_on_policy_and_gives_the_same_metrics_twice(tmp_path):
-    runs = []
-    for name in ("first", "second"):
-        result = tba("arithmetic", "--synchronous", *SMALL, "--steps", 15, "--seed", 7, "--output_dir", tmp_path / name)
-        assert result.returncode == 0, result.stderr
-        runs.append([{k: v for k, v in line.items() if k not in TIMING} for line in read(tmp_path / name, "metrics.jsonl")])
-    assert len(runs[0]) == 15 + 3 and runs[0] == runs[1]
-    steps = [line for line in runs[0] if "loss" in line]
-    assert all(line["staleness_max"] == 0 for line in steps)
-    assert all(line["mismatch"] < 1e-4 for line in steps)
-
-
 def test_with_constant_staleness_each_batch_is_of_one_version_and_a_reset_takes_the_policy_of_that_version(tmp_path):
     run_dir = tmp_path / "run"
     result = tba("arithmetic", "--constant_staleness", 3, "--reference_reset_period", 5, *SMALL, "--steps", 20, "--output_dir", run_dir)
@@ -165,37 +153,26 @@ def test_ctrl_c_ends_a_run_within_15_seconds_and_says_where_its_results_are(tmp_
 
 
 OWN_TASK = """
-import os
 from tasks import Query, Task
 
 class Capitals(Task):
-    calls = 0
-
     def queries(self, split):
-        return [Query(i, f"query {i}", i) for i in range(40) if split == "train" or i % 10 not in (3, 7)]
+        return [Query(i, f"query {i}", i) for i in range(40)]
 
     def score(self, queries, responses, finished):
-        self.calls += 1
-        if self.calls > 100:
-            os.write(2, b"the last words of a searcher")
-            os._exit(7)
         if any(query.id % 10 == 3 for query in queries):
             raise ValueError("no score for a 3")
         return [float("nan") if query.id % 10 == 7 else sum(c.isupper() for c in r) for query, r in zip(queries, responses)]
 """
 
 
-def test_queries_without_scores_are_dropped_and_a_searcher_that_dies_ends_the_run_with_the_reason_and_a_saved_model(tmp_path, tied_model):
+def test_queries_without_scores_are_dropped_and_counted_in_training_and_in_evaluation(tmp_path, tied_model):
     (tmp_path / "capitals.py").write_text(OWN_TASK)
     run_dir = tmp_path / "run"
-    result = tba(tmp_path / "capitals.py", "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 100000, "--output_dir", run_dir)
-    assert result.returncode == 1
-
+    result = tba(tmp_path / "capitals.py", "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 30, "--output_dir", run_dir)
+    assert result.returncode == 0, result.stderr
     assert steps_of(run_dir)[-1]["unscored_groups"] > 0 and "groups were dropped" in result.stdout
     log = (run_dir / "logs" / "searcher-0.log").read_text()
     assert "query 3 is dropped" in log and "no score for a 3" in log and "query 7 is dropped" in log
     assert not {line["query_id"] for line in read(run_dir, "samples.jsonl")} & {3, 7, 13, 17, 23, 27, 33, 37}
-
-    assert "searcher 0 ended with exit code 7" in result.stderr and "the last words of a searcher" in result.stderr
-    assert f"partial results are in {run_dir}" in result.stderr
-    AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    assert "on 32 test queries" in result.stdout and "8 test queries were left out: score() failed" in result.stdout

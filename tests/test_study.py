@@ -56,8 +56,9 @@ def test_a_study_that_was_broken_off_runs_only_what_is_missing(tmp_path):
     jobs = [{"settings": SMALL | dict(constant_staleness=0, steps=1, seed=seed)} for seed in range(2)]
     file = tmp_path / "study.jsonl"
     file.write_text(json.dumps({"job": jobs[0], "result": "already here", "seconds": 1}) + "\n")
-    lines = study.run_all(jobs, file, processes=1)
-    assert [line["job"] for line in lines] == jobs
+    lines = study.run_all([jobs[1], *jobs], file, processes=1)
+    assert [line["job"] for line in lines] == [jobs[1], *jobs]
+    lines = lines[1:]
     assert lines[0]["result"] == "already here" and lines[1]["result"]["reward"] > 0
     assert len(file.read_text().splitlines()) == 2
 

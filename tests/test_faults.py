@@ -1,0 +1,521 @@
+"""What goes wrong in runs of hours, done on purpose to whole runs: nothing is lost, nothing hangs, nothing is left behind.
+
+Those marked `faults` take minutes each: `make test-faults`. The others are in `make test`.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, living, start_tba, tba
+from test_runs import SMALL, TIMING, read, steps_of
+
+import checkpoint
+
+FOREVER = ["--steps", 1_000_000]
+
+
+class Run:
+    """A run in the background. Whatever happens, nothing of it is left when the block ends."""
+
+    def __init__(self, run_dir: Path, *arguments, resume: bool = False):
+        self.run_dir, self.tag, self.shared_before = run_dir, uuid.uuid4().hex, set(os.listdir("/dev/shm"))
+        where = ("--resume", run_dir) if resume else ("--output_dir", run_dir)
+        self.process = start_tba(*arguments, *where, tag=self.tag)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for pid in [self.process.pid, *living(self.tag)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.communicate()
+
+    def until(self, condition, seconds: float, what: str):
+        """What condition() gives once that is true."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+            assert self.process.poll() is None, f"the run ended while waiting for: {what}\n{self.process.communicate()}"
+            time.sleep(0.05)
+        return found
+
+    def steps(self) -> list[dict]:
+        try:
+            return steps_of(self.run_dir)
+        except (OSError, ValueError):  # not there yet, or a line that is being written
+            return []
+
+    def step(self) -> int:
+        return max((line["step"] for line in self.steps()), default=0)
+
+    def is_at(self, step: int, seconds: float = 150) -> None:
+        self.until(lambda: self.step() >= step, seconds, f"step {step}")
+
+    def pid(self, name: str) -> int | None:
+        """Of the living process that calls itself so."""
+        for pid in living(self.tag):
+            try:
+                if Path(f"/proc/{pid}/comm").read_text().strip() == f"tba {name}":
+                    return pid
+            except OSError:
+                pass
+        return None
+
+    def kill(self, name: str, how: int = signal.SIGKILL) -> None:
+        os.kill(self.until(lambda: self.pid(name), 60, f"a process {name}"), how)
+
+    def end(self, how: int = signal.SIGINT, seconds: float = 15) -> tuple[str, str]:
+        """Asks the run to end; its output."""
+        self.process.send_signal(how)
+        out, err = self.process.communicate(timeout=seconds)
+        assert self.process.returncode == 128 + how, err
+        return out, err
+
+    def nothing_is_left(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while living(self.tag):
+            assert time.monotonic() < deadline, [Path(f"/proc/{pid}/comm").read_text() for pid in living(self.tag)]
+            time.sleep(0.1)
+        time.sleep(1)  # Python's resource tracker cleans up last
+        assert set(os.listdir("/dev/shm")) - self.shared_before == set()
+
+
+# Searchers
+
+VISITS = """
+import os
+from tasks import arithmetic
+
+class Visits(arithmetic.Arithmetic):
+    # The same task; who scored which query is written down.
+    def score(self, queries, responses, finished):
+        with open({path!r}, "a") as file:
+            for query in dict.fromkeys(query.id for query in queries):
+                print(os.getpid(), query, file=file)
+        return super().score(queries, responses, finished)
+Visits.__module__ = __name__
+del arithmetic
+"""
+
+
+def visits_task(tmp_path: Path) -> tuple[Path, Path]:
+    """A task file, and the file into which its score() writes (process, query id)."""
+    path = tmp_path / "visits.txt"
+    (tmp_path / "visits.py").write_text("from tasks.arithmetic import Arithmetic\n" + VISITS.format(path=str(path)))
+    return tmp_path / "visits.py", path
+
+
+TINY_TASK = ["--beta", 0.1, "--temperature", 1.0, "--max_prompt_tokens", 16, "--max_response_tokens", 8, "--responses_per_query", 4,
+             "--samples_per_query", 12, "--learning_rate", 1e-4, "--queries_per_batch", 8, "--queries_per_micro_batch", 8,
+             "--initial_responses", 100]  # fmt: skip
+
+
+def share(ids: list[int], rank: int, searchers: int) -> list[int]:
+    """The query ids of a searcher's first epoch in their order, as searcher.py has it with --seed 0."""
+    own = np.random.default_rng(0).permutation(len(ids))[rank::searchers]
+    return [ids[i] for i in np.random.default_rng((0, rank, 0)).permutation(own)]
+
+
+def check_replacement(tmp_path: Path, searchers: int) -> None:
+    """kill -9 to all searchers in the midst of generation: steps go on, they come back within 60 s, and no query of their shares is left out."""
+    task, path = visits_task(tmp_path)
+    with Run(tmp_path / "run", task, *TINY_TASK, "--searchers", searchers, *FOREVER) as run:
+        run.is_at(20)
+        before = {pid for pid in (run.pid(f"searcher {rank}") for rank in range(searchers)) if pid}
+        assert len(before) == searchers
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        killed, at = time.monotonic(), run.step()
+        run.is_at(at + 20, 20)  # from the buffer, long before a new searcher has loaded
+        assert len(read_visits(path)) == searchers, "only those that are dead have scored so far"
+        run.until(lambda: len(read_visits(path)) == 2 * searchers, 60, "groups of the new searchers")
+        print(f"replaced after {time.monotonic() - killed:.0f} s; {run.step() - at} steps meanwhile")
+        run.is_at(run.step() + 100)
+        assert run.steps()[-1]["searcher_restarts"] == searchers
+        out, _ = run.end()
+        assert out.count("ended with exit code -9: it is started again") == searchers
+    from tasks import load_task
+
+    ids = [query.id for query in load_task("arithmetic").queries("train")]
+    visited = {query for queries in read_visits(path).values() for query in queries}
+    for rank in range(searchers):
+        order = share(ids, rank, searchers)
+        reached = max(i for i, query in enumerate(order) if query in visited)
+        in_flight = 256 // 12 + 1  # at the end of the run; what was in flight at the kill has been visited since
+        assert all(query in visited for query in order[: reached - in_flight]) and reached > 2 * in_flight
+
+
+def read_visits(path: Path) -> dict[str, list[int]]:
+    visits: dict[str, list[int]] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        if len(line.split()) == 2:
+            visits.setdefault(line.split()[0], []).append(int(line.split()[1]))
+    return visits
+
+
+def test_a_searcher_killed_in_mid_generation_is_replaced_and_no_query_of_its_share_is_left_out(tmp_path):
+    check_replacement(tmp_path, searchers=1)
+
+
+@pytest.mark.faults
+def test_all_searchers_killed_at_once_are_replaced(tmp_path):
+    check_replacement(tmp_path, searchers=2)
+
+
+@pytest.mark.faults
+def test_a_searcher_that_is_stopped_is_replaced_after_the_timeout(tmp_path):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--searcher_timeout", 15) as run:
+        run.is_at(20)
+        first = run.pid("searcher 0")
+        stopped = time.monotonic()
+        run.kill("searcher 0", signal.SIGSTOP)
+        run.until(lambda: run.pid("searcher 0") not in (first, None), 30, "another searcher")
+        assert 14 < time.monotonic() - stopped < 25
+        run.is_at(run.step() + 50)
+        assert "gave no sign of life" in run.end()[0]
+
+
+@pytest.mark.faults
+def test_a_searcher_that_waits_on_a_full_queue_is_not_taken_for_dead(tmp_path):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--searcher_timeout", 10, "--sync_period", 1_000_000) as run:
+        run.is_at(20)
+        run.until(lambda: run.steps()[-1]["searcher_busy"] < 0.05, 120, "a searcher that waits")  # nobody empties the queue
+        at = time.monotonic()
+        run.until(lambda: time.monotonic() - at > 25, 30, "25 s of that")
+        assert run.steps()[-1]["searcher_restarts"] == 0 and run.steps()[-1]["queue_depth"] > 100
+        run.end()
+
+
+@pytest.mark.faults
+def test_a_searcher_that_dies_three_times_without_a_group_ends_the_run_with_its_traceback(tmp_path):
+    (tmp_path / "dies.py").write_text(
+        "import os\nfrom tasks.arithmetic import Arithmetic as A\n\nclass Dies(A):\n    def score(self, *a):\n"
+        "        os.write(2, b'the last words of a searcher')\n        os._exit(7)\n"
+    )
+    result = tba(tmp_path / "dies.py", *TINY_TASK, "--output_dir", tmp_path / "run", timeout=400)
+    assert result.returncode == 1
+    assert "searcher 0 ended with exit code 7, 3 times without a group" in result.stderr
+    assert "the last words of a searcher" in result.stderr
+
+
+@pytest.mark.faults
+def test_a_queue_survives_thirty_writers_killed_in_the_midst_of_a_group():
+    """The supervisor with its real queues and processes; a writer puts large groups without pause, so that it dies in the midst of one."""
+    code = """
+import queue, random, sys, time
+sys.path[:0] = [{root!r}, {tests!r}]
+import processes, supervisor, writer
+from config import Config
+if __name__ == "__main__":
+    start = processes.start
+    processes.start = lambda place, target, arguments, run_dir: start(place, "writer:run", arguments, run_dir)
+    place = processes.Place("searcher 0", None, [0, 1])
+    board = processes.Board(["trainer", "searcher 0"])
+    run = supervisor.Supervisor(Config(), [place], writer.Weights(), board, {run_dir!r})
+    got = 0
+    for kill in range(30):
+        deadline = time.monotonic() + 30
+        fresh = 0
+        while fresh < 20:  # groups of this writer
+            assert time.monotonic() < deadline, (kill, got)
+            try:
+                item = run.found.get(timeout=1)
+            except queue.Empty:
+                continue
+            if not isinstance(item, str):
+                writer, array = item
+                assert len(array) == 300_000 and (array == array[0]).all(), "a torn group"
+                fresh += writer == run.searchers[0].pid
+                got += 1
+        time.sleep(random.random() * 0.01)
+        run.searchers[0].kill()
+        run.searchers[0].join()
+        run.check()
+    board.stop = True
+    run.stop(time.monotonic())
+    print("survived 30,", got, "groups")
+"""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "logs").mkdir()
+        (Path(directory) / "writer.py").write_text(
+            "import os\nimport numpy as np\n\nclass Weights:\n    def unpin(self, reader):\n        pass\n\n"
+            "def run(config, rank, weights, groups, board, run_dir):\n    board.set('searcher 0', 'ready', 1)\n"
+            "    i = 0\n    while True:\n        board.beat('searcher 0')\n        groups.put((os.getpid(), np.full(300_000, i)))\n        i += 1\n"
+        )
+        script = Path(directory) / "survive.py"
+        script.write_text(code.format(root=str(ROOT), tests=directory, run_dir=directory))
+        result = subprocess.run([os.sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+        assert "survived 30" in result.stdout, result.stderr
+
+
+# The parent and the trainer
+
+
+@pytest.mark.parametrize("victim", ["the command line", pytest.param("trainer", marks=pytest.mark.faults)])
+def test_whoever_is_killed_takes_all_the_others_along_and_leaves_nothing_in_shared_memory(victim, tmp_path):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER) as run:
+        run.is_at(10)
+        assert len(living(run.tag)) >= 3
+        if victim == "trainer":
+            run.kill("trainer")
+            assert run.process.wait(10) == 1
+            assert "the trainer ended with exit code -9" in run.process.stderr.read()
+        else:
+            run.process.kill()
+        run.nothing_is_left(10)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_a_checkpoint(how, tmp_path):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 0) as run:
+        run.is_at(10)
+        _, err = run.end(how)
+        assert f"stopped by {how.name}" in err and f"to go on: python tba.py --resume {run.run_dir}" in err
+        assert checkpoint.newest_whole(str(run.run_dir))[0].name == f"step-{run.step():08}"
+        run.nothing_is_left(1)
+
+
+@pytest.mark.faults
+def test_a_second_signal_ends_a_run_at_once(tmp_path):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER) as run:
+        run.is_at(10)
+        run.kill("trainer", signal.SIGSTOP)  # so that it cannot end by itself
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        start = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(2) == 130 and time.monotonic() - start < 2
+        run.nothing_is_left(5)
+
+
+# Checkpoints
+
+
+def metrics_of(run_dir: Path) -> list[str]:
+    lines = [{k: v for k, v in line.items() if k not in TIMING} for line in read(run_dir, "metrics.jsonl")]
+    return sorted(json.dumps(line, sort_keys=True) for line in lines)
+
+
+def tensors_of(run_dir: Path, step: int) -> dict:
+    return checkpoint.load_tensors(run_dir / "checkpoints" / f"step-{step:08}", "learner")
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> dict[str, Path]:
+    """A synchronous run of 16 steps, and one that was killed behind step 8 and resumed."""
+    directory = tmp_path_factory.mktemp("resumed")
+    settings = ["arithmetic", "--synchronous", *SMALL, "--seed", 7, "--checkpoint_every", 4, "--reference_reset_period", 5]
+    result = tba(*settings, "--steps", 16, "--output_dir", directory / "whole")
+    assert result.returncode == 0, result.stderr
+    with Run(directory / "killed", *settings, "--steps", 16) as run:
+        run.until(lambda: (run.run_dir / "checkpoints" / "step-00000008").exists(), 150, "the checkpoint of step 8")
+        run.process.kill()
+        run.nothing_is_left(10)
+    result = tba("--resume", directory / "killed")
+    assert result.returncode == 0, result.stderr
+    assert "going on from" in result.stdout
+    return {"whole": directory / "whole", "killed": directory / "killed"}
+
+
+def test_a_synchronous_run_that_was_killed_and_resumed_gives_the_metrics_and_weights_of_one_that_was_not(resumed):
+    assert metrics_of(resumed["killed"]) == metrics_of(resumed["whole"])
+    lines = steps_of(resumed["whole"])
+    assert len(lines) == 16 and all(line["staleness_max"] == 0 and line["mismatch"] < 1e-4 for line in lines)
+    whole, killed = tensors_of(resumed["whole"], 16), tensors_of(resumed["killed"], 16)
+    assert whole.keys() == killed.keys() and all((whole[name] == killed[name]).all() for name in whole)
+    assert sorted(path.name for path in checkpoint.all_of(str(resumed["whole"]))) == ["step-00000012", "step-00000016"], "the last two are kept"
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--responses_per_query 4", "--responses_per_query is 4, but the run to resume has 8: only steps, learning_rate"),
+        ("--model {model}", "--model is '{model}', but the run to resume has "),
+        ("gsm8k", "--task is 'gsm8k', but the run to resume has 'arithmetic'"),
+        ("--beta 3", "--beta is 3.0, but the run to resume has 0.1"),
+    ],
+)
+def test_a_run_is_resumed_with_the_settings_that_it_began_with(flags, expected, resumed, untied_model):
+    result = tba(*flags.format(model=untied_model).split(), "--resume", resumed["killed"])
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert expected.format(model=untied_model) in result.stderr
+
+
+def test_steps_and_learning_rate_may_change_and_another_vocabulary_is_refused(resumed, untied_model, tmp_path):
+    from config import build_config
+
+    config = build_config(["--resume", str(resumed["killed"]), "--steps", "20", "--learning_rate", "0.5"])
+    assert (config.steps, config.learning_rate, config.queries_per_batch, config.constant_staleness) == (20, 0.5, 8, 0)
+
+    settings = json.loads((resumed["killed"] / "config.json").read_text())
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(resumed["killed"]), str(copy)], check=True)
+    (copy / "config.json").write_text(json.dumps(settings | {"model": str(untied_model)}))  # as if the directory's content had changed
+    result = tba("--resume", copy)
+    assert result.returncode == 2 and "has changed since: lm_head.weight has shape (257, 64), in the checkpoint (14, 64)" in result.stderr
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used_and_without_a_whole_one_nothing_starts(resumed, tmp_path):
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(resumed["killed"]), str(copy)], check=True)
+    newest, previous = (copy / "checkpoints" / f"step-{step:08}" for step in (16, 12))
+    data = bytearray((newest / "learner.safetensors").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "learner.safetensors").write_bytes(data)
+    directory, complaints = checkpoint.newest_whole(str(copy))
+    assert directory == previous and complaints == [f"{newest} cannot be used: learner.safetensors is damaged"]
+
+    (previous / "buffer.npz").write_bytes((previous / "buffer.npz").read_bytes()[:-1])
+    result = tba("--resume", copy)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        f"{newest} cannot be used: learner.safetensors is damaged", f"{previous} cannot be used: buffer.npz is damaged",
+        f"error: --resume {str(copy)!r} has no checkpoint that is whole",
+    ]  # fmt: skip
+
+
+@pytest.mark.faults
+def test_a_run_that_is_killed_at_twenty_random_moments_goes_on_from_its_last_whole_checkpoint_each_time(tmp_path):
+    rng = random.Random(0)
+    run_dir, reached = tmp_path / "run", 0
+    for attempt in range(21):
+        first = ["arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 3]
+        with Run(run_dir, *(() if attempt else first), resume=attempt > 0) as run:
+            newest = checkpoint.newest_whole(str(run_dir))[0]
+            saved = checkpoint.load_state(newest)["step"] if newest else 0
+            assert saved >= reached - 3 - 1, "at most the steps since the last checkpoint are lost, and the one that was under way"
+            run.until(lambda: run.step() > saved, 150, f"a step after {saved}")
+            lines = [line["step"] for line in run.steps()]
+            assert lines == list(range(1, lines[-1] + 1)), "no step twice, none left out"
+            time.sleep(rng.random() * 3)
+            run.process.kill()
+            run.nothing_is_left(10)
+            reached = run.step()
+    assert reached > 20
+
+
+@pytest.mark.faults
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        with Run(disk / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 20) as run:
+            run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], 150, "a checkpoint")
+            whole = checkpoint.newest_whole(str(run.run_dir))[0]
+            free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+            (disk / "other").write_bytes(b"x" * max(0, free - 300_000))
+            run.is_at(run.step() + 60)
+            assert checkpoint.newest_whole(str(run.run_dir))[0] is not None and run.process.poll() is None
+            os.remove(disk / "other")
+            out, _ = run.end()
+            assert "no checkpoint was written, the one before stays" in out, whole
+    finally:
+        subprocess.run(["umount", "-l", str(disk)])
+
+
+# Scores
+
+BAD_SCORES = """
+import os, time
+from tasks.arithmetic import Arithmetic as A
+
+class Bad(A):
+    score_timeout = 2.0
+    def score(self, queries, responses, finished):
+        if {bad} and queries[0].id % 20 == 3:
+            raise ValueError("no score for this one")
+        if {bad} and queries[0].id % 20 == 7:
+            return [float("nan")] * len(queries)
+        if {bad} and queries[0].id % 500 == 11:
+            time.sleep(60)
+        return super().score(queries, responses, finished)
+"""
+
+
+@pytest.mark.faults
+def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_their_rate(tmp_path):
+    """Both kinds at once, side by side with a clean run: contention is the same for the two."""
+    runs = {}
+    for kind in ("clean", "bad"):
+        (tmp_path / f"{kind}.py").write_text(BAD_SCORES.format(bad=kind == "bad"))
+        runs[kind] = Run(tmp_path / f"run-{kind}", tmp_path / f"{kind}.py", *TINY_TASK, *FOREVER)
+    with runs["clean"] as clean, runs["bad"] as bad:
+        clean.is_at(20, 300)
+        bad.is_at(20, 300)
+        cursors = []
+        for _ in range(2):
+            cursors.append([run.steps()[-1]["received"] for run in (clean, bad)])
+            time.sleep(60)
+        rates = np.subtract(cursors[1], cursors[0]) / 60
+        print(f"responses a second: clean {rates[0]:.0f}, bad {rates[1]:.0f}")
+        assert bad.steps()[-1]["unscored_groups"] > 10 and clean.steps()[-1]["unscored_groups"] == 0
+        log = (bad.run_dir / "logs" / "searcher-0.log").read_text()
+        assert "no score for this one" in log and "finite numbers" in log and "TimeoutError" in log
+        assert rates[1] / 0.9 >= 0.8 * rates[0], "a tenth of the queries is bad"
+        assert bad.steps()[-1]["searcher_restarts"] == 0
+
+
+@pytest.mark.faults
+def test_a_task_whose_score_fails_most_of_the_time_ends_the_run_with_the_error(tmp_path):
+    (tmp_path / "fails.py").write_text(
+        "from tasks.arithmetic import Arithmetic as A\n\nclass Fails(A):\n    def score(self, queries, *a):\n"
+        "        if queries[0].id % 4:\n            raise ValueError('three of four fail')\n        return super().score(queries, *a)\n"
+    )
+    result = tba(tmp_path / "fails.py", *TINY_TASK, *FOREVER, "--output_dir", tmp_path / "run")
+    assert result.returncode == 1
+    assert "groups got no scores: the run ends" in result.stderr and "three of four fail" in result.stderr
+
+
+# Long runs, and several
+
+
+@pytest.mark.faults
+def test_twenty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(tmp_path):
+    def sizes(run: Run) -> dict[str, tuple[float, int]]:
+        found = {}
+        for name in ("trainer", "searcher 0"):
+            pid = run.pid(name)
+            resident = next(int(line.split()[1]) / 1024 for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmRSS" in line)
+            found[name] = (resident, len(os.listdir(f"/proc/{pid}/fd")))
+        return found
+
+    flags = ["--capacity_per_query", 12, "--checkpoint_every", 0, "--sync_period", 10]
+    (tmp_path / "few.py").write_text(
+        "from tasks.arithmetic import Arithmetic as A\n\nclass Few(A):\n    def queries(self, split):\n        return super().queries(split)[:200]\n"
+    )
+    with Run(tmp_path / "run", tmp_path / "few.py", *TINY_TASK, *flags, *FOREVER) as run:
+        run.until(lambda: run.steps() and run.steps()[-1]["received"] > 12 * 4_000, 600, "4,000 groups: the buffer is full")
+        before = sizes(run)
+        run.until(lambda: run.steps()[-1]["received"] > 12 * 24_000, 900, "20,000 groups more")
+        after = sizes(run)
+        print(before, after)
+        for name in before:
+            assert after[name][0] < 1.05 * before[name][0] and after[name][1] <= before[name][1]
+
+
+@pytest.mark.faults
+def test_two_runs_at_once_do_not_disturb_each_other(tmp_path):
+    settings = ["arithmetic", "--synchronous", *SMALL, "--steps", 10, "--seed", 3]
+    alone = tba(*settings, "--output_dir", tmp_path / "alone")
+    assert alone.returncode == 0
+    with Run(tmp_path / "first", *settings) as first, Run(tmp_path / "second", *settings) as second:
+        for run in (first, second):
+            run.process.communicate(timeout=400)
+            assert run.process.returncode == 0
+    assert metrics_of(tmp_path / "first") == metrics_of(tmp_path / "second") == metrics_of(tmp_path / "alone")
