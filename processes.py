@@ -19,6 +19,7 @@ import torch.multiprocessing
 from config import Config, UserError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that ask a run to end
+LOAD_SECONDS = 600.0  # that a process may take to load before it gives its first sign of life
 GIVE_UP = 3  # exit code of a searcher that would fail again if it were started again
 LOG_LINES = 25  # of a failed process, shown
 
@@ -111,6 +112,10 @@ class Board:
     def silence(self, name: str) -> float:
         """Seconds since the last sign of life."""
         return time.monotonic() - self.get(name, "beat")
+
+    def is_silent(self, name: str, timeout: float) -> bool:
+        """For longer than `timeout` seconds, or than it may take to load."""
+        return self.silence(name) > (timeout if self.get(name, "ready") else max(timeout, LOAD_SECONDS))
 
     @property
     def end(self) -> bool:

@@ -16,7 +16,6 @@ from processes import Board, Place
 from weights import SharedWeights
 
 QUEUE_GROUPS = 256  # groups that may wait for the trainer before searchers wait too
-LOAD_SECONDS = 600.0  # that a searcher may take to load before it gives its first sign of life
 DEATHS = 3  # in a row, without a group between them, that end the run
 
 spawn = torch.multiprocessing.get_context("spawn")
@@ -69,12 +68,10 @@ class Supervisor:
     def check(self) -> None:
         """Replaces searchers that died or fell silent. Raises RunFailed when one dies again and again, or asks to end the run."""
         for rank, (process, place) in enumerate(zip(self.searchers, self.places)):
-            silence = self.board.silence(place.name)
-            loading = not self.board.get(place.name, "ready")
             if process.exitcode is not None:
                 fault = f"{place.name} ended with exit code {process.exitcode}"
-            elif silence > (max(LOAD_SECONDS, self.config.searcher_timeout) if loading else self.config.searcher_timeout):
-                fault = f"{place.name} gave no sign of life for {silence:.0f} s (--searcher_timeout)"
+            elif self.board.is_silent(place.name, self.config.searcher_timeout):
+                fault = f"{place.name} gave no sign of life for {self.board.silence(place.name):.0f} s (--searcher_timeout)"
             else:
                 continue
             processes.kill(process)

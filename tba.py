@@ -234,7 +234,7 @@ def watch(supervisor, trainer, board, config: Config, interrupt: Interrupt, unti
         supervisor.check()
         if trainer and trainer.exitcode:
             raise RunFailed(f"the trainer ended with exit code {trainer.exitcode}\n{log_tail(config.output_dir, 'trainer')}")
-        if board.silence("trainer") > config.searcher_timeout:
+        if board.is_silent("trainer", config.searcher_timeout):
             raise RunFailed(f"the trainer gave no sign of life for {board.silence('trainer'):.0f} s (--searcher_timeout)")
 
 

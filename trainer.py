@@ -201,8 +201,8 @@ class Trainer:
 
     def wait(self, what: Callable[[], str], ready: Callable[[], bool]) -> None:
         """Until ready() or the run is to end; in lockstep until ready() even so, for only between two batches can it be resumed as if nothing
-        had happened. Says for whom it waits; raises TimeoutError when it takes longer than searcher_timeout."""
-        start = said = time.monotonic()
+        had happened. Says for whom it waits; raises TimeoutError when it takes longer than searcher_timeout, in which no searcher was loading."""
+        start = said = ready_since = time.monotonic()
         with self.timeline.span("wait"):
             while not ready() and (self.config.lockstep or not self.board.end):
                 self.board.beat("trainer")
@@ -211,7 +211,9 @@ class Trainer:
                     signs = [f"{name} {f'{self.board.silence(name):.0f} s ago' if self.board.get(name, 'ready') else 'is loading'}"
                              for name in self.board.names[1:]]  # fmt: skip
                     self.report.say(f"waiting since {said - start:.0f} s for {what()}; signs of life: {', '.join(signs)}")
-                if time.monotonic() - start > self.config.searcher_timeout:
+                if not all(self.board.get(name, "ready") for name in self.board.names[1:]):
+                    ready_since = time.monotonic()
+                if time.monotonic() - ready_since > self.config.searcher_timeout:
                     raise TimeoutError(f"the trainer waited {time.monotonic() - start:.0f} s (--searcher_timeout) for {what()}")
                 time.sleep(0.005)
         self.waited += time.monotonic() - start

@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from loss import LOSSES, LossInputs, sequence_sum  # noqa: E402
+from loss import LOSSES, LossInputs  # noqa: E402
 
 LETTERS, LENGTH, QUERIES, K, BETA = 2, 4, 3, 16, 0.5
 EOS = LETTERS

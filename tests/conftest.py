@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -102,3 +105,84 @@ def living(tag: str) -> list[int]:
         except OSError:  # gone meanwhile, or a zombie, or not ours
             pass
     return pids
+
+
+SMALL = ["--queries_per_batch", "8", "--queries_per_micro_batch", "4", "--initial_responses", "100"]
+FOREVER = ["--steps", 1_000_000]
+
+
+def read(run_dir: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    return [line for line in read(run_dir, "metrics.jsonl") if "loss" in line]
+
+
+class Run:
+    """A run in the background. Whatever happens, nothing of it is left when the block ends."""
+
+    def __init__(self, run_dir: Path, *arguments, resume: bool = False, root: Path = ROOT):
+        self.run_dir, self.tag, self.shared_before = run_dir, uuid.uuid4().hex, set(os.listdir("/dev/shm"))
+        where = ("--resume", run_dir) if resume else ("--output_dir", run_dir)
+        self.process = start_tba(*arguments, *where, tag=self.tag, root=root)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for pid in [self.process.pid, *living(self.tag)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.communicate()
+
+    def until(self, condition, seconds: float, what: str):
+        """What condition() gives once that is true."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+            assert self.process.poll() is None, f"the run ended while waiting for: {what}\n{self.process.communicate()}"
+            time.sleep(0.05)
+        return found
+
+    def steps(self) -> list[dict]:
+        try:
+            return steps_of(self.run_dir)
+        except (OSError, ValueError):  # not there yet, or a line that is being written
+            return []
+
+    def step(self) -> int:
+        return max((line["step"] for line in self.steps()), default=0)
+
+    def is_at(self, step: int, seconds: float = 150) -> None:
+        self.until(lambda: self.step() >= step, seconds, f"step {step}")
+
+    def pid(self, name: str) -> int | None:
+        """Of the living process that calls itself so."""
+        for pid in living(self.tag):
+            try:
+                if Path(f"/proc/{pid}/comm").read_text().strip() == f"tba {name}":
+                    return pid
+            except OSError:
+                pass
+        return None
+
+    def kill(self, name: str, how: int = signal.SIGKILL) -> None:
+        os.kill(self.until(lambda: self.pid(name), 60, f"a process {name}"), how)
+
+    def end(self, how: int = signal.SIGINT, seconds: float = 15) -> tuple[str, str]:
+        """Asks the run to end; its output."""
+        self.process.send_signal(how)
+        out, err = self.process.communicate(timeout=seconds)
+        assert self.process.returncode == 128 + how, err
+        return out, err
+
+    def nothing_is_left(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while living(self.tag):
+            assert time.monotonic() < deadline, [Path(f"/proc/{pid}/comm").read_text() for pid in living(self.tag)]
+            time.sleep(0.1)
+        time.sleep(1)  # Python's resource tracker cleans up last
+        assert set(os.listdir("/dev/shm")) - self.shared_before == set()

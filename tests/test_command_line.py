@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT, tba
 
 from config import Config, build_config
+from tba import main
 
 
 @pytest.fixture
@@ -91,12 +92,18 @@ def files(tmp_path, gsm8k_data, untied_model):
         ("--output_dir /proc/run", "cannot be written"),
     ],
 )
-def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files):
-    result = tba(*arguments.format(**files).split())
-    assert result.returncode == 2, result
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert expected in result.stderr
-    assert result.stdout == "", "nothing had begun"
+def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files, capfd):
+    """In this process, which has imported already what takes each new one seconds."""
+    assert main(arguments.format(**files).split()) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert expected in err
+    assert out == "", "nothing had begun"
+
+
+def test_an_error_reaches_the_shell():
+    result = tba("--steps", 0)
+    assert (result.returncode, result.stdout) == (2, "") and result.stderr == "error: --steps is 0: it must be positive\n"
 
 
 def test_a_hub_model_that_cannot_be_had_is_named(files, monkeypatch):

@@ -10,28 +10,16 @@ import uuid
 from pathlib import Path
 
 import torch
-from conftest import ROOT, living, start_tba, tba
+from conftest import FOREVER, ROOT, SMALL, Run, living, read, start_tba, steps_of, tba
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import report
 
-SMALL = ["--queries_per_batch", "8", "--queries_per_micro_batch", "4", "--initial_responses", "100"]
 OUTPUTS = ("config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "timeline.json", "timeline.png", "model")
 METRICS = {
     "step", "reward", "loss", "log_z", "kl", "entropy", "staleness_mean", "staleness_max", "grad_norm", "learning_rate", "beta", "trainer_busy",
     "searcher_tokens_per_second", "searcher_busy", "queue_depth", "buffer_responses", "mismatch",
 }  # fmt: skip
-TIMING = ("seconds", "trainer_busy", "searcher_busy", "searcher_tokens_per_second", "queue_depth")
-
-
-def read(run_dir: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
-
-
-def steps_of(run_dir: Path) -> list[dict]:
-    return [line for line in read(run_dir, "metrics.jsonl") if "loss" in line]
-
-
 def check_outputs(run_dir: Path, steps: int) -> None:
     assert all((run_dir / name).exists() for name in OUTPUTS)
     lines = steps_of(run_dir)
@@ -69,27 +57,28 @@ def test_an_arithmetic_run_learns_and_leaves_every_output(tmp_path):
 
 def test_a_gsm8k_run_on_a_local_model_counts_the_prompts_that_are_too_long(tmp_path, untied_model, gsm8k_data):
     run_dir = tmp_path / "run"
-    result = tba(
-        "gsm8k", "--model", untied_model, "--data_dir", gsm8k_data, "--output_dir", run_dir, "--steps", 6, "--responses_per_query", 3,
-        "--samples_per_query", 4, "--initial_responses", 30, "--max_prompt_tokens", 250, "--max_response_tokens", 40, timeout=200,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    check_outputs(run_dir, 6)
+    flags = ["--model", untied_model, "--data_dir", gsm8k_data, "--responses_per_query", 3, "--samples_per_query", 4, "--initial_responses", 30,
+             "--max_prompt_tokens", 250, "--max_response_tokens", 40]  # fmt: skip
+    with Run(run_dir, "gsm8k", *flags, *FOREVER) as run:
+        run.is_at(6)
+        run.until(lambda: any("accuracy" in line for line in read(run_dir, "metrics.jsonl")), 60, "the base model's evaluation")
+        out, _ = run.end(signal.SIGINT)
+    check_outputs(run_dir, run.step())
     rows = [json.loads(line) for line in (gsm8k_data / "test.jsonl").read_text().splitlines()]
     prompt = "[MATH TASK] Problem:\n{}\n\nSolution:\n"
     long = sum(len(prompt.format(row["question"]).encode()) > 250 for row in rows)
     train = [json.loads(line) for line in (gsm8k_data / "train.jsonl").read_text().splitlines()]
     skipped = sum(len(prompt.format(row["question"]).encode()) > 250 for row in train)
     assert steps_of(run_dir)[-1]["long_prompts"] == skipped > 0
-    assert f"{skipped} queries were skipped: prompt over --max_prompt_tokens 250" in result.stdout
-    assert f"{long} test queries were left out" in result.stdout and f" on {len(rows) - long} test queries" in result.stdout
+    assert f"{skipped} queries were skipped: prompt over --max_prompt_tokens 250" in out
+    assert f"{long} test queries were left out" in out and f" on {len(rows) - long} test queries" in out
 
 
 def test_with_constant_staleness_each_batch_is_of_one_version_and_a_reset_takes_the_policy_of_that_version(tmp_path):
     run_dir = tmp_path / "run"
-    result = tba("arithmetic", "--constant_staleness", 3, "--reference_reset_period", 5, *SMALL, "--steps", 20, "--output_dir", run_dir)
-    assert result.returncode == 0, result.stderr
-    lines = steps_of(run_dir)
+    with Run(run_dir, "arithmetic", "--constant_staleness", 3, "--reference_reset_period", 5, *SMALL, *FOREVER) as run:
+        run.is_at(20)
+    lines = steps_of(run_dir)[:20]
     assert [(line["staleness_mean"], line["staleness_max"]) for line in lines] == [(s, s) for s in [0, 1, 2] + [3] * 17]
     assert all(line["mismatch"] < 1e-4 for line in lines)
     # Where the policy that sampled has just become the reference it is at no distance from it: that of version 5 at step 5 + 3, and so on.
@@ -97,7 +86,7 @@ def test_with_constant_staleness_each_batch_is_of_one_version_and_a_reset_takes_
     assert {5, 10, 15} <= at_reference and not {9, 14} & at_reference
 
 
-def test_a_fork_adds_the_objective_of_the_readme_and_trains_with_it(tmp_path):
+def test_a_fork_adds_the_objective_of_the_readme_and_trains_until_ctrl_c_ends_it_with_every_output_within_15_seconds(tmp_path):
     code = next(block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) if "LOSSES[" in block)
     assert len(code.splitlines()) < 10
     fork, run_dir = tmp_path / "fork", tmp_path / "run"
@@ -105,10 +94,13 @@ def test_a_fork_adds_the_objective_of_the_readme_and_trains_with_it(tmp_path):
     with open(fork / "loss.py", "a") as file:
         file.write("\n\n" + code)
     name = re.search(r'LOSSES\["(\w+)"\]', code)[1]
-    result = tba("arithmetic", "--loss", name, "--max_staleness", 4, "--reference_reset_period", 10, *SMALL, "--steps", 40,
-                 "--output_dir", run_dir, root=fork)  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    check_outputs(run_dir, 40)
+    flags = ["--loss", name, "--max_staleness", 4, "--reference_reset_period", 10]
+    with Run(run_dir, "arithmetic", *flags, *SMALL, *FOREVER, root=fork) as run:
+        run.is_at(40)
+        _, err = run.end(signal.SIGINT)
+        assert f"stopped by SIGINT: partial results are in {run_dir}; to go on: python tba.py --resume {run_dir}" in err
+        run.nothing_is_left(1)
+    check_outputs(run_dir, run.step())
     lines = steps_of(run_dir)
     assert lines[-1]["grad_norm"] > 0 and {line["bad_steps"] for line in lines} == {0}
     assert 0 < max(line["staleness_max"] for line in lines) <= 4
@@ -130,49 +122,3 @@ def test_ctrl_c_while_everything_still_loads_ends_a_run_at_once(tmp_path):
         assert "Traceback" not in err and living(tag) == []
     finally:
         process.kill()
-
-
-def test_ctrl_c_ends_a_run_within_15_seconds_and_says_where_its_results_are(tmp_path):
-    tag, run_dir = uuid.uuid4().hex, tmp_path / "run"
-    process = start_tba("arithmetic", *SMALL, "--steps", 100000, "--output_dir", run_dir, tag=tag)
-    try:
-        deadline = time.monotonic() + 120
-        while not (run_dir / "metrics.jsonl").exists() or len(steps_of(run_dir)) < 20:
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-            time.sleep(0.2)
-        assert len(living(tag)) >= 3
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=15)
-        assert process.returncode == 130
-        assert f"partial results are in {run_dir}" in err
-        assert living(tag) == []
-        AutoModelForCausalLM.from_pretrained(run_dir / "model")
-        assert (run_dir / "curves.png").exists() and (run_dir / "timeline.png").exists()
-    finally:
-        process.kill()
-
-
-OWN_TASK = """
-from tasks import Query, Task
-
-class Capitals(Task):
-    def queries(self, split):
-        return [Query(i, f"query {i}", i) for i in range(40)]
-
-    def score(self, queries, responses, finished):
-        if any(query.id % 10 == 3 for query in queries):
-            raise ValueError("no score for a 3")
-        return [float("nan") if query.id % 10 == 7 else sum(c.isupper() for c in r) for query, r in zip(queries, responses)]
-"""
-
-
-def test_queries_without_scores_are_dropped_and_counted_in_training_and_in_evaluation(tmp_path, tied_model):
-    (tmp_path / "capitals.py").write_text(OWN_TASK)
-    run_dir = tmp_path / "run"
-    result = tba(tmp_path / "capitals.py", "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 30, "--output_dir", run_dir)
-    assert result.returncode == 0, result.stderr
-    assert steps_of(run_dir)[-1]["unscored_groups"] > 0 and "groups were dropped" in result.stdout
-    log = (run_dir / "logs" / "searcher-0.log").read_text()
-    assert "query 3 is dropped" in log and "no score for a 3" in log and "query 7 is dropped" in log
-    assert not {line["query_id"] for line in read(run_dir, "samples.jsonl")} & {3, 7, 13, 17, 23, 27, 33, 37}
-    assert "on 32 test queries" in result.stdout and "8 test queries were left out: score() failed" in result.stdout
