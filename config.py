@@ -141,8 +141,8 @@ PRESETS: dict[str, dict[str, dict]] = {
     "arithmetic": {
         "demo": dict(
             beta=0.1, steps=1000, queries_per_batch=32, responses_per_query=8, samples_per_query=12, queries_per_micro_batch=32, sync_period=2,
-            most_on_policy_prob=0.5, initial_responses=400, eval_every=200, temperature=1.0, max_prompt_tokens=16, max_response_tokens=8,
-            learning_rate=1e-3, lr_schedule="linear", warmup_steps=10, max_grad_norm=1.0,
+            most_on_policy_prob=0.5, initial_responses=400, eval_every=200, checkpoint_every=500, temperature=1.0, max_prompt_tokens=16,
+            max_response_tokens=8, learning_rate=1e-3, lr_schedule="linear", warmup_steps=10, max_grad_norm=1.0,
         ),
     },
     "gsm8k": {

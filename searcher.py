@@ -136,7 +136,8 @@ class Searcher:
     def start_queries(self) -> None:
         """Keeps as many groups in the engine as it takes to fill its rows; with constant staleness only those that this version owes."""
         skipped = 0  # in a row
-        while (len(self.running) + len(self.scorer.waiting)) * self.config.samples_per_query < ENGINE_ROWS and (self.owed or not self.config.lockstep):
+        groups = ENGINE_ROWS / self.config.samples_per_query
+        while len(self.running) + len(self.scorer.waiting) < groups and (self.owed or not self.config.lockstep):
             query, visit = self.next_query()
             prompt = self.tokenizer(query.prompt).input_ids
             if len(prompt) > self.config.max_prompt_tokens:

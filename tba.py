@@ -109,7 +109,7 @@ def find_checkpoint(config: Config) -> str:
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     if directory is None:
-        raise UserError(f"--resume {config.resume!r} has no checkpoint that is whole" if complaints else f"--resume {config.resume!r} has no checkpoint")
+        raise UserError(f"--resume {config.resume!r} has no checkpoint" + " that is whole" * bool(complaints))
     return str(directory)
 
 
@@ -276,7 +276,8 @@ def final_evaluation(config: Config, metric: str, place, interrupt: Interrupt) -
         result = receiver.recv()
     except EOFError:
         child.join()
-        raise RunFailed(f"the final evaluation ended with exit code {child.exitcode}\n{processes.log_tail(config.output_dir, 'evaluation')}") from None
+        tail = processes.log_tail(config.output_dir, "evaluation")
+        raise RunFailed(f"the final evaluation ended with exit code {child.exitcode}\n{tail}") from None
     finally:
         processes.kill(child)
     with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:

@@ -140,7 +140,8 @@ class Trainer:
             newest = reversed(groups + sum(self.batches.values(), []))
             held = self.weights.held()
             if group := next((g for g in newest if g.version == g.last_version and g.version in held), None):
-                self.fresh |= {"mismatch": mismatch(group, held[group.version], self.learner.policy, self.config.temperature), "mismatch_version": group.version}
+                self.fresh["mismatch"] = mismatch(group, held[group.version], self.learner.policy, self.config.temperature)
+                self.fresh["mismatch_version"] = group.version
                 self.mismatch_due = self.step + MISMATCH_PERIOD
 
     def fill_buffer(self) -> None:
@@ -239,7 +240,8 @@ class Trainer:
         tensors = {"learner": self.learner.state_dict()}
         if self.weights.reference_version:
             tensors["reference"] = {name: tensor.clone() for name, tensor in self.weights.reference_tensors().items()}
-        arrays = {"buffer": self.buffer.state_dict(), "batches": arrays_of(sum(self.batches.values(), [])), "torch": {"rng": torch.get_rng_state().numpy()}}
+        arrays = {"buffer": self.buffer.state_dict(), "batches": arrays_of(sum(self.batches.values(), []))}
+        arrays["torch"] = {"rng": torch.get_rng_state().numpy()}
         state = {
             "config": dataclasses.asdict(self.config),
             "step": self.step,
