@@ -14,7 +14,7 @@ demo: setup
 test: setup
 	.venv/bin/python -m pytest -q -m "not faults" tests
 
-# What kills, stops, fills up and lasts long: about half an hour.
+# What kills, stops, fills up and lasts long: the better part of an hour.
 test-faults: setup
 	.venv/bin/python -m pytest -q -m faults tests
 

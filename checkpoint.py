@@ -56,6 +56,13 @@ def newest_whole(run_dir: str) -> tuple[Path | None, list[str]]:
     return None, complaints
 
 
+def drop_newer(directory: str | Path) -> None:
+    """A run goes on from this one: those behind it are damaged."""
+    for other in all_of(str(Path(directory).parents[1])):
+        if other.name > Path(directory).name:
+            shutil.rmtree(other)
+
+
 def all_of(run_dir: str) -> list[Path]:
     """Oldest first."""
     return sorted((Path(run_dir) / "checkpoints").glob("step-*"))

@@ -121,6 +121,11 @@ class Config:
         """Whether searchers make one batch a version, and the trainer waits for it, instead of each going at its own pace."""
         return self.constant_staleness is not None
 
+    def settle(self) -> None:
+        """The settings that follow from others."""
+        if self.lockstep:
+            self.sync_period, self.samples_per_query = 1, self.responses_per_query
+
     def task_options(self) -> dict:
         """What load_task passes on to the task."""
         return {"data_dir": self.data_dir} if self.data_dir else {}
@@ -173,8 +178,7 @@ def build_config(arguments: list[str]) -> Config:
         if config.constant_staleness:
             raise UserError(f"--constant_staleness is {config.constant_staleness}, but --synchronous makes it 0: give one of the two")
         config.constant_staleness = 0
-    if config.lockstep:
-        config.sync_period, config.samples_per_query = 1, config.responses_per_query
+    config.settle()
     check(config)
     return config
 
@@ -196,6 +200,8 @@ def _resumed(flags: dict) -> Config:
             value = str(Path(value).resolve())
         if name not in ("resume", *CHANGEABLE) and value != getattr(config, name):
             raise UserError(f"--{name} is {value!r}, but the run to resume has {getattr(config, name)!r}: only {', '.join(CHANGEABLE)} may change")
+        if name == "steps" and value != config.steps and config.constant_staleness:
+            raise UserError(f"--steps is {value}, but the run to resume has {config.steps}: with --constant_staleness its last batches are made for that")
         setattr(config, name, value)
     check(config)
     return config

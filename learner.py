@@ -98,10 +98,11 @@ class Learner:
         row = Row(-1, 0, 0, prompt, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.float32), 0.0)
         size = config.queries_per_micro_batch * config.responses_per_query
         try:
-            LOSSES[config.loss](self.loss_inputs([row] * size, config.beta))[0].backward()
             for parameter in self.policy.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            torch.optim.AdamW(self.policy.parameters(), lr=0.0, fused=True).step()
+            stand_in = torch.optim.AdamW(self.policy.parameters(), lr=0.0, fused=True)  # its two moments are there from the second step on
+            stand_in.step()
+            LOSSES[config.loss](self.loss_inputs([row] * size, config.beta))[0].backward()
         except torch.OutOfMemoryError as error:
             smaller = "--queries_per_micro_batch" if config.queries_per_micro_batch > 1 else "--max_response_tokens or --responses_per_query"
             raise MemoryError(f"{size} responses of {len(prompt)} + {len(tokens)} tokens do not fit into memory in one forward and backward pass: "

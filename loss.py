@@ -84,7 +84,7 @@ def _tba_prime_advantage(x: LossInputs) -> Tensor:
 
 
 def reinforce(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """REINFORCE without a baseline: -R l with R = r - beta (b - f), the KL-regularised reward of the policy that sampled.
+    """REINFORCE (Williams 1992) without a baseline: -R l with R = r - beta (b - f), the KL-regularised reward of the policy that sampled.
 
     Needs behaviour log-probabilities. Takes rows for on-policy ones: on stale data its fixed point is not pi*.
     """
@@ -100,7 +100,7 @@ def rloo(x: LossInputs) -> tuple[Tensor, Metrics]:
 
 
 def proximal_rloo(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """RLOO with PPO's clipped ratio of whole responses: max(-A rho, -A clip(rho, 0.8, 1.2)), rho = exp(l - b), A as in rloo.
+    """RLOO with PPO's (arXiv 1707.06347) clipped ratio of whole responses: max(-A rho, -A clip(rho, 0.8, 1.2)), rho = exp(l - b), A as in rloo.
 
     Needs behaviour log-probabilities. A row that the policy has moved more than 20 % from, in the direction of A, has no gradient any more.
     """

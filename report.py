@@ -205,9 +205,11 @@ def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:
     plt.close(figure)
 
 
-def trainer_busy(run_dir: str) -> float:
-    """Share of the time from the beginning of the first step to the end of the last in which the trainer worked, from its spans."""
+def trainer_busy(run_dir: str) -> float | None:
+    """Share of the time from the beginning of the first step to the end of the last in which the trainer worked, from its spans. None: no step."""
     spans = read_spans(run_dir)["trainer"]
     steps = [span for span in spans if span[0] == "step"]
+    if not steps:
+        return None
     first, last = steps[0][1], steps[-1][2]
     return sum(end - start for name, start, end in spans if name != "wait" and first <= start and end <= last) / (last - first)

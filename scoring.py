@@ -3,6 +3,7 @@ ever, or crashes, costs no more than its query.
 """
 
 import multiprocessing
+import signal
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -54,9 +55,12 @@ class Scorer:
 
     def take(self) -> list[tuple[Unscored, np.ndarray | Exception]]:
         """What has been scored since the last call: each with its (S,) rewards, or with why it has none."""
-        scored = self.scored + [(group, future.exception() or future.result()) for group, future in self.waiting if future.done()]
-        self.waiting = [(group, future) for group, future in self.waiting if not future.done()]
-        self.scored = []
+        scored, waiting, self.scored, self.waiting = self.scored, self.waiting, [], []
+        for group, future in waiting:
+            if future.done():  # asked once: another thread completes it
+                scored.append((group, future.exception() or future.result()))
+            else:
+                self.waiting.append((group, future))
         return scored
 
 
@@ -74,6 +78,7 @@ def _begin(task: str, options: dict) -> None:
     """A worker's start."""
     global _task
     processes.die_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)  # which the searcher has blocked: SIGTERM is how a worker is stopped
     _task = load_task(task, **options)
 
 

@@ -1,4 +1,5 @@
-"""A Searcher: generates responses with its delayed copy of the policy, scores them, sends them off. It never waits for the trainer.
+"""A Searcher: generates responses with its delayed copy of the policy, scores them, sends them off. It waits for the trainer only if its queue is full
+(and, where staleness is to be constant, for the next version).
 
 Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine steps the searcher looks for newer
 weights and takes them in mid-stream. A response may so span two versions, which is fine: trajectory balance does not ask who sampled it.
@@ -63,7 +64,7 @@ class Searcher:
         # On this device, so that the trainer holds no second model.
         self.reference = load_policy(config, device())
         self.version = 0  # of the weights in the engine: config.model is the trainer's version 0
-        self.evaluated = -1  # the newest version that an evaluation was started for
+        self.evaluated = int(board.get(self.name, "evaluated"))  # the newest version that an evaluation was started for
         self.evaluation: EvaluationRun | None = None
         self.running: dict[str, Running] = {}
         self.started = int(board.get(self.name, "cursor"))  # queries drawn so far, also by those who were this searcher before
@@ -75,10 +76,10 @@ class Searcher:
 
     def search(self) -> None:
         self.board.set(self.name, "ready", 1)
-        while self.config.resume and self.weights.version < 0 and not self.board.stop:
+        while self.config.resume and self.weights.version < 0 and not self.board.stop:  # the engine holds config.model, which is of no use any more
             self.board.beat(self.name)
             time.sleep(0.005)
-        if self.weights.version <= 0:
+        if not self.config.resume or self.weights.version == 0:
             self.begin_version()
         while not self.board.stop:
             self.board.beat(self.name)
@@ -99,6 +100,7 @@ class Searcher:
             self.take_scores()
             if self.evaluation and (result := self.evaluation.result()):
                 self.outbox.append(result)
+                self.board.set(self.name, "evaluated", result.version)
                 self.evaluation = None
         self.timeline.flush()
 
@@ -128,7 +130,7 @@ class Searcher:
             batches = range(config.constant_staleness + 1) if self.version == 0 else [self.version + config.constant_staleness]
             share = len(range(self.rank, config.queries_per_batch, config.searchers))
             self.owed.extend(batch for batch in batches for _ in range(share) if batch < config.steps)
-        due = self.version == 0 or self.evaluated < self.weights.evaluation_version <= self.version
+        due = self.evaluated < (0 if self.version == 0 else self.weights.evaluation_version) <= self.version
         if self.rank == 0 and due:
             self.evaluated = self.version
             self.evaluation = EvaluationRun(self.engine, self.scorer, self.test_queries, self.tokenizer, self.config, self.version)
@@ -166,8 +168,9 @@ class Searcher:
         return self.queries[self.order[index]], epoch
 
     def mark_cursor(self) -> None:
-        """So that whoever takes this searcher's place begins with what is in the engine now."""
-        self.board.set(self.name, "cursor", min((run.index for run in self.running.values()), default=self.started))
+        """So that whoever takes this searcher's place begins with what is in the engine, or being scored, now."""
+        scoring = [group.owner for group, _ in self.scorer.waiting if isinstance(group.owner, Running)]
+        self.board.set(self.name, "cursor", min((run.index for run in [*self.running.values(), *scoring]), default=self.started))
 
     def finish_queries(self, outputs: list) -> None:
         """Has the responses that the engine finished in one step scored."""

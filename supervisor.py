@@ -11,6 +11,7 @@ import time
 import torch.multiprocessing
 
 import processes
+from buffer import Group
 from config import Config
 from processes import Board, Place
 from weights import SharedWeights
@@ -54,16 +55,15 @@ class Supervisor:
                 continue
             except (EOFError, OSError):
                 break
-            self.deaths[rank] = 0
-            self.put(item)
+            if isinstance(item, Group):
+                self.deaths[rank] = 0
+            while not self.board.stop:
+                try:
+                    self.found.put(item, timeout=1.0)
+                    break
+                except queue.Full:  # the searcher will wait too, on its own queue
+                    pass
         groups.close()
-
-    def put(self, item) -> None:
-        while not self.board.stop:
-            try:
-                return self.found.put(item, timeout=1.0)
-            except queue.Full:  # the searchers wait too then, each on its own queue
-                pass
 
     def check(self) -> None:
         """Replaces searchers that died or fell silent. Raises RunFailed when one dies again and again, or asks to end the run."""
@@ -82,8 +82,12 @@ class Supervisor:
                 raise RunFailed(f"{fault}{times}\n{processes.log_tail(self.run_dir, place.name)}")
             self.weights.unpin(rank)
             self.board.add(place.name, "restarts", 1)
-            self.put(f"{fault}: it is started again; its last words are in {processes.log_path(self.run_dir, place.name)}")
             self.searchers[rank] = self.start(rank)
+            line = f"{fault}: it is started again; its last words are in {processes.log_path(self.run_dir, place.name)}"
+            try:
+                self.found.put_nowait(line)  # the trainer has the terminal
+            except queue.Full:
+                print(line, flush=True)
 
     def stop(self, deadline: float) -> None:
         """Searchers end by themselves when the board says stop; one that is loading, or has not ended at `deadline`, is killed."""

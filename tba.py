@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         config = build_config(arguments)
         task, sizes = load_data(config)
         resume = find_checkpoint(config) if config.resume else None
-        if config.output_dir != config.resume:
+        if not resume or config.output_dir != config.resume:
             config.output_dir = find_run_dir(config)
         check_loss(config)
         config.model = find_model(config, task)
@@ -164,15 +164,17 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
         if fault := checkpoint.misfit(resume, shapes):
             raise UserError(f"--resume {config.resume!r}: --model {config.model!r} has changed since: {fault}")
         print(f"going on from {resume}")
-    if run_dir == config.resume:
+    settings = dataclasses.asdict(config) | {"resume": ""}  # with the model by the name that it has for the user
+    config.model = fetch_model(config.model)
+    if resume and run_dir == config.resume:
         report.rewind(run_dir, state["step"])
+        checkpoint.drop_newer(resume)
     else:
         try:
             (Path(run_dir) / "logs").mkdir(parents=True)
         except FileExistsError:  # made since it was looked at
             raise UserError(f"--output_dir {run_dir!r} already holds a run: give another one") from None
-    (Path(run_dir) / "config.json").write_text(json.dumps(dataclasses.asdict(config) | {"resume": ""}, indent=2))
-    config.model = fetch_model(config.model)
+    (Path(run_dir) / "config.json").write_text(json.dumps(settings, indent=2))
     interrupt = Interrupt()
     weights = SharedWeights(shapes, dtype, readers=config.searchers, reference=resets)
     board = processes.Board([place.name for place in places])
@@ -185,6 +187,7 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
     try:
         if one_gpu:  # vLLM measures what memory is free: the trainer must not load meanwhile
             watch(supervisor, None, board, config, interrupt, until=lambda: board.get("searcher 0", "ready"))
+        board.beat("trainer")  # being started is a sign of life
         trainer = processes.start(places[0], "trainer:run", (config, weights, supervisor.found, board, run_dir, resume), run_dir)
         watch(supervisor, trainer, board, config, interrupt, until=lambda: not trainer.is_alive() and trainer.exitcode == 0)
         stop(supervisor, trainer, board, save_seconds)
@@ -192,7 +195,8 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
             final_evaluation(config, metric, places[1], interrupt)
     except RunFailed as failure:
         print(f"error: {failure}", file=sys.stderr)
-        stop(supervisor, trainer, board, save_seconds)
+        # In lockstep the trainer may wait for what will never come.
+        stop(supervisor, trainer, board, 0.0 if config.lockstep else save_seconds)
         print(f"partial results are in {run_dir}{how_to_go_on(run_dir)}", file=sys.stderr)
         return 1
     finally:
@@ -202,7 +206,8 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
         name = signal.Signals(interrupt.signal).name
         print(f"stopped by {name}: partial results are in {run_dir}{how_to_go_on(run_dir)}", file=sys.stderr)
         return 128 + interrupt.signal
-    print(f"trainer busy: {report.trainer_busy(run_dir):.3f} of the time between the first and the last step")
+    if busy := report.trainer_busy(run_dir):
+        print(f"trainer busy: {busy:.3f} of the time between the first and the last step")
     print(f"results: {run_dir}")
     return 0
 
@@ -234,7 +239,7 @@ def watch(supervisor, trainer, board, config: Config, interrupt: Interrupt, unti
         supervisor.check()
         if trainer and trainer.exitcode:
             raise RunFailed(f"the trainer ended with exit code {trainer.exitcode}\n{log_tail(config.output_dir, 'trainer')}")
-        if board.is_silent("trainer", config.searcher_timeout):
+        if trainer and board.is_silent("trainer", config.searcher_timeout):
             raise RunFailed(f"the trainer gave no sign of life for {board.silence('trainer'):.0f} s (--searcher_timeout)")
 
 

@@ -65,6 +65,7 @@ class Trainer:
     def train(self) -> None:
         config = self.config
         self.board.set("trainer", "ready", 1)
+        self.evaluation_due |= self.step == config.steps  # resumed at its end
         self.publish()
         if not config.lockstep:
             self.fill_buffer()
@@ -169,7 +170,7 @@ class Trainer:
         def missing() -> int:
             return self.config.queries_per_batch - len(self.batches.get(self.step, []))
 
-        self.wait(lambda: f"{missing()} more groups for step {self.step}", lambda: self.receive() or not missing())
+        self.wait(lambda: f"{missing()} more groups for step {self.step}", lambda: self.receive() or missing() <= 0)
         groups = sorted(self.batches.pop(self.step), key=lambda group: group.query_id)  # whichever came first, the batch is the same
         self.look_at(groups)
         return [row for group in groups for row in rows_of(group)]
@@ -281,7 +282,7 @@ class Trainer:
 
     def finish(self) -> None:
         """The last weights, published and evaluated if the run came to its end, and saved in any case."""
-        if self.step != self.checkpointed:
+        if self.step != self.checkpointed and not (self.config.lockstep and self.step == 0):  # there version 0 makes all batches anew
             self.save_checkpoint()
         if self.step == self.config.steps:
             self.publish_due = self.evaluation_due = True

@@ -1,6 +1,6 @@
 """What the settings of trajectory balance with a replay buffer do (the paper's Figures 7 and 9): m, k, K at a fixed batch, beta, prioritisation.
 
-    python benchmarks/ablations.py              # about ten minutes on 2 cores; a broken-off study goes on where it was
+    python benchmarks/ablations.py              # under ten minutes on 2 cores; a broken-off study goes on where it was
     python benchmarks/ablations.py --quick      # in minutes: fewer steps, one seed
 
 Arithmetic, in the buffer mode; one setting at a time is moved away from BASE. The searcher finds as many responses a trainer step in every run.

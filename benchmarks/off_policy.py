@@ -1,11 +1,11 @@
 """What staleness does to each objective: the objectives x how many steps old their data are x seeds, on two tasks.
 
-    python benchmarks/off_policy.py             # about an hour on 2 cores; a broken-off study goes on where it was
+    python benchmarks/off_policy.py             # half an hour to an hour on 2 cores; a broken-off study goes on where it was
     python benchmarks/off_policy.py --quick     # in minutes: fewer steps, one seed, two columns, no search for the learning rate
 
 Every run has the same number of steps and the same data budget: at each step 16 queries x 8 responses, trained on exactly `staleness` steps after
 the weights that made them (--constant_staleness). Each objective has a learning rate of its own per task: of LEARNING_RATES the one with the
-highest mean reward of the policy's samples after on-policy training, with a seed that the tables do not use.
+highest mean reward of the policy's samples (of held-out queries) after on-policy training, with a seed that the tables do not use.
 Tasks: arithmetic, where each query has one right answer, and addends, where a query has many.
 Writes benchmarks/results/off_policy.{jsonl,md,png}; with --quick benchmarks/results/quick/.
 """

@@ -76,7 +76,8 @@ class InlineSearcher:
             self.evaluated = self.version
             found.append(Evaluation(self.version, self.accuracy(self.policy), len(self.test), long_prompts=0, unscored=0))
         if not config.lockstep:
-            return found + self.groups([None] * self.groups_per_sync)
+            first_fill = -(-config.initial_responses // config.samples_per_query)  # the same whatever k
+            return found + self.groups([None] * (self.groups_per_sync if self.started else first_fill))
         if not new:
             return found
         steps = range(config.constant_staleness + 1) if self.version == 0 else [self.version + config.constant_staleness]
@@ -139,8 +140,7 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
     torch.set_num_threads(1)
     preset = next(iter(PRESETS[settings["task"]].values()))
     config = Config(**preset | {"eval_every": 0, "checkpoint_every": 0, "searchers": 1} | settings)
-    if config.lockstep:
-        config.sync_period, config.samples_per_query = 1, config.responses_per_query
+    config.settle()
     check(config)
     config.model = load_task(config.task).base_model()
     with tempfile.TemporaryDirectory() as run_dir, contextlib.redirect_stdout(open(os.devnull, "w")):

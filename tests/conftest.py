@@ -77,12 +77,12 @@ def gsm8k_data(tmp_path_factory) -> Path:
     return directory
 
 
-def start_tba(*arguments, tag: str = "", root: Path = ROOT) -> subprocess.Popen:
+def start_tba(*arguments, tag: str = "", root: Path = ROOT, directory: Path | None = None) -> subprocess.Popen:
     """`python tba.py ARGUMENTS`. Every process of the run, however it is adopted, carries `tag` in its environment."""
     command = [sys.executable, str(root / "tba.py"), *map(str, arguments)]
     environment = {**os.environ, "TBA_TEST_TAG": tag}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=root, env=environment, start_new_session=True, **pipes)
+    return subprocess.Popen(command, cwd=directory or root, env=environment, start_new_session=True, **pipes)
 
 
 def tba(*arguments, timeout: float = 240.0, root: Path = ROOT) -> subprocess.CompletedProcess:

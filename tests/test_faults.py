@@ -164,9 +164,8 @@ if __name__ == "__main__":
             except queue.Empty:
                 continue
             if not isinstance(item, str):
-                writer, array = item
-                assert len(array) == 300_000 and (array == array[0]).all(), "a torn group"
-                fresh += writer == run.searchers[0].pid
+                assert len(item.tokens) == 300_000 and (item.tokens == item.version).all(), "a torn group"
+                fresh += item.query_id == run.searchers[0].pid
                 got += 1
         time.sleep(random.random() * 0.01)
         run.searchers[0].kill()
@@ -181,9 +180,9 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "logs").mkdir()
         (Path(directory) / "writer.py").write_text(
-            "import os\nimport numpy as np\n\nclass Weights:\n    def unpin(self, reader):\n        pass\n\n"
+            "import os\nimport numpy as np\nfrom buffer import Group\n\nclass Weights:\n    def unpin(self, reader):\n        pass\n\n"
             "def run(config, rank, weights, groups, board, run_dir):\n    board.set('searcher 0', 'ready', 1)\n"
-            "    i = 0\n    while True:\n        board.beat('searcher 0')\n        groups.put((os.getpid(), np.full(300_000, i)))\n        i += 1\n"
+            "    i = 0\n    while True:\n        board.beat('searcher 0')\n        groups.put(Group(os.getpid(), i, i, 0, None, *[np.full(300_000, i)] * 7))\n        i += 1\n"
         )
         script = Path(directory) / "survive.py"
         script.write_text(code.format(root=str(ROOT), tests=directory, run_dir=directory))
@@ -288,10 +287,14 @@ def test_a_run_is_resumed_with_the_settings_that_it_began_with(flags, expected, 
 
 
 def test_steps_and_learning_rate_may_change_and_another_vocabulary_is_refused(resumed, untied_model, tmp_path):
-    from config import build_config
+    from config import UserError, build_config
 
     config = build_config(["--resume", str(resumed["killed"]), "--steps", "20", "--learning_rate", "0.5"])
     assert (config.steps, config.learning_rate, config.queries_per_batch, config.constant_staleness) == (20, 0.5, 8, 0)
+    settings = json.loads((resumed["killed"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"constant_staleness": 2}))
+    with pytest.raises(UserError, match="--steps is 20, but the run to resume has 1000000"):
+        build_config(["--resume", str(tmp_path), "--steps", "20"])
 
     settings = json.loads((resumed["killed"] / "config.json").read_text())
     copy = tmp_path / "run"

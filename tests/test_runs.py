@@ -110,7 +110,7 @@ def test_a_fork_adds_the_objective_of_the_readme_and_trains_until_ctrl_c_ends_it
 
 def test_ctrl_c_while_everything_still_loads_ends_a_run_at_once(tmp_path):
     tag = uuid.uuid4().hex
-    process = start_tba("arithmetic", "--output_dir", tmp_path / "run", tag=tag)
+    process = start_tba(tag=tag, directory=tmp_path)  # as the README has it: no flag at all
     try:
         deadline = time.monotonic() + 120
         while len(living(tag)) < 4:  # the command line, Python's resource tracker, a trainer, a searcher
@@ -120,5 +120,6 @@ def test_ctrl_c_while_everything_still_loads_ends_a_run_at_once(tmp_path):
         _, err = process.communicate(timeout=15)
         assert process.returncode == 130, err
         assert "Traceback" not in err and living(tag) == []
+        assert [path.name[:11] for path in (tmp_path / "runs").iterdir()] == ["arithmetic-"]
     finally:
         process.kill()
