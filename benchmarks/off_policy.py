@@ -11,6 +11,7 @@ Writes benchmarks/results/off_policy.{jsonl,md,png}; with --quick benchmarks/res
 """
 
 import sys
+import textwrap
 from pathlib import Path
 
 from study import RESULTS, arguments, number, run_all, spread, table
@@ -79,7 +80,7 @@ def draw(results: dict, columns: tuple[int, ...], path: Path) -> None:
             means, deviations = zip(*(number(values) for _, values in points))
             axis.errorbar([n for n, _ in points], means, yerr=deviations, label=objective, color=f"C{i}", capsize=2,
                           linewidth=3 if objective == "tb" else 1)  # fmt: skip
-        axis.set(title=f"{task}: {measure}", xlabel="staleness, steps", ylabel=MEANING[measure])
+        axis.set(title=f"{task}: {measure}", xlabel="staleness, steps", ylabel=textwrap.fill(MEANING[measure], 30))
     axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=80)
 
