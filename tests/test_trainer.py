@@ -9,7 +9,7 @@ from config import PRESETS, Config
 from policy import response_logprobs, weight_shapes
 from processes import Board
 from learner import beta_at, lr_schedule
-from report import describe
+from report import Report, describe
 from trainer import Trainer
 from weights import SharedWeights
 
@@ -165,6 +165,11 @@ def test_learning_rate_schedules(settings, expected):
         optimizer.step()
         schedule.step()
     assert {step: round(rates[step], 6) for step in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_progress_line_shows_the_figures_that_an_objective_has(tmp_path, capsys):
+    Report(str(tmp_path), steps=1).step({"step": 1, "reward": 0.5, "loss": 2.0})  # no log Z: only trajectory balance has one
+    assert capsys.readouterr().out.startswith("step 1/1  reward 0.5  loss 2  ")
 
 
 def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
