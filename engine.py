@@ -14,7 +14,7 @@ ENGINE_ROWS = 256  # responses that vLLM generates at a time
 class Engine:
     """A streaming engine: requests join and leave between two steps; no batch is waited for."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, seed: int = 0):
         import vllm  # not at the top: slow to import, and the trainer imports the searcher's messages
 
         length = config.max_prompt_tokens + config.max_response_tokens
@@ -24,7 +24,7 @@ class Engine:
             # Prompts enter whole: for one that enters in chunks vLLM turns back the request's generator, which a CPU generator cannot.
             hardware = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(4096, length))
         self.llm = vllm.LLM(
-            config.model, seed=config.seed, trust_remote_code=config.trust_remote_code, max_model_len=length, max_num_seqs=ENGINE_ROWS,
+            config.model, seed=seed, trust_remote_code=config.trust_remote_code, max_model_len=length, max_num_seqs=ENGINE_ROWS,
             distributed_executor_backend="uni",  # no worker process: nothing to orphan, and weights go in without serialisation
             logprobs_mode="processed_logprobs",  # behaviour log-probabilities at the sampling temperature
             **hardware,

@@ -110,21 +110,22 @@ class Learner:
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Policy and optimizer, by name. The learning rate's schedule is a function of the step."""
+        """Policy and optimizer by name, and three counters. The learning rate's schedule is a function of the step."""
+        counters = {"counters": torch.tensor([self.step, self.bad_steps, self.bad_steps_in_a_row])}
         names = {parameter: name for name, parameter in self.policy.named_parameters()}
         moments = {f"optimizer.{names[p]}.{key}": value for p, state in self.optimizer.state.items() for key, value in state.items()}
-        return {f"policy.{name}": p.detach() for p, name in names.items()} | moments
+        return {f"policy.{name}": p.detach() for p, name in names.items()} | moments | counters
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor], step: int) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, parameter in self.policy.named_parameters():
             parameter.copy_(state[f"policy.{name}"])
             prefix = f"optimizer.{name}."
             moments = {key.removeprefix(prefix): value.to(parameter.device) for key, value in state.items() if key.startswith(prefix)}
             if moments:  # there are none before the first step
                 self.optimizer.state[parameter] = moments
-        self.step = step
-        self.lr_schedule.load_state_dict(self.lr_schedule.state_dict() | {"last_epoch": step - 1})
+        self.step, self.bad_steps, self.bad_steps_in_a_row = state["counters"].tolist()
+        self.lr_schedule.load_state_dict(self.lr_schedule.state_dict() | {"last_epoch": self.step - 1})
         self.lr_schedule.step()
 
     def save_model(self, directory: Path) -> None:

@@ -16,11 +16,27 @@ COLORS = {"search": "tab:blue", "score": "tab:cyan", "reference": "tab:purple", 
           "wait": "lightgray", "step": "tab:green", "eval": "tab:red", "checkpoint": "tab:brown"}  # fmt: skip
 
 
+class Lines:
+    """A .jsonl file that only grows. A disk that is full costs lines, not the run."""
+
+    def __init__(self, path: Path):
+        self.file = open(path, "ab", buffering=0)  # one write a call: searchers share samples.jsonl
+        self.whole = True  # the latest write came to its end
+
+    def write(self, *values) -> None:
+        text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+        data = (text if self.whole else "\n" + text).encode()
+        try:
+            self.whole = self.file.write(data) == len(data)
+        except OSError:
+            self.whole = False
+
+
 class Timeline:
     """The spans of one process, appended to logs/<process>.spans.jsonl as they end."""
 
     def __init__(self, run_dir: str, process: str):
-        self.file = open(Path(run_dir) / "logs" / f"{process.replace(' ', '-')}.spans.jsonl", "a")
+        self.lines = Lines(Path(run_dir) / "logs" / f"{process.replace(' ', '-')}.spans.jsonl")
         self.last: tuple[str, float, float] | None = None  # name, start, end
 
     @contextmanager
@@ -36,7 +52,7 @@ class Timeline:
 
     def flush(self) -> None:
         if self.last:
-            print(json.dumps(self.last), file=self.file, flush=True)
+            self.lines.write(self.last)
             self.last = None
 
 
@@ -46,7 +62,7 @@ class Report:
     def __init__(self, run_dir: str, steps: int):
         self.steps = steps
         self.start = time.monotonic()
-        self.file = open(Path(run_dir) / "metrics.jsonl", "a")
+        self.metrics = Lines(Path(run_dir) / "metrics.jsonl")
         self.shown = -PLAIN_PERIOD
         self.live = None
         if sys.stdout.isatty():
@@ -57,7 +73,7 @@ class Report:
 
     def step(self, metrics: dict) -> None:
         """A line of metrics.jsonl, and now and then one for the person who watches."""
-        self.write(metrics)
+        self.metrics.write(metrics)
         now = time.monotonic()
         if now - self.shown < (0.25 if self.live else PLAIN_PERIOD) and metrics["step"] < self.steps:
             return
@@ -68,9 +84,6 @@ class Report:
             names = ("reward", "loss", "log_z", "kl", "entropy", "staleness_mean", "trainer_busy", "searcher_tokens_per_second")
             shown = "  ".join(f"{name} {number(metrics[name])}" for name in names if name in metrics)
             print(f"step {metrics['step']}/{self.steps}  {shown}  {now - self.start:.0f} s", flush=True)
-
-    def write(self, line: dict) -> None:
-        print(json.dumps(line), file=self.file, flush=True)
 
     def say(self, text: str) -> None:
         """A line that stays: an evaluation, a wait, something dropped."""
@@ -94,7 +107,6 @@ class Report:
     def close(self) -> None:
         if self.live:
             self.live.stop()
-        self.file.close()
 
 
 def describe(groups: list[Group]) -> dict[str, float]:

@@ -5,7 +5,7 @@ ever, or crashes, costs no more than its query.
 import multiprocessing
 import signal
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from pebble import ProcessPool
@@ -34,14 +34,18 @@ class Scorer:
         self.task = load_task(config.task, **config.task_options())
         self.pool = None
         if self.task.score_timeout is not None:
-            context = multiprocessing.get_context("spawn")
+            # Workers are forked from a server that has imported all this: one that was killed is replaced at once.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
             self.pool = ProcessPool(WORKERS, context=context, initializer=_begin, initargs=(config.task, config.task_options()))
         self.waiting: list[tuple[Unscored, Future]] = []  # for a worker
         self.scored: list[tuple[Unscored, np.ndarray | Exception]] = []
 
     def add(self, groups: list[Unscored]) -> None:
         if self.pool:
-            self.waiting += [(group, self.pool.schedule(_score, args=(group,), timeout=self.task.score_timeout)) for group in groups]
+            for group in groups:
+                alone = replace(group, owner=None)  # a worker need not have what the owner is made of
+                self.waiting.append((group, self.pool.schedule(_score, args=(alone,), timeout=self.task.score_timeout)))
             return
         try:  # one call for all
             flat = score(self.task, groups)

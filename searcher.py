@@ -6,14 +6,14 @@ weights and takes them in mid-stream. A response may so span two versions, which
 """
 
 import hashlib
-import json
+import logging
 import queue
 import sys
 import time
-import traceback
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from engine import ENGINE_ROWS, Engine
 from evaluation import Evaluation, EvaluationRun
 from policy import load_policy, load_tokenizer, response_logprobs
 from processes import GIVE_UP, Board, device
-from report import Timeline
+from report import Lines, Timeline
 from scoring import Scorer, Unscored
 from tasks import Query
 from weights import WRITING, SharedWeights
@@ -52,7 +52,7 @@ class Searcher:
         self.config, self.rank, self.weights, self.groups, self.board = config, rank, weights, groups, board
         self.name = f"searcher {rank}"
         self.timeline = Timeline(run_dir, self.name)
-        self.samples = open(f"{run_dir}/samples.jsonl", "ab", buffering=0)  # one write a group: searchers share the file
+        self.samples = Lines(Path(run_dir) / "samples.jsonl")
         self.sampled_at = -SAMPLES_PERIOD  # when a group last went to samples.jsonl
         self.scorer = Scorer(config)
         self.task = self.scorer.task
@@ -60,14 +60,15 @@ class Searcher:
         self.share = np.random.default_rng(config.seed).permutation(len(self.queries))[rank :: config.searchers]  # nobody else works on these
         self.test_queries = self.task.queries("test")
         self.tokenizer = load_tokenizer(config)
-        self.engine = Engine(config)
+        self.started = int(board.get(self.name, "cursor"))  # queries drawn so far, also by those who were this searcher before
+        # A searcher that takes another's place, or goes on from a checkpoint, shall not draw the numbers that were drawn before.
+        self.engine = Engine(config, seed=int(np.random.SeedSequence((config.seed, rank, self.started)).generate_state(1)[0]))
         # On this device, so that the trainer holds no second model.
         self.reference = load_policy(config, device())
         self.version = 0  # of the weights in the engine: config.model is the trainer's version 0
         self.evaluated = int(board.get(self.name, "evaluated"))  # the newest version that an evaluation was started for
         self.evaluation: EvaluationRun | None = None
         self.running: dict[str, Running] = {}
-        self.started = int(board.get(self.name, "cursor"))  # queries drawn so far, also by those who were this searcher before
         self.epoch, self.order = -1, np.array([])
         self.reference_version = 0
         self.owed: deque[int] = deque()  # constant staleness: for each query that this version has still to start, the trainer step it is for
@@ -75,6 +76,7 @@ class Searcher:
         self.unscored = deque(maxlen=SCORES_WATCHED)  # True where a group got no scores
 
     def search(self) -> None:
+        self.board.beat(self.name)  # first: from now on it is missed sooner
         self.board.set(self.name, "ready", 1)
         while self.config.resume and self.weights.version < 0 and not self.board.stop:  # the engine holds config.model, which is of no use any more
             self.board.beat(self.name)
@@ -226,9 +228,9 @@ class Searcher:
         self.unscored.append(True)
         if self.config.lockstep:  # the batch needs another query in its place
             self.owed.appendleft(group.owner.batch)
-        print(f"query {group.query.id} is dropped, it got no scores:", *traceback.format_exception(error), file=sys.stderr, flush=True)
+        logging.error("query %d is dropped, it got no scores", group.query.id, exc_info=error)
         if sum(self.unscored) > SCORES_WATCHED / 2:
-            print(f"{sum(self.unscored)} of the latest {len(self.unscored)} groups got no scores: the run ends", file=sys.stderr)
+            logging.error("%d of the latest %d groups got no scores: the run ends", sum(self.unscored), len(self.unscored))
             sys.exit(GIVE_UP)
 
     def write_samples(self, group: Unscored, version: int, rewards: np.ndarray) -> None:
@@ -240,7 +242,7 @@ class Searcher:
              "response": text, "extracted": self.task.extract(text), "reward": reward, "finished": finished}
             for text, finished, reward in list(zip(group.texts, group.finished, rewards.tolist()))[:SAMPLES_PER_GROUP]
         ]  # fmt: skip
-        self.samples.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        self.samples.write(*lines)
 
     def send(self) -> None:
         while self.outbox:

@@ -8,6 +8,7 @@ Spawned children import this file: nothing slow (torch, vllm) is imported at its
 """
 
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -105,6 +106,7 @@ def find_checkpoint(config: Config) -> str:
     """The newest checkpoint of the run to go on with that is whole; those that are not are named. Raises UserError if there is none."""
     import checkpoint
 
+    lock(config.resume)
     directory, complaints = checkpoint.newest_whole(config.resume)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
@@ -174,6 +176,7 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
             (Path(run_dir) / "logs").mkdir(parents=True)
         except FileExistsError:  # made since it was looked at
             raise UserError(f"--output_dir {run_dir!r} already holds a run: give another one") from None
+        lock(run_dir)
     (Path(run_dir) / "config.json").write_text(json.dumps(settings, indent=2))
     interrupt = Interrupt()
     weights = SharedWeights(shapes, dtype, readers=config.searchers, reference=resets)
@@ -183,39 +186,41 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
     # fp32 weights and two moments, the buffer with them, and the model
     save_seconds = SAVE_SECONDS + 20 * elements(shapes) / SAVE_BYTES_PER_SECOND
     supervisor = Supervisor(config, places[1:], weights, board, run_dir)
-    trainer = None
+    trainer, failed = None, False
     try:
         if one_gpu:  # vLLM measures what memory is free: the trainer must not load meanwhile
             watch(supervisor, None, board, config, interrupt, until=lambda: board.get("searcher 0", "ready"))
         board.beat("trainer")  # being started is a sign of life
         trainer = processes.start(places[0], "trainer:run", (config, weights, supervisor.found, board, run_dir, resume), run_dir)
         watch(supervisor, trainer, board, config, interrupt, until=lambda: not trainer.is_alive() and trainer.exitcode == 0)
-        stop(supervisor, trainer, board, save_seconds)
+        stop(supervisor, trainer, board, save_seconds)  # the evaluation needs the cores and GPUs
         if not interrupt.signal:
             final_evaluation(config, metric, places[1], interrupt)
     except RunFailed as failure:
+        failed = True
         print(f"error: {failure}", file=sys.stderr)
-        # In lockstep the trainer may wait for what will never come.
-        stop(supervisor, trainer, board, 0.0 if config.lockstep else save_seconds)
-        print(f"partial results are in {run_dir}{how_to_go_on(run_dir)}", file=sys.stderr)
-        return 1
+        if config.lockstep:  # the trainer may wait for what will never come
+            save_seconds = 0.0
     finally:
         stop(supervisor, trainer, board, save_seconds)
         report.draw(run_dir, metric)
-    if interrupt.signal:
-        name = signal.Signals(interrupt.signal).name
-        print(f"stopped by {name}: partial results are in {run_dir}{how_to_go_on(run_dir)}", file=sys.stderr)
-        return 128 + interrupt.signal
+    if failed or interrupt.signal:
+        cause = f"stopped by {signal.Signals(interrupt.signal).name}: " if interrupt.signal else ""
+        advice = f"; to go on: python tba.py --resume {run_dir}" if checkpoint.all_of(run_dir) else ""
+        print(f"{cause}partial results are in {run_dir}{advice}", file=sys.stderr)
+        return 128 + interrupt.signal if interrupt.signal else 1
     if busy := report.trainer_busy(run_dir):
         print(f"trainer busy: {busy:.3f} of the time between the first and the last step")
     print(f"results: {run_dir}")
     return 0
 
 
-def how_to_go_on(run_dir: str) -> str:
-    import checkpoint
-
-    return f"; to go on: python tba.py --resume {run_dir}" if checkpoint.all_of(run_dir) else ""
+def lock(run_dir: str) -> None:
+    """The directory, until this process ends, however it ends. Raises UserError if another run has it."""
+    try:
+        fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"--resume {run_dir!r}: this run has not ended, its processes are alive") from None
 
 
 def describe(config: Config, places: list) -> None:

@@ -6,7 +6,6 @@
 With --constant_staleness n (and --synchronous, n = 0) there is no buffer: step t trains on the batch of version t - n.
 """
 
-import dataclasses
 import queue
 import time
 from collections import deque
@@ -30,6 +29,7 @@ from weights import SharedWeights
 HEALTH_PERIOD = 10.0  # seconds of waiting between two lines that say for whom
 RATE_WINDOW = 10.0  # seconds over which rates and busy shares are taken
 MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
+RESUMED = ("received", "fresh", "evaluated", "evaluation_due", "reset_due", "skipped_publishes", "mismatch_due")  # plain values in a checkpoint
 
 
 class Trainer:
@@ -64,6 +64,7 @@ class Trainer:
 
     def train(self) -> None:
         config = self.config
+        self.board.beat("trainer")  # first: from now on it is missed sooner
         self.board.set("trainer", "ready", 1)
         self.evaluation_due |= self.step == config.steps  # resumed at its end
         self.publish()
@@ -121,6 +122,9 @@ class Trainer:
                     self.report.say(item)
         except queue.Empty:
             pass
+        self.take_groups(groups)
+
+    def take_groups(self, groups: list[Group]) -> None:
         if self.config.lockstep:
             for group in groups:
                 self.batches.setdefault(group.batch, []).append(group)
@@ -222,7 +226,7 @@ class Trainer:
 
     def take_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluated = max(self.evaluated, evaluation.version)
-        self.report.write({"step": evaluation.version, self.metric: evaluation.score})
+        self.report.metrics.write({"step": evaluation.version, self.metric: evaluation.score})
         what = f"base {self.metric}:" if evaluation.version == 0 else f"step {evaluation.version}: {self.metric}"
         self.report.say(f"{what} {evaluation}")
         if evaluation.unscored:
@@ -243,18 +247,10 @@ class Trainer:
             tensors["reference"] = {name: tensor.clone() for name, tensor in self.weights.reference_tensors().items()}
         arrays = {"buffer": self.buffer.state_dict(), "batches": arrays_of(sum(self.batches.values(), []))}
         arrays["torch"] = {"rng": torch.get_rng_state().numpy()}
-        state = {
-            "config": dataclasses.asdict(self.config),
+        state = {name: getattr(self, name) for name in RESUMED} | {
             "step": self.step,
-            "reference_version": self.weights.reference_version,
-            "received": self.received,
-            "fresh": self.fresh,
-            "evaluated": self.evaluated,
             "evaluation_due": self.evaluation_due or self.weights.evaluation_version > self.evaluated,
-            "reset_due": self.reset_due,
-            "skipped_publishes": self.skipped_publishes,
-            "bad_steps": [self.learner.bad_steps, self.learner.bad_steps_in_a_row],
-            "mismatch_due": self.mismatch_due,
+            "reference_version": self.weights.reference_version,
             "board": self.board.state_dict(),
         }
         with self.timeline.span("checkpoint"):
@@ -268,16 +264,14 @@ class Trainer:
     def load_checkpoint(self, directory: str) -> None:
         """Where the run was when save_checkpoint wrote this. The weights are published before a searcher asks for them: it waits for that."""
         state = checkpoint.load_state(directory)
-        self.learner.load_state_dict(checkpoint.load_tensors(directory, "learner"), state["step"])
-        self.learner.bad_steps, self.learner.bad_steps_in_a_row = state["bad_steps"]
+        for name in RESUMED:
+            setattr(self, name, state[name])
+        self.learner.load_state_dict(checkpoint.load_tensors(directory, "learner"))
         if state["reference_version"]:
             self.weights.publish_reference(state["reference_version"], checkpoint.load_tensors(directory, "reference").items())
         self.buffer.load_state_dict(checkpoint.load_arrays(directory, "buffer"))
-        for group in groups_of(checkpoint.load_arrays(directory, "batches")):
-            self.batches.setdefault(group.batch, []).append(group)
+        self.take_groups(groups_of(checkpoint.load_arrays(directory, "batches")))
         torch.set_rng_state(torch.from_numpy(checkpoint.load_arrays(directory, "torch")["rng"]))
-        for name in ("received", "fresh", "evaluated", "evaluation_due", "reset_due", "skipped_publishes", "mismatch_due"):
-            setattr(self, name, state[name])
         self.checkpointed = self.step
 
     def finish(self) -> None:

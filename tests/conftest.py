@@ -16,6 +16,8 @@ import processes  # noqa: E402
 
 os.environ.update(processes.environment(processes.Place("tests", None, [0])))
 
+import report  # noqa: E402
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
@@ -23,6 +25,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 def pytest_configure(config) -> None:
     config.addinivalue_line("markers", "faults: takes minutes; runs by make test-faults")
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """The figures that tests have measured (record_property), for the tables that quote them."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{report.nodeid.split('::')[-1]}: {name} {value}")
 
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -148,10 +157,7 @@ class Run:
         return found
 
     def steps(self) -> list[dict]:
-        try:
-            return steps_of(self.run_dir)
-        except (OSError, ValueError):  # not there yet, or a line that is being written
-            return []
+        return [line for line in report.read_lines(self.run_dir / "metrics.jsonl") if "loss" in line]
 
     def step(self) -> int:
         return max((line["step"] for line in self.steps()), default=0)

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,9 @@ import pytest
 from conftest import FOREVER, ROOT, SMALL, Run, living, read, steps_of, tba
 
 import checkpoint
+import report
+from buffer import ReplayBuffer
+from tba import main
 
 # Searchers
 
@@ -56,11 +60,12 @@ def share(ids: list[int], rank: int, searchers: int) -> list[int]:
 TIMING = ("seconds", "trainer_busy", "searcher_busy", "searcher_tokens_per_second", "queue_depth")  # of the metrics, the rest is repeatable
 
 
-def check_replacement(tmp_path: Path, searchers: int) -> None:
+def check_replacement(tmp_path: Path, searchers: int, record_property) -> None:
     """kill -9 to all searchers in the midst of generation: steps go on, they come back within 60 s, and no query of their shares is left out."""
     task, path = visits_task(tmp_path)
     with Run(tmp_path / "run", task, *TINY_TASK, "--searchers", searchers, *FOREVER) as run:
         run.is_at(20)
+        run.until(lambda: len(read_visits(path)) == searchers, 60, "groups of all searchers")
         before = {pid for pid in (run.pid(f"searcher {rank}") for rank in range(searchers)) if pid}
         assert len(before) == searchers
         for pid in before:
@@ -69,7 +74,8 @@ def check_replacement(tmp_path: Path, searchers: int) -> None:
         run.is_at(at + 20, 20)  # from the buffer, long before a new searcher has loaded
         assert len(read_visits(path)) == searchers, "only those that are dead have scored so far"
         run.until(lambda: len(read_visits(path)) == 2 * searchers, 60, "groups of the new searchers")
-        print(f"replaced after {time.monotonic() - killed:.0f} s; {run.step() - at} steps meanwhile")
+        record_property("seconds until groups of all new searchers", round(time.monotonic() - killed))
+        record_property("steps meanwhile", run.step() - at)
         run.is_at(run.step() + 100)
         assert run.steps()[-1]["searcher_restarts"] == searchers
         out, _ = run.end()
@@ -94,23 +100,24 @@ def read_visits(path: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.faults
-def test_a_searcher_killed_in_mid_generation_is_replaced_and_no_query_of_its_share_is_left_out(tmp_path):
-    check_replacement(tmp_path, searchers=1)
+def test_a_searcher_killed_in_mid_generation_is_replaced_and_no_query_of_its_share_is_left_out(tmp_path, record_property):
+    check_replacement(tmp_path, 1, record_property)
 
 
 @pytest.mark.faults
-def test_all_searchers_killed_at_once_are_replaced(tmp_path):
-    check_replacement(tmp_path, searchers=2)
+def test_all_searchers_killed_at_once_are_replaced(tmp_path, record_property):
+    check_replacement(tmp_path, 2, record_property)
 
 
 @pytest.mark.faults
-def test_a_searcher_that_is_stopped_is_replaced_after_the_timeout(tmp_path):
+def test_a_searcher_that_is_stopped_is_replaced_after_the_timeout(tmp_path, record_property):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--searcher_timeout", 15) as run:
         run.is_at(20)
         first = run.pid("searcher 0")
         stopped = time.monotonic()
         run.kill("searcher 0", signal.SIGSTOP)
         run.until(lambda: run.pid("searcher 0") not in (first, None), 30, "another searcher")
+        record_property("seconds until another is started, of a timeout of 15", round(time.monotonic() - stopped))
         assert 14 < time.monotonic() - stopped < 25
         run.is_at(run.step() + 50)
         assert "gave no sign of life" in run.end()[0]
@@ -208,11 +215,23 @@ def test_whoever_is_killed_takes_all_the_others_along_and_leaves_nothing_in_shar
 
 
 @pytest.mark.faults
+def test_a_run_that_has_not_ended_cannot_be_resumed(tmp_path, capsys):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 5) as run:
+        run.is_at(10)
+        assert main(["--resume", str(run.run_dir)]) == 2
+        assert capsys.readouterr().err == f"error: --resume '{run.run_dir}': this run has not ended, its processes are alive\n"
+        run.is_at(run.step() + 10)
+        run.end()
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_with_a_checkpoint(how, tmp_path):
+def test_a_signal_ends_a_run_with_a_checkpoint(how, tmp_path, record_property):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 0) as run:
         run.is_at(10)
+        start = time.monotonic()
         _, err = run.end(how)
+        record_property("seconds to the end", round(time.monotonic() - start, 1))
         assert f"stopped by {how.name}" in err and f"to go on: python tba.py --resume {run.run_dir}" in err
         assert checkpoint.newest_whole(str(run.run_dir))[0].name == f"step-{run.step():08}"
         run.nothing_is_left(1)
@@ -324,27 +343,44 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used_and_without
 
 
 @pytest.mark.faults
-def test_a_run_that_is_killed_at_twenty_random_moments_goes_on_from_its_last_whole_checkpoint_each_time(tmp_path):
+def test_a_run_that_is_killed_at_twenty_random_moments_goes_on_from_its_last_whole_checkpoint_each_time(tmp_path, record_property):
     rng = random.Random(0)
-    run_dir, reached = tmp_path / "run", 0
+    run_dir, reached, lost, unfinished = tmp_path / "run", 0, [], 0
     for attempt in range(21):
+        newest = checkpoint.newest_whole(str(run_dir))[0]
+        saved, arrays = (checkpoint.load_state(newest), checkpoint.load_arrays(newest, "buffer")) if newest else ({"step": 0}, {})
+        lost.append(reached - saved["step"])
+        assert lost[-1] <= 3 + 1, "at most the steps since the last checkpoint are lost, and the one that was under way"
+        unfinished += (run_dir / "checkpoints" / "unfinished").exists()
+        metrics = run_dir / "metrics.jsonl"
+        inode = metrics.stat().st_ino if newest else 0
         first = ["arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 3]
         with Run(run_dir, *(() if attempt else first), resume=attempt > 0) as run:
-            newest = checkpoint.newest_whole(str(run_dir))[0]
-            saved = checkpoint.load_state(newest)["step"] if newest else 0
-            assert saved >= reached - 3 - 1, "at most the steps since the last checkpoint are lost, and the one that was under way"
-            run.until(lambda: run.step() > saved, 150, f"a step after {saved}")
+            run.until(lambda: metrics.exists() and metrics.stat().st_ino != inode, 60, "the metrics, back at the checkpoint")
+            run.is_at(saved["step"] + 1)
             lines = [line["step"] for line in run.steps()]
             assert lines == list(range(1, lines[-1] + 1)), "no step twice, none left out"
+            if newest:  # the first step comes before anything new can: the buffer is what was saved
+                line = run.steps()[saved["step"]]
+                assert (line["buffer_responses"], line["received"]) == (len(arrays["all_versions"]), saved["received"])
+                buffer = ReplayBuffer(100, 0.0, 1)
+                buffer.load_state_dict(arrays)
+                again = buffer.state_dict()
+                assert arrays.keys() == again.keys() and all((arrays[name] == again[name]).all() for name in arrays)
             time.sleep(rng.random() * 3)
+            deadline = time.monotonic() + 60
+            while attempt % 2 and not (run_dir / "checkpoints" / "unfinished").exists():  # every other time in the midst of a checkpoint
+                assert time.monotonic() < deadline, "no checkpoint"
             run.process.kill()
             run.nothing_is_left(10)
             reached = run.step()
-    assert reached > 20
+    record_property("steps lost at each kill", lost[1:])
+    record_property("kills while a checkpoint was being written", unfinished)
+    assert reached > 20 and unfinished
 
 
 @pytest.mark.faults
-def test_a_full_disk_costs_the_checkpoint_and_nothing_else(tmp_path):
+def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(tmp_path, record_property):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]).returncode:
@@ -353,13 +389,23 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(tmp_path):
         with Run(disk / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 20) as run:
             run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], 150, "a checkpoint")
             whole = checkpoint.newest_whole(str(run.run_dir))[0]
-            free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-            (disk / "other").write_bytes(b"x" * max(0, free - 300_000))
-            run.is_at(run.step() + 60)
-            assert checkpoint.newest_whole(str(run.run_dir))[0] is not None and run.process.poll() is None
+            with open(disk / "other", "wb", buffering=0) as other, suppress(OSError):
+                while True:
+                    other.write(bytes(1 << 12))
+            before = {name: run.pid(name) for name in ("trainer", "searcher 0")}
+            time.sleep(15)
+            assert before == {name: run.pid(name) for name in before} and all(before.values()), "all go on"
+            assert checkpoint.fault_of(checkpoint.all_of(str(run.run_dir))[-1]) is None, "the previous checkpoint is intact"
+            at = run.step()
             os.remove(disk / "other")
+            run.until(lambda: run.steps()[-1]["step"] > at + 60, 60, "steps after that")
+            steps = [line["step"] for line in run.steps()]
+            gap = max(np.diff(steps))
+            record_property("steps made while the disk was full, their lines of metrics lost", int(gap) - 1)
+            assert gap > 60
+            run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0].name > whole.name, 60, "a newer checkpoint")
             out, _ = run.end()
-            assert "no checkpoint was written, the one before stays" in out, whole
+            assert "no checkpoint was written, the one before stays" in out
     finally:
         subprocess.run(["umount", "-l", str(disk)])
 
@@ -411,26 +457,26 @@ class Bad(A):
 
 
 @pytest.mark.faults
-def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_their_rate(tmp_path):
-    """Both kinds at once, side by side with a clean run: contention is the same for the two."""
-    runs = {}
+def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_their_rate(tmp_path, record_property):
+    """Each alone, for the two would take turns on the same cores."""
+    rates = {}
     for kind in ("clean", "bad"):
         (tmp_path / f"{kind}.py").write_text(BAD_SCORES.format(bad=kind == "bad"))
-        runs[kind] = Run(tmp_path / f"run-{kind}", tmp_path / f"{kind}.py", *TINY_TASK, *FOREVER)
-    with runs["clean"] as clean, runs["bad"] as bad:
-        clean.is_at(20, 300)
-        bad.is_at(20, 300)
-        cursors = []
-        for _ in range(2):
-            cursors.append([run.steps()[-1]["received"] for run in (clean, bad)])
+        with Run(tmp_path / f"run-{kind}", tmp_path / f"{kind}.py", *TINY_TASK, *FOREVER) as run:
+            run.until(lambda: run.step() >= 20 and any("accuracy" in line for line in report.read_lines(run.run_dir / "metrics.jsonl")),
+                      200, "the evaluation of the base model")  # fmt: skip
+            start, before = time.monotonic(), run.steps()[-1]["received"]
             time.sleep(60)
-        rates = np.subtract(cursors[1], cursors[0]) / 60
-        print(f"responses a second: clean {rates[0]:.0f}, bad {rates[1]:.0f}")
-        assert bad.steps()[-1]["unscored_groups"] > 10 and clean.steps()[-1]["unscored_groups"] == 0
-        log = (bad.run_dir / "logs" / "searcher-0.log").read_text()
-        assert "no score for this one" in log and "finite numbers" in log and "TimeoutError" in log
-        assert rates[1] / 0.9 >= 0.8 * rates[0], "a tenth of the queries is bad"
-        assert bad.steps()[-1]["searcher_restarts"] == 0
+            rates[kind] = (run.steps()[-1]["received"] - before) / (time.monotonic() - start)
+            line = run.steps()[-1]
+            assert (line["unscored_groups"] > 10) == (kind == "bad") and line["searcher_restarts"] == 0
+            log = (run.run_dir / "logs" / "searcher-0.log").read_text()
+            out, _ = run.end()
+    rates["bad"] /= 0.9  # a tenth of its queries is bad
+    record_property("responses a second of the clean run and of the other, per query that is not bad", [round(rate) for rate in rates.values()])
+    assert "no score for this one" in log and "finite numbers" in log and "TimeoutError" in log
+    assert rates["bad"] >= 0.8 * rates["clean"]
+    assert "test queries were left out: score() failed" in out
 
 
 @pytest.mark.faults
@@ -448,7 +494,7 @@ def test_a_task_whose_score_fails_most_of_the_time_ends_the_run_with_the_error(t
 
 
 @pytest.mark.faults
-def test_twenty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(tmp_path):
+def test_twenty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(tmp_path, record_property):
     def sizes(run: Run) -> dict[str, tuple[float, int]]:
         found = {}
         for name in ("trainer", "searcher 0"):
@@ -466,7 +512,7 @@ def test_twenty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(t
         before = sizes(run)
         run.until(lambda: run.steps()[-1]["received"] > 12 * 24_000, 900, "20,000 groups more")
         after = sizes(run)
-        print(before, after)
+        record_property("(MiB, descriptors) before and after", [before, after])
         for name in before:
             assert after[name][0] < 1.05 * before[name][0] and after[name][1] <= before[name][1]
 
