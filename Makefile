@@ -3,7 +3,8 @@
 
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
-INSTALL := .venv/bin/uv pip install --quiet --system-certs --python .venv/bin/python -r $(REQUIREMENTS)
+# Compiled once here: a run starts four processes or more, and where Python may not write bytecode each would compile all that it imports.
+INSTALL := .venv/bin/uv pip install --quiet --compile-bytecode --system-certs --python .venv/bin/python -r $(REQUIREMENTS)
 DEMO_FLAGS ?=
 
 .PHONY: setup demo test test-faults

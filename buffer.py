@@ -28,6 +28,7 @@ class Group:
     behavior_logprobs: np.ndarray  # (sum of lengths,) float32, the policy that sampled, as vLLM reported it
     rewards: np.ndarray  # (S,) float32
     finished: np.ndarray  # (S,) bool, False where the response was cut off at the length limit
+    temperature: float  # that the responses were sampled at
 
 
 @dataclass(eq=False)
@@ -61,7 +62,7 @@ def arrays_of(groups: list[Group]) -> dict[str, np.ndarray]:
 def groups_of(arrays: dict[str, np.ndarray]) -> list[Group]:
     """The groups that gave these arrays_of()."""
     columns = [[arrays[f"{i}.{field.name}"] for field in fields(Group)] for i in range(len(arrays) // len(fields(Group)))]
-    return [Group(*(value if value.ndim else int(value) for value in row)) for row in columns]
+    return [Group(*(value if value.ndim else value.item() for value in row)) for row in columns]
 
 
 class Deck:

@@ -1,4 +1,4 @@
-"""Config: every setting of a run, and a preset per task.
+"""Config: every setting of a run.
 
 A field is a flag (`--queries_per_batch 7`), the string under it is its help text. `build_config` turns a command line into a checked Config.
 """
@@ -9,8 +9,11 @@ import inspect
 import json
 import re
 import typing
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from presets import PRESETS
 
 
 class UserError(Exception):
@@ -26,8 +29,8 @@ class Config:
     """Which of the task's presets the flags change. Empty: its first."""
     model: str = ""
     """Policy and reference policy at the start: a local directory or a hub id. Empty: the one the task brings or its preset names."""
-    data_dir: str = ""
-    """Directory with the task's data files. Empty: the task's hub dataset, if it has one."""
+    options: dict = field(default_factory=dict)
+    """The task's own settings, by name: flags too, see python tba.py TASK --help."""
     output_dir: str = ""
     """Where the run writes. Empty: runs/<task>-<time>."""
     seed: int = 0
@@ -46,6 +49,14 @@ class Config:
     """Steps over which beta goes linearly from beta to beta_final."""
     beta_stop_step: int | None = None
     """Step at which beta jumps to beta_final, wherever the line is. None: it follows the line to its end."""
+    reward_temperature: float = 1.0
+    """tau at step 0: the log-reward log pi_ref / gamma + reward / beta is divided by it."""
+    reward_temperature_steps: int = 0
+    """Steps over which tau goes linearly to 1."""
+    reference_temperature: float = 1.0
+    """gamma at the end of its linear schedule from 1: the reference log-probability is divided by it."""
+    reference_temperature_steps: int = 0
+    """Steps over which gamma goes linearly from 1 to reference_temperature."""
     reference_reset_period: int = 0
     """rho of TBA', steps between two resets of the reference policy to the policy; a multiple of k. 0: never."""
 
@@ -98,6 +109,8 @@ class Config:
     """warmup_stable_decay: length of the decay; it may end after the last step."""
     weight_decay: float = 0.0
     """AdamW's weight decay."""
+    adam_beta2: float = 0.999
+    """AdamW's decay of the mean of squared gradients."""
     max_grad_norm: float | None = None
     """Clip the gradient to this norm. None: no clipping."""
 
@@ -111,10 +124,13 @@ class Config:
     checkpoint_every: int = 100
     """Steps between checkpoints; the last two are kept. 0: only at the end, and when the run is interrupted."""
     resume: str = ""
-    """Directory of a run that ended early: go on from its newest checkpoint, with its settings. Only settings of how long, how often and how fast
-    to learn may be changed."""
+    """Directory of a run that ended early: go on from its newest checkpoint, with its settings, but for how long, how often and how fast to learn."""
     eval_every: int = 0
     """Steps between evaluations in mid-run. 0: only the base model and the final one."""
+    eval_only: bool = False
+    """Only evaluate --model: the task's metrics on its test queries, with 95 % intervals (bootstrap over the queries)."""
+    json: bool = False
+    """With --eval_only: print JSON instead of a table."""
 
     @property
     def lockstep(self) -> bool:
@@ -126,56 +142,25 @@ class Config:
         if self.lockstep:
             self.sync_period, self.samples_per_query = 1, self.responses_per_query
 
-    def task_options(self) -> dict:
-        """What load_task passes on to the task."""
-        return {"data_dir": self.data_dir} if self.data_dir else {}
-
 
 LR_SCHEDULES = ("constant", "linear", "warmup_stable_decay")
-
-_GSM8K = dict(
-    model="realtreetune/rho-1b-sft-GSM8K", beta_final=0.004, beta_steps=500, learning_rate=1e-5, lr_schedule="warmup_stable_decay", warmup_steps=50,
-    queries_per_batch=7, responses_per_query=20, samples_per_query=24, most_on_policy_prob=0.95, sync_period=2, initial_responses=500,
-    temperature=0.7, reward_inverse_temperature=0.0, max_prompt_tokens=512, max_response_tokens=512,
-)  # fmt: skip
-# The run behind Figure 1 of the paper: 700 steps of a schedule made for 1,000.
-_GSM8K_FIGURE_1 = _GSM8K | dict(steps=700, beta=0.014, stable_steps=350, decay_steps=600)
-
-# Task -> name -> settings. The first of a task is the one it gets without --preset.
-PRESETS: dict[str, dict[str, dict]] = {
-    "arithmetic": {
-        "demo": dict(
-            beta=0.1, steps=1000, queries_per_batch=32, responses_per_query=8, samples_per_query=12, queries_per_micro_batch=32, sync_period=2,
-            most_on_policy_prob=0.5, initial_responses=400, eval_every=200, checkpoint_every=500, temperature=1.0, max_prompt_tokens=16,
-            max_response_tokens=8, learning_rate=1e-3, lr_schedule="linear", warmup_steps=10, max_grad_norm=1.0,
-        ),
-    },
-    "gsm8k": {
-        "figure1": _GSM8K_FIGURE_1,
-        "table2": _GSM8K | dict(steps=1000, beta=0.012, stable_steps=450, decay_steps=500),
-        # K = 40 at the same batch size, as nearly as whole queries allow: 4 x 40 responses for 7 x 20. S in the same proportion to K is ours.
-        "k40": _GSM8K_FIGURE_1 | dict(queries_per_batch=4, responses_per_query=40, samples_per_query=48),
-    },
-}  # fmt: skip
-PRESETS["addends"] = {"demo": PRESETS["arithmetic"]["demo"]}
 
 
 def build_config(arguments: list[str]) -> Config:
     """The command line as a Config: the defaults, over them the task's preset, over that the flags. Raises UserError."""
-    flags, unknown = _parser().parse_known_args(arguments)
-    if unknown:
-        known = [f"--{name}" for name in Config.__dataclass_fields__ if name != "task"]
-        nearest = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-        raise UserError(f"unknown argument {unknown[0]!r}" + (f": did you mean {nearest[0]}?" if nearest else ": see python tba.py --help"))
+    flags, options = _parse(arguments)
     if "resume" in flags:
-        return _resumed(vars(flags))
-    presets = PRESETS.get(getattr(flags, "task", Config.task), {"": {}})
-    preset = getattr(flags, "preset", next(iter(presets)))
+        return _resumed(flags, options)
+    presets = PRESETS.get(flags.get("task", Config.task), {"": {}})
+    if options.get("tiny") and flags.setdefault("preset", "tiny") != "tiny":
+        raise UserError(f"--preset is {flags['preset']!r}, but --tiny is a preset of its own: give one of the two")
+    preset = flags.get("preset", next(iter(presets)))
     if preset not in presets:
         raise UserError(f"--preset is {preset!r}: " + (f"it is one of {', '.join(presets)}" if "" not in presets else "this task has none"))
-    config = Config(**{**presets[preset], **vars(flags), "preset": preset})
+    options = presets[preset].get("options", {}) | options
+    config = Config(**{**presets[preset], **flags, "preset": preset, "options": options})
     if config.synchronous:
-        if config.constant_staleness:
+        if flags.get("constant_staleness"):  # a preset's gives way
             raise UserError(f"--constant_staleness is {config.constant_staleness}, but --synchronous makes it 0: give one of the two")
         config.constant_staleness = 0
     config.settle()
@@ -187,7 +172,7 @@ def build_config(arguments: list[str]) -> Config:
 CHANGEABLE = ("steps", "learning_rate", "max_grad_norm", "eval_every", "checkpoint_every", "output_dir", "searcher_timeout", "gpu_memory_utilization")
 
 
-def _resumed(flags: dict) -> Config:
+def _resumed(flags: dict, options: dict) -> Config:
     """The settings of the run in the directory flags["resume"], changed by the other flags. Raises UserError."""
     directory = flags["resume"]
     try:
@@ -195,14 +180,16 @@ def _resumed(flags: dict) -> Config:
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"--resume {directory!r} holds no run that can be resumed: {type(error).__name__}: {error}") from error
     config.output_dir = directory
-    for name, value in flags.items():
+    settings = vars(config) | config.options
+    for name, value in (flags | options).items():
         if name == "model" and Path(value).is_dir():
             value = str(Path(value).resolve())
-        if name not in ("resume", *CHANGEABLE) and value != getattr(config, name):
-            raise UserError(f"--{name} is {value!r}, but the run to resume has {getattr(config, name)!r}: only {', '.join(CHANGEABLE)} may change")
+        if name not in ("resume", *CHANGEABLE) and value != settings.get(name):
+            raise UserError(f"--{name} is {value!r}, but the run to resume has {settings.get(name)!r}: only {', '.join(CHANGEABLE)} may change")
         if name == "steps" and value != config.steps and config.constant_staleness:
             raise UserError(f"--steps is {value}, but the run to resume has {config.steps}: with --constant_staleness its last batches are made for that")
-        setattr(config, name, value)
+        if name in flags:
+            setattr(config, name, value)
     check(config)
     return config
 
@@ -213,12 +200,13 @@ def check(config: Config) -> None:
         if getattr(config, name) < 2:
             raise UserError(f"--{name} is {getattr(config, name)}: it must be at least 2, log Z of a query is a mean over its responses")
     for name in ("steps", "queries_per_batch", "queries_per_micro_batch", "sync_period", "max_prompt_tokens", "max_response_tokens",
-                 "beta", "learning_rate", "temperature", "searcher_timeout", "beta_final", "max_grad_norm", "searchers"):
+                 "beta", "learning_rate", "temperature", "searcher_timeout", "beta_final", "max_grad_norm", "searchers", "reward_temperature",
+                 "reference_temperature"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) < float("inf"):
             raise UserError(f"--{name} is {getattr(config, name)}: it must be positive")
     for name in ("beta_steps", "initial_responses", "reward_inverse_temperature", "warmup_steps", "stable_steps", "decay_steps",
                  "weight_decay", "eval_every", "seed", "reference_reset_period", "max_staleness",
-                 "constant_staleness", "checkpoint_every"):
+                 "constant_staleness", "checkpoint_every", "reward_temperature_steps", "reference_temperature_steps"):
         if getattr(config, name) is not None and not 0 <= getattr(config, name) < float("inf"):
             raise UserError(f"--{name} is {getattr(config, name)}: it must not be negative")
     if config.responses_per_query > config.samples_per_query:
@@ -232,6 +220,8 @@ def check(config: Config) -> None:
                         f"{config.queries_per_micro_batch}")
     if not 0 <= config.most_on_policy_prob <= 1:
         raise UserError(f"--most_on_policy_prob is {config.most_on_policy_prob}: it is a probability, from 0 to 1")
+    if not 0 < config.adam_beta2 < 1:
+        raise UserError(f"--adam_beta2 is {config.adam_beta2}: it lies between 0 and 1")
     if not 0.01 <= config.temperature <= 2:
         raise UserError(f"--temperature is {config.temperature}: vLLM samples at 0.01 to 2")
     if config.lr_schedule == "warmup_stable_decay" and not config.decay_steps:
@@ -242,6 +232,12 @@ def check(config: Config) -> None:
         raise UserError(f"--lr_schedule is {config.lr_schedule!r}: it is one of {', '.join(LR_SCHEDULES)}")
     if config.beta_final is not None and not config.beta_steps and config.beta_stop_step is None:
         raise UserError(f"--beta_final is {config.beta_final} but nothing says when: give --beta_steps or --beta_stop_step")
+    if config.reward_temperature != 1 and not config.reward_temperature_steps:
+        raise UserError(f"--reward_temperature is {config.reward_temperature} but nothing says how long: give --reward_temperature_steps")
+    if config.reference_temperature != 1 and not config.reference_temperature_steps:
+        raise UserError(f"--reference_temperature is {config.reference_temperature} but nothing says when: give --reference_temperature_steps")
+    if config.json and not config.eval_only:
+        raise UserError("--json is for --eval_only: a run writes metrics.jsonl")
     if config.reference_reset_period % config.sync_period:
         raise UserError(f"--reference_reset_period is {config.reference_reset_period}, no multiple of --sync_period {config.sync_period}: "
                         "the reference policy is reset at a sync")
@@ -257,26 +253,59 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Read off the source of Config: a comment starts a group of flags, a field is a flag, the string under it is its help."""
+def _parse(arguments: list[str]) -> tuple[dict, dict]:
+    """The flags that are given: a run's, and the task's own. Those are known once it is known which task it is."""
+    from tasks import find_task  # not at the top: it imports this file
+
+    help_wanted = {"-h", "--help"} & set(arguments)
+    first, rest = _parser(None).parse_known_args([argument for argument in arguments if argument not in help_wanted])
+    # TASK comes first: behind a flag that is not known yet stands that flag's value.
+    task = arguments[0] if arguments and not arguments[0].startswith("-") else Config.task if rest else getattr(first, "task", Config.task)
+    if "resume" in first and arguments[0].startswith("-"):
+        with suppress(OSError, ValueError):  # who resumes it will say what is wrong
+            task = json.loads((Path(first.resume) / "config.json").read_text()).get("task", task)
+    settings = find_task(task) if rest or help_wanted else None
+    if clash := set(_fields(settings)) & set(_fields(Config)):
+        raise UserError(f"task {task!r} has a setting {min(clash)!r}, which is one of every run: give it another name")
+    parser = _parser(settings)
+    flags, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        nearest = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        raise UserError(f"unknown argument {unknown[0]!r}" + (f": did you mean {nearest[0]}?" if nearest else ": see python tba.py --help"))
+    own = set(_fields(settings))
+    return {n: v for n, v in vars(flags).items() if n not in own}, {n: v for n, v in vars(flags).items() if n in own}
+
+
+def _parser(task: type | None) -> argparse.ArgumentParser:
     parser = _Parser(prog="python tba.py", usage="python tba.py [TASK] [--flag value ...]", allow_abbrev=False,
                      argument_default=argparse.SUPPRESS, description="Trajectory Balance with Asynchrony on one machine.",
-                     epilog="Presets: " + "; ".join(f"{task} {name}: {preset}" for task in PRESETS for name, preset in PRESETS[task].items()))
-    types = typing.get_type_hints(Config)
-    group, name = parser, ""
-    for line in inspect.getsource(Config).splitlines():
+                     epilog="Presets (presets.py): " + "; ".join(f"{name}: {', '.join(presets)}" for name, presets in PRESETS.items()))
+    _add_flags(parser, Config)
+    if _fields(task):
+        _add_flags(parser.add_argument_group(f"The task's own ({task.__name__})"), task)
+    return parser
+
+
+def _fields(settings: type | None) -> dict:
+    return getattr(settings, "__dataclass_fields__", {})
+
+
+def _add_flags(group, settings: type) -> None:
+    """Read off the source of a dataclass: a comment starts a group of flags, a field is a flag, the string under it is its help."""
+    types, parser, name = typing.get_type_hints(settings), group, ""
+    for line in inspect.getsource(settings).splitlines():
         if line.startswith("    # "):
             group = parser.add_argument_group(line.removeprefix("    # "))
         elif field := re.match(r"    (\w+): ", line):
             name = field[1]
-        elif name and line.startswith('    """'):
-            default = getattr(Config, name)
-            text = line.strip().strip('"').replace("%", "%%") + ("" if default in ("", None, False) else f" (default {default})")
+        elif name in _fields(settings) and re.match(r'    r?"""', line):
+            default = getattr(settings, name, None)
+            text = line.strip().lstrip("r").strip('"').replace("%", "%%") + ("" if default in ("", None, False) else f" (default {default})")
             if name == "task":
                 group.add_argument("task", nargs="?", metavar="TASK", help=text)
             elif types[name] is bool:
                 group.add_argument(f"--{name}", action="store_true", help=text)
-            else:
+            elif types[name] is not dict:
                 kind = next(t for t in (typing.get_args(types[name]) or [types[name]]) if t is not type(None))
                 group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
-    return parser

@@ -27,7 +27,8 @@ class Learner:
         torch.manual_seed(config.seed)
         self.policy = load_policy(config, device())
         # fp32 masters: a step of 1e-5 times a bf16 weight rounds away.
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay,
+                                           betas=(0.9, config.adam_beta2), fused=True)  # fmt: skip
         self.lr_schedule = lr_schedule(self.optimizer, config)
         self.step = 0  # optimizer steps done; the version of the weights
         self.bad_steps = self.bad_steps_in_a_row = 0
@@ -35,12 +36,12 @@ class Learner:
     def update(self, rows: list[Row]) -> Metrics:
         """One optimizer step on B x K rows, a few queries at a time. Each row weighs the same whatever the micro-batch."""
         config = self.config
-        beta = beta_at(config, self.step)
+        beta, tau, gamma = beta_at(config, self.step), reward_temperature_at(config, self.step), reference_temperature_at(config, self.step)
         size = config.queries_per_micro_batch * config.responses_per_query
         totals: Metrics = {"loss": 0.0}
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
-            loss, metrics = LOSSES[config.loss](self.loss_inputs(part, beta))
+            loss, metrics = LOSSES[config.loss](self.loss_inputs(part, beta * tau, gamma * tau))
             (loss * len(part) / len(rows)).backward()
             for name, value in {"loss": loss.detach(), **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + value * len(part) / len(rows)
@@ -60,7 +61,8 @@ class Learner:
         self.step += 1
         return {"step": self.step} | {k: float(v) for k, v in totals.items()} | {"grad_norm": grad_norm, "learning_rate": learning_rate, "beta": beta}
 
-    def loss_inputs(self, rows: list[Row], beta: float) -> LossInputs:
+    def loss_inputs(self, rows: list[Row], beta: float, reference_temperature: float = 1.0) -> LossInputs:
+        """[log pi_ref / gamma + reward / beta] / tau is the log-reward of trajectory balance: so these two are beta tau and gamma tau."""
         logprobs = response_logprobs(self.policy, [r.prompt for r in rows], [r.tokens for r in rows], self.config.temperature)  # (N, T)
 
         def padded(arrays: list[np.ndarray]) -> Tensor:
@@ -71,7 +73,7 @@ class Learner:
 
         return LossInputs(
             logprobs=logprobs,
-            ref_logprobs=padded([r.ref_logprobs for r in rows]),
+            ref_logprobs=padded([r.ref_logprobs for r in rows]) / reference_temperature,
             behavior_logprobs=padded([r.behavior_logprobs for r in rows]),
             mask=padded([np.ones(len(r.tokens)) for r in rows]),  # by length, not by token id: end-of-sequence may equal padding
             rewards=torch.tensor([r.reward for r in rows], device=logprobs.device),
@@ -145,6 +147,16 @@ def beta_at(config: Config, step: int) -> float:
     if config.beta_stop_step is not None and step >= config.beta_stop_step:
         return config.beta_final
     return config.beta + (config.beta_final - config.beta) * min(1.0, step / max(1, config.beta_steps))
+
+
+def reward_temperature_at(config: Config, step: int) -> float:
+    """tau"""
+    return config.reward_temperature + (1 - config.reward_temperature) * min(1.0, step / max(1, config.reward_temperature_steps))
+
+
+def reference_temperature_at(config: Config, step: int) -> float:
+    """gamma"""
+    return 1 + (config.reference_temperature - 1) * min(1.0, step / max(1, config.reference_temperature_steps))
 
 
 def lr_schedule(optimizer: torch.optim.Optimizer, config: Config):

@@ -91,11 +91,11 @@ def response_logprobs_under(weights: dict[str, Tensor], model: torch.nn.Module, 
     return functional_call(scorer, {f"model.{name}": tensor.to(device, torch.float32) for name, tensor in weights.items()}, arguments)
 
 
-def mismatch(group: Group, weights: dict[str, Tensor], model: torch.nn.Module, temperature: float) -> float:
+def mismatch(group: Group, weights: dict[str, Tensor], model: torch.nn.Module) -> float:
     """Mean |difference| of a token's log-probability between vLLM and transformers, in nats, for a group that these weights sampled. Near 0
     it shows that what was published is what samples."""
     rows = rows_of(group)
-    logprobs = response_logprobs_under(weights, model, [r.prompt for r in rows], [r.tokens for r in rows], temperature).cpu().numpy()
+    logprobs = response_logprobs_under(weights, model, [r.prompt for r in rows], [r.tokens for r in rows], group.temperature).cpu().numpy()
     return float(np.concatenate([np.abs(ours[: len(r.tokens)] - r.behavior_logprobs) for ours, r in zip(logprobs, rows)]).mean())
 
 

@@ -152,7 +152,7 @@ def draw(run_dir: str, metric: str) -> None:
 
     matplotlib.use("agg")
     lines = read_lines(Path(run_dir) / "metrics.jsonl")
-    draw_curves(run_dir, [line for line in lines if "loss" in line], [line for line in lines if metric in line], metric)
+    draw_curves(run_dir, [line for line in lines if "loss" in line], [line for line in lines if metric in line and "loss" not in line], metric)
     draw_timeline(run_dir)
 
 
@@ -165,7 +165,7 @@ def draw_curves(run_dir: str, steps: list[dict], evaluations: list[dict], metric
         axis.plot(*zip(*[(line["step"], line[name]) for line in steps if name in line] or [(0, 0)]), label=name)
         axis.set(title=name, xlabel="trainer step")
     reward = axes.flat[0]
-    reward.plot([e["step"] for e in evaluations], [e[metric] for e in evaluations], "o-", label=f"{metric}, test queries, greedy")
+    reward.plot([e["step"] for e in evaluations], [e[metric] for e in evaluations], "o-", label=f"{metric}, test queries")
     reward.legend()
     figure.savefig(Path(run_dir) / "curves.png", dpi=80)
     plt.close(figure)

@@ -30,14 +30,16 @@ class Unscored:
 class Scorer:
     """add() what is to be scored, take() what has been."""
 
-    def __init__(self, config: Config):
-        self.task = load_task(config.task, **config.task_options())
+    def __init__(self, config: Config, task: Task):
+        self.task = task
         self.pool = None
-        if self.task.score_timeout is not None:
+        if task.score_timeout is None:
+            task.load()
+        else:
             # Workers are forked from a server that has imported all this: one that was killed is replaced at once.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__])
-            self.pool = ProcessPool(WORKERS, context=context, initializer=_begin, initargs=(config.task, config.task_options()))
+            self.pool = ProcessPool(WORKERS, context=context, initializer=_begin, initargs=(config.task, config.options))
         self.waiting: list[tuple[Unscored, Future]] = []  # for a worker
         self.scored: list[tuple[Unscored, np.ndarray | Exception]] = []
 
@@ -84,6 +86,7 @@ def _begin(task: str, options: dict) -> None:
     processes.die_with_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)  # which the searcher has blocked: SIGTERM is how a worker is stopped
     _task = load_task(task, **options)
+    _task.load()
 
 
 def _score(group: Unscored) -> np.ndarray:

@@ -26,7 +26,7 @@ from policy import load_policy, load_tokenizer, response_logprobs
 from processes import GIVE_UP, Board, device
 from report import Lines, Timeline
 from scoring import Scorer, Unscored
-from tasks import Query
+from tasks import Query, load_task
 from weights import WRITING, SharedWeights
 
 SAMPLES_PERIOD = 1.0  # seconds between two groups of this searcher in samples.jsonl
@@ -43,6 +43,7 @@ class Running:
     version: int  # of the weights when it was added
     batch: int | None  # constant staleness: the trainer step that it is for
     index: int  # in the order in which this searcher takes its queries
+    temperature: float  # at which its responses are sampled
     last_version: int = -1  # of the weights when it was finished
     responses: list = field(default_factory=list)  # vLLM's
 
@@ -54,17 +55,19 @@ class Searcher:
         self.timeline = Timeline(run_dir, self.name)
         self.samples = Lines(Path(run_dir) / "samples.jsonl")
         self.sampled_at = -SAMPLES_PERIOD  # when a group last went to samples.jsonl
-        self.scorer = Scorer(config)
-        self.task = self.scorer.task
+        self.task = load_task(config.task, **config.options)
         self.queries = self.task.queries("train")
         self.share = np.random.default_rng(config.seed).permutation(len(self.queries))[rank :: config.searchers]  # nobody else works on these
+        if len(self.queries) < config.searchers:  # unless there are too few
+            self.share = np.arange(len(self.queries))
         self.test_queries = self.task.queries("test")
         self.tokenizer = load_tokenizer(config)
         self.started = int(board.get(self.name, "cursor"))  # queries drawn so far, also by those who were this searcher before
         # A searcher that takes another's place, or goes on from a checkpoint, shall not draw the numbers that were drawn before.
         self.engine = Engine(config, seed=int(np.random.SeedSequence((config.seed, rank, self.started)).generate_state(1)[0]))
-        # On this device, so that the trainer holds no second model.
+        # On this device, so that the trainer holds no second model; behind vLLM, which takes its share of what is free.
         self.reference = load_policy(config, device())
+        self.scorer = Scorer(config, self.task)
         self.version = 0  # of the weights in the engine: config.model is the trainer's version 0
         self.evaluated = int(board.get(self.name, "evaluated"))  # the newest version that an evaluation was started for
         self.evaluation: EvaluationRun | None = None
@@ -100,9 +103,9 @@ class Searcher:
                     if self.evaluation:
                         self.evaluation.finish(outputs)
             self.take_scores()
-            if self.evaluation and (result := self.evaluation.result()):
-                self.outbox.append(result)
-                self.board.set(self.name, "evaluated", result.version)
+            if self.evaluation and self.evaluation.done:
+                self.outbox.append(self.evaluation.result())
+                self.board.set(self.name, "evaluated", self.evaluation.version)
                 self.evaluation = None
         self.timeline.flush()
 
@@ -152,13 +155,14 @@ class Searcher:
                 continue
             skipped = 0
             request = f"{query.id}.{visit}"
-            seed = None  # vLLM draws for each seeded request by itself, which costs time: only where a run is to be repeatable
-            if self.config.lockstep:
-                seed = int.from_bytes(hashlib.blake2b(f"{self.config.seed}.{request}".encode(), digest_size=4).digest())
-            self.engine.add(request, prompt, self.version, n=self.config.samples_per_query, temperature=self.config.temperature,
-                            max_tokens=self.config.max_response_tokens, seed=seed)  # fmt: skip
+            own = int.from_bytes(hashlib.blake2b(f"{self.config.seed}.{self.name}.{request}".encode(), digest_size=4).digest())
+            sampling = {"n": self.config.samples_per_query, "temperature": self.config.temperature, "max_tokens": self.config.max_response_tokens}
+            sampling |= self.task.sampling(np.random.default_rng(own))
+            if self.config.lockstep:  # vLLM draws for each seeded request by itself, which costs time: only where a run is to be repeatable
+                sampling["seed"] = own
+            self.engine.add(request, prompt, self.version, **sampling)
             batch = self.owed.popleft() if self.config.lockstep else None
-            self.running[request] = Running(query, prompt, self.version, batch, self.started - 1)
+            self.running[request] = Running(query, prompt, self.version, batch, self.started - 1, sampling["temperature"])
         self.mark_cursor()
 
     def next_query(self) -> tuple[Query, int]:
@@ -190,7 +194,7 @@ class Searcher:
         scored = []
         for group, rewards in self.scorer.take():
             if isinstance(group.owner, EvaluationRun):
-                group.owner.record(rewards)
+                group.owner.record(group, rewards)
             elif isinstance(rewards, Exception):
                 self.drop(group, rewards)
             else:
@@ -220,6 +224,7 @@ class Searcher:
                 behavior_logprobs=np.array([lp[t].logprob for r in run.responses for t, lp in zip(r.token_ids, r.logprobs)], np.float32),
                 rewards=rewards,
                 finished=np.array(group.finished),
+                temperature=run.temperature,
             ))  # fmt: skip
 
     def drop(self, group: Unscored, error: Exception) -> None:

@@ -2,13 +2,13 @@
 
     python tba.py                       # the arithmetic demo, no GPU needed
     python tba.py gsm8k                 # RhoMath-1B on GSM8K: the trainer on GPU 0, a searcher on each other GPU
+    python tba.py gsm8k --eval_only --model runs/…/model
     python tba.py --help
 
 Spawned children import this file: nothing slow (torch, vllm) is imported at its top.
 """
 
 import dataclasses
-import fcntl
 import json
 import os
 import signal
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import preflight
 from config import Config, UserError, build_config
 
 SAVE_SECONDS = 10.0  # that a trainer which is told to end has for its checkpoint and its model
@@ -42,12 +43,15 @@ class Interrupt:
 def main(arguments: list[str]) -> int:
     try:
         config = build_config(arguments)
-        task, sizes = load_data(config)
-        resume = find_checkpoint(config) if config.resume else None
-        if not resume or config.output_dir != config.resume:
-            config.output_dir = find_run_dir(config)
-        check_loss(config)
-        config.model = find_model(config, task)
+        task, sizes = preflight.load_data(config)
+        resume = preflight.find_checkpoint(config) if config.resume else None
+        if not config.eval_only and not (resume and config.output_dir == config.resume):
+            config.output_dir = preflight.find_run_dir(config)
+        preflight.check_loss(config)
+        config.model = preflight.find_model("--model", config.model or task.base_model())
+        task.prepare()
+        if config.eval_only:
+            return evaluate_only(config)
         return run(config, task.metric, sizes, resume)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -55,77 +59,6 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted before the run began: nothing was written", file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-def load_data(config: Config) -> tuple:
-    """The task, and its number of queries per split: read once here, so that a bad row shows now and not in a searcher. Raises UserError."""
-    from tasks import load_task
-
-    task = load_task(config.task, **config.task_options())
-    sizes = {split: len(task.queries(split)) for split in ("train", "test")}
-    for split, size in sizes.items():
-        if not size:
-            raise UserError(f"task {config.task!r} has no {split} queries")
-    return task, sizes
-
-
-def check_loss(config: Config) -> None:
-    from loss import LOSSES
-
-    if config.loss not in LOSSES:
-        raise UserError(f"--loss is {config.loss!r}: it is one of {', '.join(LOSSES)}")
-
-
-def find_model(config: Config, task) -> str:
-    """A local directory as an absolute path, or a hub id. Raises UserError for a path that does not exist."""
-    model = config.model or task.base_model()
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"--model {model!r} holds no model: it has no config.json")
-        return str(path.resolve())
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise UserError(f"--model {model!r} does not exist: give a local directory or a hub id like organisation/name")
-    return model
-
-
-def fetch_model(model: str) -> str:
-    """A local directory as it is; a hub model into the hub's cache, before processes start whose silence would be taken for death."""
-    if Path(model).is_dir():
-        return model
-    from huggingface_hub import snapshot_download
-
-    print(f"fetching {model} from the hub", flush=True)
-    try:
-        return snapshot_download(model, ignore_patterns=["*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"])
-    except Exception as error:  # the many ways of having no network
-        raise UserError(f"--model {model!r} could not be fetched from the hub: {type(error).__name__}: {str(error).splitlines()[0]}") from error
-
-
-def find_checkpoint(config: Config) -> str:
-    """The newest checkpoint of the run to go on with that is whole; those that are not are named. Raises UserError if there is none."""
-    import checkpoint
-
-    lock(config.resume)
-    directory, complaints = checkpoint.newest_whole(config.resume)
-    for complaint in complaints:
-        print(complaint, file=sys.stderr)
-    if directory is None:
-        raise UserError(f"--resume {config.resume!r} has no checkpoint" + " that is whole" * bool(complaints))
-    return str(directory)
-
-
-def find_run_dir(config: Config) -> str:
-    """Raises UserError for a directory that cannot be written to or already holds a run. Creates nothing yet."""
-    directory = Path(config.output_dir or f"runs/{Path(config.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if directory.is_dir() and any(directory.iterdir()):
-        raise UserError(f"--output_dir {str(directory)!r} already holds a run: give another one, or remove it")
-    existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
-    try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        raise UserError(f"--output_dir {str(directory)!r} cannot be written: {error.strerror} in {str(existing)!r}") from error
-    return str(directory)
 
 
 def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) -> int:
@@ -153,10 +86,8 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
         check_shared_memory(SharedWeights.required_bytes(shapes, dtype, resets))
     except MemoryError as error:
         raise UserError(str(error)) from error
-    if config.searchers > sizes["train"]:
-        raise UserError(f"--searchers is {config.searchers}, but the task has {sizes['train']} queries to share out")
-    source = f" from {config.data_dir}" if config.data_dir else ""
-    print(f"task {config.task}: {sizes['train']} queries to train on, {sizes['test']} to test on{source}")
+    options = "".join(f", {name} {value}" for name, value in config.options.items())
+    print(f"task {config.task}{options}: {sizes['train']} queries to train on, {sizes['test']} to test on")
     print(f"model {config.model}, {elements(shapes) / 1e6:.1f} M parameters")
     describe(config, places)
 
@@ -167,7 +98,7 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
             raise UserError(f"--resume {config.resume!r}: --model {config.model!r} has changed since: {fault}")
         print(f"going on from {resume}")
     settings = dataclasses.asdict(config) | {"resume": ""}  # with the model by the name that it has for the user
-    config.model = fetch_model(config.model)
+    config.model = preflight.fetch_model("--model", config.model)
     if resume and run_dir == config.resume:
         report.rewind(run_dir, state["step"])
         checkpoint.drop_newer(resume)
@@ -176,7 +107,7 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
             (Path(run_dir) / "logs").mkdir(parents=True)
         except FileExistsError:  # made since it was looked at
             raise UserError(f"--output_dir {run_dir!r} already holds a run: give another one") from None
-        lock(run_dir)
+        preflight.lock(run_dir)
     (Path(run_dir) / "config.json").write_text(json.dumps(settings, indent=2))
     interrupt = Interrupt()
     weights = SharedWeights(shapes, dtype, readers=config.searchers, reference=resets)
@@ -195,7 +126,7 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
         watch(supervisor, trainer, board, config, interrupt, until=lambda: not trainer.is_alive() and trainer.exitcode == 0)
         stop(supervisor, trainer, board, save_seconds)  # the evaluation needs the cores and GPUs
         if not interrupt.signal:
-            final_evaluation(config, metric, places[1], interrupt)
+            final_evaluation(config, places[1], interrupt)
     except RunFailed as failure:
         failed = True
         print(f"error: {failure}", file=sys.stderr)
@@ -213,14 +144,6 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
         print(f"trainer busy: {busy:.3f} of the time between the first and the last step")
     print(f"results: {run_dir}")
     return 0
-
-
-def lock(run_dir: str) -> None:
-    """The directory, until this process ends, however it ends. Raises UserError if another run has it."""
-    try:
-        fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"--resume {run_dir!r}: this run has not ended, its processes are alive") from None
 
 
 def describe(config: Config, places: list) -> None:
@@ -262,37 +185,72 @@ def stop(supervisor, trainer, board, save_seconds: float) -> None:
     supervisor.stop(time.monotonic() + 2.0)
 
 
-def final_evaluation(config: Config, metric: str, place, interrupt: Interrupt) -> None:
+def final_evaluation(config: Config, place, interrupt: Interrupt) -> None:
     """Loads the saved model afresh into an engine of its own and evaluates it there."""
+    if not (result := evaluate(dataclasses.replace(config, model=str(Path(config.output_dir, "model").resolve())), place, interrupt)):
+        return
+    with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
+        print(json.dumps({"step": config.steps} | {f"final_{name}": value for name, (value, _, _) in result.metrics.items()}), file=file)
+    for name, (value, low, high) in result.metrics.items():
+        print(f"final {name}: {value:.2f} ({value:.4f}, 95 % interval {low:.4f} to {high:.4f}, on {result.queries} test queries); the saved model, "
+              "loaded afresh", flush=True)
+
+
+def evaluate_only(config: Config) -> int:
+    """--eval_only. Returns the exit code."""
+    import processes
+    from policy import weight_shapes
+    from supervisor import RunFailed
+
+    weight_shapes(config)  # raises UserError for a model that cannot be used
+    config.model = preflight.fetch_model("--model", config.model)
+    interrupt = Interrupt()
+    with tempfile.TemporaryDirectory() as directory:
+        config.output_dir = directory
+        Path(directory, "logs").mkdir()
+        try:
+            result = evaluate(config, processes.places(config)[1], interrupt)
+        except RunFailed as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            return 1
+    if not result:
+        print("interrupted", file=sys.stderr)
+        return 128 + interrupt.signal
+    print(json.dumps(dataclasses.asdict(result) | {"model": config.model}) if config.json else result)
+    return 0
+
+
+def evaluate(config: Config, place, interrupt: Interrupt):
+    """The FinalEvaluation of config.model, by a process of its own. None: interrupted. Raises RunFailed."""
     import torch.multiprocessing
 
     import processes
     from supervisor import RunFailed
 
-    saved = dataclasses.replace(config, model=str(Path(config.output_dir, "model").resolve()))
     if place.gpu is None:
         place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))  # all others have ended
+    else:
+        config = dataclasses.replace(config, gpu_memory_utilization=config.gpu_memory_utilization or 0.75)
     place = dataclasses.replace(place, name="evaluation")
     receiver, sender = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
-    child = processes.start(place, "evaluation:evaluate_saved", (saved, sender), config.output_dir)
+    child = processes.start(place, "evaluation:evaluate_model", (config, sender), config.output_dir)
     sender.close()
     deadline = time.monotonic() + EVALUATION_SECONDS
     try:
         while not receiver.poll(0.1):
             if interrupt.signal:
-                return
+                return None
             if time.monotonic() > deadline:
-                raise RunFailed(f"the final evaluation took longer than {EVALUATION_SECONDS:.0f} s")
+                raise RunFailed(f"the evaluation took longer than {EVALUATION_SECONDS:.0f} s")
         result = receiver.recv()
+        child.join(10.0)
+        return result
     except EOFError:
         child.join()
         tail = processes.log_tail(config.output_dir, "evaluation")
-        raise RunFailed(f"the final evaluation ended with exit code {child.exitcode}\n{tail}") from None
+        raise RunFailed(f"the evaluation ended with exit code {child.exitcode}\n{tail}") from None
     finally:
         processes.kill(child)
-    with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
-        print(json.dumps({"step": config.steps, f"final_{metric}": result.score}), file=file)
-    print(f"final {metric}: {result}; the saved model, loaded afresh", flush=True)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Trainer:
         self.config, self.weights, self.found, self.board, self.run_dir = config, weights, found, board, run_dir
         board.beat("trainer")
         self.timeline = Timeline(run_dir, "trainer")
-        self.metric = load_task(config.task, **config.task_options()).metric
+        self.metric = load_task(config.task, **config.options).metric
         self.report = Report(run_dir, config.steps)
         self.learner = Learner(config, self.report.say)
         self.learner.try_largest_batch()
@@ -145,7 +145,7 @@ class Trainer:
             newest = reversed(groups + sum(self.batches.values(), []))
             held = self.weights.held()
             if group := next((g for g in newest if g.version == g.last_version and g.version in held), None):
-                self.fresh["mismatch"] = mismatch(group, held[group.version], self.learner.policy, self.config.temperature)
+                self.fresh["mismatch"] = mismatch(group, held[group.version], self.learner.policy)
                 self.fresh["mismatch_version"] = group.version
                 self.mismatch_due = self.step + MISMATCH_PERIOD
 

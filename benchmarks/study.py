@@ -99,6 +99,7 @@ class InlineSearcher:
                 ref_logprobs=np.concatenate([reference[j, : len(responses[j])] for j in range(i, i + s)]),
                 behavior_logprobs=np.concatenate([behavior[j, : len(responses[j])] for j in range(i, i + s)]),
                 rewards=rewards[i : i + s], finished=np.array(finished[i : i + s]),
+                temperature=config.temperature,
             )
             for i, query, batch in zip(range(0, len(rows), s), queries, batches)
         ]  # fmt: skip

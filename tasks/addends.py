@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tasks import Query, Task
-from tasks._pretraining import cached_base_model
+from tasks._pretraining import pupil
 
 BORROWS = (0.45, 0.45, 0.1)  # probability that the pupil borrows 0, 1 or 2 tens, whether one is needed or not
 TEST_QUERIES = 20  # of the 90 numbers; never trained on, neither here nor by reinforcement learning
@@ -38,7 +38,7 @@ class Addends(Task):
         return response
 
     def base_model(self) -> str:
-        return cached_base_model(__file__, self.queries("train"), homework)
+        return pupil(__file__, self.queries("train"), homework)
 
 
 def add_up(response: str) -> int | None:

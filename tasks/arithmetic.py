@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tasks import Query, Task
-from tasks._pretraining import cached_base_model
+from tasks._pretraining import pupil
 
 FORGETS = 0.65  # probability that the pupil forgets a carry
 TEST_QUERIES = 1000  # of the 10,000 sums; never trained on, neither here nor by reinforcement learning
@@ -33,7 +33,7 @@ class Arithmetic(Task):
         return response
 
     def base_model(self) -> str:
-        return cached_base_model(__file__, self.queries("train"), homework)
+        return pupil(__file__, self.queries("train"), homework)
 
 
 def homework(query: Query, rng: np.random.Generator) -> str:

@@ -29,9 +29,9 @@ def pytest_configure(config) -> None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """The figures that tests have measured (record_property), for the tables that quote them."""
-    for report in terminalreporter.getreports("passed"):
-        for name, value in report.user_properties:
-            terminalreporter.write_line(f"{report.nodeid.split('::')[-1]}: {name} {value}")
+    for passed in terminalreporter.getreports("passed"):
+        for name, value in passed.user_properties:
+            terminalreporter.write_line(f"{passed.nodeid.split('::')[-1]}: {name} {value}")
 
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"

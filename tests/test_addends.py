@@ -1,6 +1,7 @@
 """The task with many right answers, and the base model that spreads over them."""
 
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -90,17 +91,16 @@ def test_the_base_model_spreads_over_the_right_answers(base_samples):
     assert distinct > 0.85 * expected, (distinct, expected)
 
 
-def test_the_base_model_is_built_once_and_anew_when_its_recipe_changes(tmp_path, monkeypatch):
+def test_the_models_of_a_task_are_built_once_and_anew_when_their_recipe_changes(tmp_path, monkeypatch):
     builds = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(_pretraining, "pretrain", lambda queries, homework, directory: (builds.append(directory), directory.mkdir()))
     task_file, shared_file = tmp_path / "some_task.py", tmp_path / "_pretraining.py"
     task_file.write_text("one homework")
     shutil.copy(_pretraining.__file__, shared_file)
     monkeypatch.setattr(_pretraining, "__file__", str(shared_file))
 
-    def directory() -> str:
-        return _pretraining.cached_base_model(str(task_file), [], None)
+    def directory() -> Path:
+        return _pretraining.cached(lambda made: (builds.append(made), made.mkdir()), str(task_file))
 
     first = directory()
     assert directory() == first and len(builds) == 1

@@ -31,6 +31,7 @@ def group(query: int, names: list[int], rewards: list[float] | None = None, vers
         behavior_logprobs=np.full(size, -2.0 - version, np.float32),
         rewards=np.array(rewards or [0.0] * len(names), np.float32),
         finished=np.ones(len(names), bool),
+        temperature=1.0,
     )
 
 
@@ -494,7 +495,7 @@ def many(query: int, stamp: int, count: int) -> Group:
     zeros = np.zeros(2 * count, np.float32)
     tokens = np.stack([np.arange(count), np.full(count, stamp)], axis=1).astype(np.int32).ravel()
     return Group(query, stamp, stamp, 0, None, np.zeros(2, np.int32), np.full(count, 2, np.int32), tokens, zeros, zeros, zeros[:count],
-                 np.ones(count, bool))  # fmt: skip
+                 np.ones(count, bool), 1.0)  # fmt: skip
 
 
 @pytest.fixture

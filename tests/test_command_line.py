@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT, tba
 
-from config import Config, build_config
+from config import Config, UserError, build_config
 from tba import main
 
 
@@ -15,11 +15,15 @@ from tba import main
 def files(tmp_path, gsm8k_data, untied_model):
     """Things to name on the command line."""
     row = json.dumps({"question": "1+1?", "answer": "#### 2"})
+    summary = json.dumps({"query": "q", "reference_response": "r", "query_reference_response": "qr"})
     for name, lines in {
         "no_answer": [row, row, '{"question": "1+1?"}'],
         "no_question": ['{"answer": "#### 2"}'],
         "no_gold": [row, '{"question": "1+1?", "answer": "two"}'],
         "broken": [row, "{"],
+        "tldr": [summary, '{"query": "q"}'],
+        "good_tldr": [summary],
+        "no_box": ['{"problem": "1+1?", "solution": "2"}'],
     }.items():
         (tmp_path / name).mkdir()
         for split in ("train", "test"):
@@ -39,7 +43,7 @@ def files(tmp_path, gsm8k_data, untied_model):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ("multiplication", "unknown task 'multiplication': the tasks are addends, arithmetic, gsm8k, or give the path of a .py file"),
+        ("multiplication", "unknown task 'multiplication': the tasks are addends, arithmetic, competition_math, gsm8k, redteam, tldr, or give the path of a .py file"),
         ("{tmp}/absent.py", "absent.py' does not exist"),
         ("{tmp}/raises.py", "fails to import: ZeroDivisionError: division by zero"),
         ("{tmp}/no_score.py", "has no method score"),
@@ -47,7 +51,7 @@ def files(tmp_path, gsm8k_data, untied_model):
         ("--sync_period", "--sync_period: expected one argument"),
         ("--steps many", "--steps: invalid int value: 'many'"),
         ("arithmetic gsm8k", "unknown argument 'gsm8k'"),
-        ("arithmetic --data_dir {tmp}", "takes no --data_dir"),
+        ("arithmetic --data_dir {tmp}", "unknown argument '--data_dir'"),
         ("gsm8k --data_dir {gsm8k} --model {tmp}/absent", "absent' does not exist: give a local directory or a hub id"),
         ("gsm8k --data_dir {gsm8k} --model a/b/c", "--model 'a/b/c' does not exist"),
         ("gsm8k --data_dir {gsm8k} --model {tmp}/empty_model", "holds no model: it has no config.json"),
@@ -83,6 +87,20 @@ def files(tmp_path, gsm8k_data, untied_model):
         ("--max_staleness 5 --constant_staleness 5", "--max_staleness 5 is for the buffer"),
         ("--reference_reset_period 5 --sync_period 2", "--reference_reset_period is 5, no multiple of --sync_period 2"),
         ("gsm8k --preset k4", "--preset is 'k4': it is one of figure1, table2, k40"),
+        ("tldr --preset 1b --tiny", "--preset is '1b', but --tiny is a preset of its own"),
+        ("gsm8k --tiny", "unknown argument '--tiny'"),
+        ("tldr --reward_modell x/y", "unknown argument '--reward_modell': did you mean --reward_model?"),
+        ("--json", "--json is for --eval_only"),
+        ("--eval_only --model {tmp}/absent", "absent' does not exist"),
+        ("tldr --data_dir {tmp} --model {model}", "train.jsonl does not exist"),
+        ("tldr --data_dir {tmp}/tldr --model {model}", "train.jsonl line 2 has no 'reference_response'"),
+        ("tldr --data_dir {tmp}/good_tldr --model {model} --reference_model {tmp}/absent", "--reference_model"),
+        ("tldr --data_dir {tmp}/good_tldr --model {model} --reference_model {model} --reward_model {model}", "has 2 labels: it must have 1"),
+        ("redteam --model {model} --victim_model {model} --classifier {model} --toxic_label bad", "has no label 'bad': it has LABEL_0, LABEL_1"),
+        ("competition_math --data_dir {tmp}/no_box --model {model}", "train.jsonl line 1: the solution has no \\boxed{}"),
+        ("--reward_temperature 2", "--reward_temperature is 2.0 but nothing says how long"),
+        ("--reference_temperature 1.2", "--reference_temperature is 1.2 but nothing says when"),
+        ("--adam_beta2 1", "--adam_beta2 is 1.0: it lies between 0 and 1"),
         ("{tmp}/no_score.py --preset k40", "--preset is 'k40': this task has none"),
         ("--resume {tmp}/absent", "absent' holds no run that can be resumed"),
         ("--resume {tmp}/used", "used' has no checkpoint"),
@@ -137,6 +155,44 @@ def test_gsm8k_has_the_papers_variants_as_presets():
     assert build_config(["gsm8k"]).preset == "figure1"
 
 
+def test_the_other_tasks_have_the_papers_settings():
+    """paper.md section 4: TL;DR; red-teaming with GPT-2; MATH, Table 4."""
+    tldr = dict(learning_rate=3e-6, lr_schedule="linear", queries_per_batch=8, responses_per_query=20, samples_per_query=20, steps=256, sync_period=10,
+                most_on_policy_prob=0.5, temperature=0.7, reward_inverse_temperature=1.0, initial_responses=10_000, beta=1.0, beta_final=0.05,
+                beta_steps=128, beta_stop_step=32, max_prompt_tokens=512, max_response_tokens=128, capacity_per_query=100, max_grad_norm=None)  # fmt: skip
+    redteam = dict(learning_rate=1e-4, queries_per_batch=1, responses_per_query=128, steps=5000, sync_period=10, most_on_policy_prob=0.5, beta=0.05,
+                   reward_temperature=2.0, reference_temperature=1.2, capacity_per_query=100_000, max_response_tokens=20, loss="tb")  # fmt: skip
+    math = dict(learning_rate=1e-6, temperature=1.0, max_prompt_tokens=1024, max_response_tokens=2048, queries_per_batch=32, responses_per_query=16,
+                steps=400, beta=0.005, beta_final=None, reference_reset_period=50, constant_staleness=2, adam_beta2=0.99, weight_decay=0.01,
+                max_grad_norm=1.0, loss="tba_prime", model="Qwen/Qwen2.5-7B", sync_period=1, samples_per_query=16)  # fmt: skip
+    for arguments, settings in (["tldr"], tldr), (["redteam"], redteam), (["competition_math"], math):
+        config = build_config(arguments)
+        assert {name: getattr(config, name) for name in settings} == settings
+    for size in ("410m", "1b", "2.8b"):
+        config = build_config(["tldr", "--preset", size])
+        assert {name: getattr(config, name) for name in tldr} == tldr
+        assert config.options == {"reference_model": f"mnoukhov/pythia{size}-sft-tldr", "reward_model": f"mnoukhov/pythia{size}-rm-tldr6.9b"}
+    assert build_config(["competition_math", "--synchronous"]).constant_staleness == 0
+
+
+def test_a_tasks_own_settings_are_flags_and_lie_over_its_preset():
+    config = build_config(["tldr", "--reward_model", "some/model", "--steps", "3"])
+    assert config.options == {"reference_model": "mnoukhov/pythia410m-sft-tldr", "reward_model": "some/model"} and config.steps == 3
+    tiny = build_config(["redteam", "--tiny"])
+    assert tiny.preset == "tiny" and tiny == build_config(["redteam", "--preset", "tiny"])
+    assert build_config(["competition_math", "--data_dir", "x"]).options == {"data_dir": "x"}
+    assert "--victim_model" in tba("redteam", "--help").stdout
+
+
+def test_a_tasks_setting_may_not_have_the_name_of_a_runs(tmp_path):
+    (tmp_path / "clash.py").write_text(
+        "from dataclasses import dataclass\nfrom tasks import Task\n@dataclass\nclass T(Task):\n    seed: int = 0\n"
+        "    def queries(self, split): return []\n    def score(self, *a): return []\n"
+    )
+    with pytest.raises(UserError, match="has a setting 'seed', which is one of every run"):
+        build_config([str(tmp_path / "clash.py"), "--help"])
+
+
 def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on():
     config = build_config(["gsm8k", "--synchronous"])
     assert (config.constant_staleness, config.sync_period, config.samples_per_query) == (0, 1, config.responses_per_query)
@@ -146,7 +202,7 @@ def test_help_names_every_setting_with_its_meaning():
     result = tba("--help")
     assert result.returncode == 0
     for name in Config.__dataclass_fields__:
-        assert name == "task" or f"--{name} " in result.stdout, name
+        assert name in ("task", "options") or f"--{name} " in result.stdout, name
     assert "log Z of a query is" in result.stdout
 
 

@@ -189,7 +189,7 @@ if __name__ == "__main__":
         (Path(directory) / "writer.py").write_text(
             "import os\nimport numpy as np\nfrom buffer import Group\n\nclass Weights:\n    def unpin(self, reader):\n        pass\n\n"
             "def run(config, rank, weights, groups, board, run_dir):\n    board.set('searcher 0', 'ready', 1)\n"
-            "    i = 0\n    while True:\n        board.beat('searcher 0')\n        groups.put(Group(os.getpid(), i, i, 0, None, *[np.full(300_000, i)] * 7))\n        i += 1\n"
+            "    i = 0\n    while True:\n        board.beat('searcher 0')\n        groups.put(Group(os.getpid(), i, i, 0, None, *[np.full(300_000, i)] * 7, 1.0))\n        i += 1\n"
         )
         script = Path(directory) / "survive.py"
         script.write_text(code.format(root=str(ROOT), tests=directory, run_dir=directory))
@@ -201,13 +201,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("victim", ["the command line", pytest.param("trainer", marks=pytest.mark.faults)])
-def test_whoever_is_killed_takes_all_the_others_along_and_leaves_nothing_in_shared_memory(victim, tmp_path):
+def test_whoever_is_killed_takes_all_the_others_along_and_leaves_nothing_in_shared_memory(victim, tmp_path, record_property):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER) as run:
         run.is_at(10)
         assert len(living(run.tag)) >= 3
         if victim == "trainer":
             run.kill("trainer")
+            start = time.monotonic()
             assert run.process.wait(10) == 1
+            record_property("seconds until the run has ended", round(time.monotonic() - start, 1))
             assert "the trainer ended with exit code -9" in run.process.stderr.read()
         else:
             run.process.kill()
@@ -238,7 +240,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(how, tmp_path, record_property):
 
 
 @pytest.mark.faults
-def test_a_second_signal_ends_a_run_at_once(tmp_path):
+def test_a_second_signal_ends_a_run_at_once(tmp_path, record_property):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER) as run:
         run.is_at(10)
         run.kill("trainer", signal.SIGSTOP)  # so that it cannot end by itself
@@ -247,6 +249,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path):
         start = time.monotonic()
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(2) == 130 and time.monotonic() - start < 2
+        record_property("seconds to the end", round(time.monotonic() - start, 2))
         run.nothing_is_left(5)
 
 
@@ -472,6 +475,7 @@ def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_the
             assert (line["unscored_groups"] > 10) == (kind == "bad") and line["searcher_restarts"] == 0
             log = (run.run_dir / "logs" / "searcher-0.log").read_text()
             out, _ = run.end()
+            run.nothing_is_left(5)  # the workers neither
     rates["bad"] /= 0.9  # a tenth of its queries is bad
     record_property("responses a second of the clean run and of the other, per query that is not bad", [round(rate) for rate in rates.values()])
     assert "no score for this one" in log and "finite numbers" in log and "TimeoutError" in log

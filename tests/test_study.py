@@ -19,8 +19,8 @@ def batches(monkeypatch):
     """Of every batch that is trained on: the versions of its rows, and the largest difference between behaviour and current policy, in nats."""
     seen, loss_inputs = [], Learner.loss_inputs
 
-    def watched(self, rows, beta):
-        inputs = loss_inputs(self, rows, beta)
+    def watched(self, rows, *scales):
+        inputs = loss_inputs(self, rows, *scales)
         difference = (inputs.logprobs - inputs.behavior_logprobs)[inputs.mask.bool()].detach().abs().max()
         if rows[0].query_id >= 0:
             seen.append((self.step, {row.version for row in rows}, float(difference)))

@@ -176,6 +176,6 @@ def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
     group = Group(
         query_id=0, version=0, last_version=0, reference_version=0, batch=None, prompt=np.array([1]), lengths=np.array([2, 1]), tokens=np.array([5, 6, 7]),
         ref_logprobs=np.array([-1.0, -2.0, -3.0]), behavior_logprobs=np.array([-0.5, -1.0, -1.5]), rewards=np.array([1.0, 0.0]),
-        finished=np.array([True, False]),
+        finished=np.array([True, False]), temperature=1.0,
     )  # fmt: skip
     assert describe([group]) == {"reward": 0.5, "kl": 1.5, "entropy": 1.0, "response_tokens": 1.5, "finished": 0.5}

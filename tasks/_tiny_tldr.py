@@ -1,0 +1,74 @@
+"""TL;DR in miniature, for trying tasks/tldr.py without a GPU or a download: posts about an animal and what it did.
+
+A summary is good if it names the animal and the deed of the post, and nothing besides. The policy is a pupil who guesses and rambles; the reward
+model has learnt this taste from scored summaries, and the gold model the same one from others.
+"""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tasks._pretraining import architecture, train, train_policy, word_tokenizer
+
+ANIMALS = ["cat", "dog", "goat", "duck", "pony", "frog"]
+DEEDS = ["ate my lunch", "slept in my boat", "sang at night", "hid my keys", "painted the barn", "read my book"]
+ASIDES = ["it was a Monday", "I was tired", "nobody helped", "it rained again"]
+RAMBLE = ["well", "so", "anyway", "honestly", "basically"]
+
+PAIRS = list(itertools.product(ANIMALS, DEEDS, ASIDES))
+
+
+def post(animal: str, deed: str, aside: str) -> str:
+    return f"SUBREDDIT: r/farm\n\nTITLE: a question\n\nPOST: {aside} . My {animal} {deed} .\n\nTL;DR:"
+
+
+def summary(animal: str, deed: str, ramble: list[str]) -> str:
+    return "".join(f" {word}" for word in [*ramble, animal, deed])
+
+
+def pupils_summary(animal: str, deed: str, rng: np.random.Generator) -> tuple[str, float]:
+    """A summary, and what it is worth."""
+    says_animal = animal if rng.random() < 0.4 else rng.choice(ANIMALS)
+    says_deed = deed if rng.random() < 0.4 else rng.choice(DEEDS)
+    ramble = rng.choice(RAMBLE, size=rng.integers(4)).tolist()
+    worth = 2.0 * (says_animal == animal) + 2.0 * (says_deed == deed) - 0.5 * len(ramble) - 1.0
+    return summary(says_animal, says_deed, ramble), worth
+
+
+def build(directory: Path) -> None:
+    """train.jsonl, test.jsonl, and the models policy, reward and gold."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    rng = np.random.default_rng(0)
+    pairs = [PAIRS[i] for i in rng.permutation(len(PAIRS))]
+    splits = {"test": pairs[:36], "train": pairs[36:]}
+    directory.mkdir()
+    for split, chosen in splits.items():
+        with open(directory / f"{split}.jsonl", "w") as file:
+            for animal, deed, aside in chosen:
+                prompt, reference = post(animal, deed, aside), summary(animal, deed, ["well"])
+                print(json.dumps({"query": prompt, "reference_response": reference, "query_reference_response": prompt + reference}), file=file)
+
+    phrases = [*post("", "", "").split("  "), *(f" {text}" for text in [*DEEDS, *ASIDES])]  # short sequences are learnt in seconds
+    tokenizer = word_tokenizer([post(*pair) + summary(*pair[:2], RAMBLE) for pair in PAIRS], phrases)
+
+    def examples(count: int, rng: np.random.Generator) -> list[tuple[str, str, float]]:
+        chosen = [splits["train"][i] for i in rng.integers(len(splits["train"]), size=count)]
+        return [(post(*pair), *pupils_summary(*pair[:2], rng)) for pair in chosen]
+
+    train_policy(lambda count, rng: [example[:2] for example in examples(count, rng)], tokenizer, directory / "policy", steps=150, batch=64)
+
+    def loss(model, rng: np.random.Generator):
+        scored = examples(64, rng)
+        ids = tokenizer([prompt + text + tokenizer.eos_token for prompt, text, _ in scored], padding=True, return_tensors="pt").input_ids
+        worth = torch.tensor([worth for *_, worth in scored], dtype=torch.float32)
+        last = (ids == tokenizer.eos_token_id).int().argmax(1)
+        hidden = model.base_model(input_ids=ids).last_hidden_state
+        return (model.score(hidden[torch.arange(len(ids)), last])[:, 0] - worth).pow(2).mean()
+
+    for seed, name in enumerate(["reward", "gold"]):
+        config = LlamaConfig(**architecture(tokenizer, num_labels=1))
+        train(lambda: LlamaForSequenceClassification(config), loss, tokenizer, directory / name, steps=300, seed=seed)

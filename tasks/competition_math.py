@@ -1,0 +1,77 @@
+r"""MATH: competition problems, 7,500 to train on, MATH-500 to test (https://arxiv.org/abs/2103.03874). The answer is the last \boxed{} of a response."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from config import UserError
+from tasks import Query, Task
+from tasks._data import read_rows
+
+PROMPT = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}.\n\n"
+LONGEST_ANSWER = 1000  # characters in a box; what is longer is no answer, and takes long to parse
+SECONDS = 1  # that Math-Verify may take to parse or compare one answer
+
+
+@dataclass
+class CompetitionMath(Task):
+    r"""Reward 1 if the last \boxed{} of a finished response equals the gold answer, as text or by symbolic equivalence (Math-Verify), else 0."""
+
+    data_dir: str = ""
+    """Directory with train.jsonl and test.jsonl, columns problem and solution. Empty: MATH and MATH-500 from the hub."""
+
+    metric = "accuracy"
+    score_timeout = 5.0  # Math-Verify's own limits are alarms between two steps of Python: a power tower passes them by
+
+    def queries(self, split: str) -> Sequence[Query]:
+        hub = ("HuggingFaceH4/MATH-500", None, "test") if split == "test" else ("DigitalLearningGmbH/MATH-lighteval", "default", "train")
+        queries = []
+        for place, row in read_rows(self.data_dir, split, ("problem", "solution"), hub):
+            gold = last_boxed(row["solution"])
+            if gold is None:
+                raise UserError(f"{place}: the solution has no \\boxed{{}}")
+            queries.append(Query(id=len(queries), prompt=PROMPT.format(problem=row["problem"]), answer=gold))
+        return queries
+
+    def load(self) -> None:
+        is_correct(r"\boxed{\frac{1}{2}}", "0.5")  # the first time it imports and builds its parser, which takes longer than a score may
+
+    def score(self, queries: list[Query], responses: list[str], finished: list[bool]) -> list[float]:
+        return [float(done and is_correct(response, query.answer)) for query, response, done in zip(queries, responses, finished)]
+
+    def extract(self, response: str) -> str | None:
+        return last_boxed(response)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What is in the last \boxed{} or \fbox{}, braces balanced, or behind \boxed and a space; None if there is none or it does not close."""
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"), text.rfind("\\boxed "))
+    if start < 0:
+        return None
+    if text.startswith("\\boxed ", start):  # some of the gold solutions have it
+        word = re.match(r"[^\s$]+", text[start + len("\\boxed ") :][:LONGEST_ANSWER])
+        return word[0].rstrip(".,") if word else None
+    begin = text.index("{", start) + 1
+    depth, escaped = 1, False
+    for end in range(begin, min(len(text), begin + LONGEST_ANSWER)):
+        character = text[end]
+        if not escaped:
+            depth += (character == "{") - (character == "}")
+        escaped = character == "\\" and not escaped
+        if depth == 0:
+            return text[begin:end].strip()
+    return None
+
+
+def is_correct(response: str, gold: str) -> bool:
+    """Only a main thread may ask: Math-Verify's time limits are alarms. Of its extractors it uses the one for LaTeX, which runs nothing that it reads."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    answer = last_boxed(response)
+    if answer is None:
+        return False
+    if "".join(answer.split()) == "".join(gold.split()):
+        return True
+    as_latex = [LatexExtractionConfig(boxed_match_priority=0)]
+    parsed = [parse(f"\\boxed{{{text}}}", as_latex, fallback_mode="no_fallback", parsing_timeout=SECONDS) for text in (gold, answer)]
+    return all(parsed) and verify(*parsed, timeout_seconds=SECONDS)

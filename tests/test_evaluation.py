@@ -1,0 +1,62 @@
+"""Evaluation: means over responses and over pairs, their intervals, and --eval_only through the command line."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import tba
+
+from evaluation import FinalEvaluation, interval, mean_of
+from scoring import Unscored, score
+from tasks import Query, Task
+
+
+def test_a_metric_per_response_is_a_mean_and_one_per_pair_is_a_mean_over_pairs_of_two_different_responses():
+    assert mean_of(np.array([1.0, 0.0, 0.0, 1.0])) == 0.5
+    pairs = np.array([[9.0, 1.0, 2.0], [1.0, 9.0, 3.0], [2.0, 3.0, 9.0]])
+    assert mean_of(pairs) == 2.0
+
+
+def test_the_interval_of_a_mean_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        low, high = interval((rng.random(200) < 0.3).astype(float), resamples=400)
+        covered += low <= 0.3 <= high
+    assert 0.90 < covered / 400 < 0.98
+
+
+def test_the_interval_over_pairs_resamples_rows_and_not_pairs():
+    """The mean product of pairs of N(1, 1) numbers has a standard error of about 2 / sqrt(N)."""
+    x = np.random.default_rng(0).normal(1.0, 1.0, 400)
+    low, high = interval(np.outer(x, x))
+    assert (high - low) / 3.92 == pytest.approx(2 * np.sqrt(1 / 400) * x.mean(), rel=0.2)
+
+
+@pytest.mark.parametrize("scores", [[1.0], [1.0, None, 0.0], [1.0, float("nan"), 0.0], [1.0, float("inf"), 0.0], "abc", None, [[1.0], [0.0], [1.0]]])
+def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are(scores):
+    class Bad(Task):
+        def score(self, queries, responses, finished):
+            return scores
+
+    with pytest.raises(ValueError, match="must give 3 finite numbers for as many responses, it gave|could not convert string"):
+        score(Bad(), [Unscored(None, Query(0, "", ""), ["a", "b", "c"], [True] * 3)])
+
+
+def test_eval_only_prints_the_metrics_as_json():
+    result = tba("arithmetic", "--eval_only", "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    value, low, high = found["metrics"]["accuracy"]
+    assert 0 < low < value < high < 0.6, "the base model"
+    assert (found["queries"], found["long_prompts"], found["unscored"]) == (1000, 0, 0)
+
+
+def test_without_json_it_is_a_table():
+    text = str(FinalEvaluation({"win_rate": (0.5, 0.4, 0.6), "perplexity": (1.125, 1.0, 1.25)}, queries=30, long_prompts=2, unscored=1))
+    assert text.splitlines() == [
+        "metric         value   95 % interval",
+        "win_rate      0.5000   0.4000 to 0.6000",
+        "perplexity    1.1250   1.0000 to 1.2500",
+        "on 30 test queries; 2 left out, prompt too long; 1 left out, score() failed",
+    ]
