@@ -204,7 +204,7 @@ def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:
             times = np.array([0.0] + [t for start, length in bars for t in (start, start + length)])
             spent = np.cumsum([0.0] + [t for _, length in bars for t in (0.0, length)])
             share = np.diff(np.interp(edges, times, spent)) / (edges[1] - edges[0])
-            whole.bar(edges[:-1], 0.8 * share, edges[1] - edges[0], base, align="edge", color=color, label=name if row == 0 else None)
+            whole.fill_between(edges[:-1], base, base + 0.8 * share, step="post", color=color, linewidth=0, label=name if row == 0 else None)
             base = base + 0.8 * share
             shown = [(start, length) for start, length in bars if start < middle + seconds and start + length > middle]
             detail.broken_barh(shown, (-row - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
