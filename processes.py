@@ -113,6 +113,11 @@ class Board:
     def beat(self, name: str) -> None:
         self.set(name, "beat", time.monotonic())
 
+    def loaded(self, name: str) -> None:
+        """From now on it is missed sooner: so the sign of life comes first."""
+        self.beat(name)
+        self.set(name, "ready", 1)
+
     def silence(self, name: str) -> float:
         """Seconds since the last sign of life."""
         return time.monotonic() - self.get(name, "beat")

@@ -79,8 +79,7 @@ class Searcher:
         self.unscored = deque(maxlen=SCORES_WATCHED)  # True where a group got no scores
 
     def search(self) -> None:
-        self.board.beat(self.name)  # first: from now on it is missed sooner
-        self.board.set(self.name, "ready", 1)
+        self.board.loaded(self.name)
         while self.config.resume and self.weights.version < 0 and not self.board.stop:  # the engine holds config.model, which is of no use any more
             self.board.beat(self.name)
             time.sleep(0.005)

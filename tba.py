@@ -23,6 +23,7 @@ from config import Config, UserError, build_config
 
 SAVE_SECONDS = 10.0  # that a trainer which is told to end has for its checkpoint and its model
 SAVE_BYTES_PER_SECOND = 100e6  # ... and this much more for a large one
+MEMORY_ALONE, MEMORY_BESIDE_TRAINER = 0.75, 0.3  # of a GPU's, for vLLM
 EVALUATION_SECONDS = 3600.0  # for the final evaluation, the start of its engine included
 
 
@@ -78,7 +79,7 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
     cuda = places[0].gpu is not None
     one_gpu = cuda and places[0].gpu == places[1].gpu
     if cuda and config.gpu_memory_utilization is None:
-        config.gpu_memory_utilization = 0.3 if one_gpu else 0.75
+        config.gpu_memory_utilization = MEMORY_BESIDE_TRAINER if one_gpu else MEMORY_ALONE
     shapes = weight_shapes(config)
     dtype = torch.bfloat16 if cuda else torch.float32  # what vLLM computes in
     resets = config.reference_reset_period > 0
@@ -230,7 +231,7 @@ def evaluate(config: Config, place, interrupt: Interrupt):
     if place.gpu is None:
         place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))  # all others have ended
     else:
-        config = dataclasses.replace(config, gpu_memory_utilization=config.gpu_memory_utilization or 0.75)
+        config = dataclasses.replace(config, gpu_memory_utilization=config.gpu_memory_utilization or MEMORY_ALONE)
     place = dataclasses.replace(place, name="evaluation")
     receiver, sender = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
     child = processes.start(place, "evaluation:evaluate_model", (config, sender), config.output_dir)

@@ -64,8 +64,7 @@ class Trainer:
 
     def train(self) -> None:
         config = self.config
-        self.board.beat("trainer")  # first: from now on it is missed sooner
-        self.board.set("trainer", "ready", 1)
+        self.board.loaded("trainer")
         self.evaluation_due |= self.step == config.steps  # resumed at its end
         self.publish()
         if not config.lockstep:
@@ -245,8 +244,8 @@ class Trainer:
         tensors = {"learner": self.learner.state_dict()}
         if self.weights.reference_version:
             tensors["reference"] = {name: tensor.clone() for name, tensor in self.weights.reference_tensors().items()}
-        arrays = {"buffer": self.buffer.state_dict(), "batches": arrays_of(sum(self.batches.values(), []))}
-        arrays["torch"] = {"rng": torch.get_rng_state().numpy()}
+        rng = {"rng": torch.get_rng_state().numpy()}
+        arrays = {"buffer": self.buffer.state_dict(), "batches": arrays_of(sum(self.batches.values(), [])), "torch": rng}
         state = {name: getattr(self, name) for name in RESUMED} | {
             "step": self.step,
             "evaluation_due": self.evaluation_due or self.weights.evaluation_version > self.evaluated,
