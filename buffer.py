@@ -31,7 +31,7 @@ class Group:
     temperature: float  # that the responses were sampled at
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Row:
     """One response with its prompt: what the buffer keeps and what a batch is made of."""
 
@@ -94,8 +94,8 @@ class Shelf:
         self.rewards = np.empty(8, np.float64)  # rewards[i] is that of rows[i]; grows by doubling
         self.place: OrderedDict[bytes, int] = OrderedDict()  # tokens -> index in rows, oldest first
 
-    def add(self, row: Row, capacity: int) -> None:
-        key = row.tokens.tobytes()
+    def add(self, row: Row, key: bytes, capacity: int) -> None:
+        """key: what row.tokens.tobytes() gives; made and hashed once, for a response goes on two shelves."""
         if key in self.place:  # an exact duplicate: the newest copy stays, and counts as new
             index = self.place.pop(key)
         elif len(self.rows) == capacity:
@@ -162,8 +162,9 @@ class ReplayBuffer:
             shelf, recent = self.all[group.query_id], self.recent[group.query_id]
             self.responses -= len(shelf.rows)
             for row in rows_of(group):
-                shelf.add(row, self.capacity_per_query)
-                recent.add(row, self.capacity_per_query)
+                key = row.tokens.tobytes()
+                shelf.add(row, key, self.capacity_per_query)
+                recent.add(row, key, self.capacity_per_query)
             self.responses += len(shelf.rows)
 
     def sample(self, queries_per_batch: int, responses_per_query: int, most_on_policy_prob: float, oldest_version: int = 0) -> list[Row]:
@@ -238,7 +239,7 @@ class ReplayBuffer:
                     for i in range(start, start + count)
                 ]
                 for row in rows:
-                    shelf.add(row, count)
+                    shelf.add(row, row.tokens.tobytes(), count)
                 # add() filled rows in the saved order; now the order of age as well, so that the same rows leave first.
                 keys = list(shelf.place)
                 for index in state[f"{name}_ages"][start : start + count].tolist():

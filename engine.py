@@ -42,6 +42,11 @@ class Engine:
         self.llm.llm_engine.add_request(request, salted, parameters)
 
     @property
+    def rows(self) -> int:
+        """Responses that are not finished, those that wait for room included."""
+        return self.llm.llm_engine.get_num_unfinished_requests()
+
+    @property
     def running(self) -> bool:
         return self.llm.llm_engine.has_unfinished_requests()
 

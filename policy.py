@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from buffer import Group, rows_of
 from config import Config, UserError
 
-TOKENS_PER_FORWARD = 8192  # padded tokens in one forward pass; bounds what attention and MLP hold beyond the saved activations
-POSITIONS_PER_LOGITS = 2048  # rows of [positions, vocabulary] logits that exist at once
+TOKENS_PER_FORWARD = 1536  # padded response tokens in one forward pass: few enough that its rows are of one length, enough to keep a GPU busy
+# Rows of [positions, vocabulary] logits that exist at once. On a CPU malloc keeps tensors of up to 32 MB, and asks the kernel for larger ones each time.
+POSITIONS_PER_LOGITS = {"cpu": 125, "cuda": 2048}
 
 
 def load_policy(config: Config, device: torch.device) -> torch.nn.Module:
@@ -49,38 +50,61 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def response_logprobs(model: torch.nn.Module, prompts: list[np.ndarray], responses: list[np.ndarray], temperature: float) -> Tensor:
     """log pi of each response token, in fp32: (N, T), T the longest response; 0 behind the end of a shorter one.
 
-    Rows run sorted by length in chunks of similar length, and logits are made for response positions only, a slice at a time, and made again in the
+    Equal rows run once, and rows of similar length together. Logits are made for a slice of the response positions at a time, and made again in the
     backward pass: memory grows with the tokens of these N rows, never with N x T x vocabulary.
     """
     device = next(model.parameters()).device
-    prompt_lengths, lengths = [len(p) for p in prompts], [len(r) for r in responses]
-    totals = np.add(prompt_lengths, lengths)
-    longest_first = np.argsort(-totals, kind="stable")
-    logprobs = torch.zeros(len(responses), max(lengths), device=device)
-
-    start = 0
-    while start < len(longest_first):
-        width = int(totals[longest_first[start]])
-        rows = longest_first[start : start + max(1, TOKENS_PER_FORWARD // width)]
+    keys = [(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)]
+    distinct = dict(zip(keys, zip(prompts, responses)))
+    place = {key: i for i, key in enumerate(distinct)}
+    prompts, responses = zip(*distinct.values())
+    lengths = np.array([len(response) for response in responses])
+    longest_first = np.argsort(-lengths, kind="stable")
+    chunks, start = [], 0
+    while start < len(lengths):
+        rows = longest_first[start : start + max(1, TOKENS_PER_FORWARD // lengths[longest_first[start]])]  # M of them
         start += len(rows)
-
-        ids = np.zeros((len(rows), width), np.int64)
-        for i, row in enumerate(rows):
-            ids[i, : totals[row]] = np.concatenate([prompts[row], responses[row]])
-        row_index = np.repeat(rows, np.take(lengths, rows))  # (R,) R = response tokens in the chunk
-        chunk_index = np.repeat(np.arange(len(rows)), np.take(lengths, rows))  # (R,)
-        token_index = np.concatenate([np.arange(lengths[row]) for row in rows])  # (R,) position within the response
-        position = token_index + np.take(prompt_lengths, row_index)  # (R,) position within the row
-        ids = torch.from_numpy(ids).to(device)
-
-        # Padding is on the right and attention is causal: no real token sees it, so no attention mask is needed.
+        ids, mask = _right_padded([responses[row] for row in rows], device)  # (M, T of the chunk)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (rows, width, H)
-            hidden = hidden[chunk_index, position - 1]  # (R, H): the state before a token predicts it
-            slices = zip(hidden.split(POSITIONS_PER_LOGITS), ids[chunk_index, position].split(POSITIONS_PER_LOGITS))
-            taken = [checkpoint(_token_logprobs, model, h, targets, temperature, use_reentrant=False) for h, targets in slices]
-        logprobs = logprobs.index_put((torch.from_numpy(row_index).to(device), torch.from_numpy(token_index).to(device)), torch.cat(taken))
-    return logprobs
+            states = _states(model, [prompts[row] for row in rows], ids)[mask] / temperature  # (R, H), R = response tokens in the chunk
+            slices = zip(states.split(POSITIONS_PER_LOGITS[device.type]), ids[mask].split(POSITIONS_PER_LOGITS[device.type]))
+            taken = [checkpoint(_token_logprobs, model, *part, use_reentrant=False) for part in slices]
+        chunk = torch.zeros(mask.shape, device=device).masked_scatter(mask, torch.cat(taken))
+        chunks.append(F.pad(chunk, (0, lengths.max() - mask.shape[1])))
+    order = np.argsort(longest_first)[[place[key] for key in keys]]
+    return torch.cat(chunks)[torch.from_numpy(order).to(device)]
+
+
+def _states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> Tensor:
+    """The state from which the model predicts each response token: (M, T, H). ids: (M, T), the responses.
+
+    The K responses of a query share its prompt: each distinct prompt runs once, and its responses attend to the keys and values that it left.
+    """
+    distinct = {prompt.tobytes(): prompt for prompt in prompts}  # Q of them
+    place = {key: i for i, key in enumerate(distinct)}
+    query = torch.tensor([place[prompt.tobytes()] for prompt in prompts], device=ids.device)  # (M,)
+    # Padding is on the right and attention is causal, so that no real token of a prompt sees it. Responses would: they need the mask.
+    prompt_ids, prompt_mask = _right_padded(list(distinct.values()), ids.device)  # (Q, P)
+    prompt_lengths = prompt_mask.sum(dim=1)[query]  # (M,)
+    out = model.base_model(input_ids=prompt_ids, use_cache=True)
+    first = out.last_hidden_state[query, prompt_lengths - 1][:, None]  # (M, 1, H): the last token of the prompt predicts the first of the response
+    if ids.shape[1] == 1:
+        return first
+    for layer in out.past_key_values.layers:
+        layer.batch_select_indices(query)  # (M, heads, P, size of a head); gradients go back through it
+    mask = F.pad(prompt_mask[query], (0, ids.shape[1] - 1), value=True)  # (M, P + T - 1)
+    positions = prompt_lengths[:, None] + torch.arange(ids.shape[1] - 1, device=ids.device)
+    rest = model.base_model(input_ids=ids[:, :-1], attention_mask=mask, position_ids=positions, past_key_values=out.past_key_values)
+    return torch.cat([first, rest.last_hidden_state], dim=1)
+
+
+def _right_padded(rows: list[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids, and True where they are none of the padding: both (rows, longest)."""
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.zeros(mask.shape, np.int64)
+    ids[mask] = np.concatenate(rows)
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
 
 
 @torch.no_grad()
@@ -110,8 +134,8 @@ class _Scorer(torch.nn.Module):
         return response_logprobs(self.model, *arguments)
 
 
-def _token_logprobs(model: torch.nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    logits = model.get_output_embeddings()(hidden).float() / temperature  # (positions, vocabulary)
+def _token_logprobs(model: torch.nn.Module, states: Tensor, targets: Tensor) -> Tensor:
+    logits = model.get_output_embeddings()(states).float()  # (positions, vocabulary)
     return -F.cross_entropy(logits, targets, reduction="none")
 
 

@@ -140,10 +140,11 @@ class Searcher:
             self.evaluation = EvaluationRun(self.engine, self.scorer, self.test_queries, self.tokenizer, self.config, self.version)
 
     def start_queries(self) -> None:
-        """Keeps as many groups in the engine as it takes to fill its rows; with constant staleness only those that this version owes."""
+        """Keeps the engine's rows full, as many as the responses of the group that joins last allow, unless scoring falls behind; with constant
+        staleness only those queries join that this version owes."""
         skipped = 0  # in a row
-        groups = ENGINE_ROWS / self.config.samples_per_query
-        while len(self.running) + len(self.scorer.waiting) < groups and (self.owed or not self.config.lockstep):
+        room = ENGINE_ROWS // self.config.samples_per_query + 1  # groups that may wait for their scores
+        while self.engine.rows < ENGINE_ROWS and len(self.scorer.waiting) < room and (self.owed or not self.config.lockstep):
             query, visit = self.next_query()
             prompt = self.tokenizer(query.prompt).input_ids
             if len(prompt) > self.config.max_prompt_tokens:

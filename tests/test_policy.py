@@ -22,7 +22,7 @@ def plain_logprobs(model, prompt, response, temperature):
 
 def test_log_probabilities_equal_those_of_each_row_alone(untied_model, tied_model, monkeypatch):
     monkeypatch.setattr(policy, "TOKENS_PER_FORWARD", 150)  # several chunks, of several rows each
-    monkeypatch.setattr(policy, "POSITIONS_PER_LOGITS", 7)
+    monkeypatch.setitem(policy.POSITIONS_PER_LOGITS, "cpu", 7)
     prompts, responses = ragged_rows()
     for path in (untied_model, tied_model):
         model = load_policy(Config(model=str(path)), torch.device("cpu"))
@@ -36,7 +36,7 @@ def test_log_probabilities_equal_those_of_each_row_alone(untied_model, tied_mode
 
 def test_gradients_equal_those_of_each_row_alone(tied_model, monkeypatch):
     monkeypatch.setattr(policy, "TOKENS_PER_FORWARD", 150)
-    monkeypatch.setattr(policy, "POSITIONS_PER_LOGITS", 7)
+    monkeypatch.setitem(policy.POSITIONS_PER_LOGITS, "cpu", 7)
     prompts, responses = ragged_rows()
     model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
     weights = np.random.default_rng(1).normal(size=len(prompts))
@@ -50,7 +50,7 @@ def test_gradients_equal_those_of_each_row_alone(tied_model, monkeypatch):
 
 
 def test_logits_of_all_positions_never_exist_at_once(tied_model, monkeypatch):
-    monkeypatch.setattr(policy, "POSITIONS_PER_LOGITS", 16)
+    monkeypatch.setitem(policy.POSITIONS_PER_LOGITS, "cpu", 16)
     model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
     seen = []
     model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output.shape[0]))
