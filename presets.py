@@ -1,9 +1,9 @@
 """Presets: the settings of each task, with the table of the paper (arXiv 2503.18929) that they come from. What is not in it is marked as ours."""
 
 _DEMO = dict(  # ours
-    beta=0.1, steps=1000, queries_per_batch=32, responses_per_query=8, samples_per_query=12, queries_per_micro_batch=32, sync_period=2,
-    most_on_policy_prob=0.5, initial_responses=400, eval_every=200, checkpoint_every=500, temperature=1.0, max_prompt_tokens=16,
-    max_response_tokens=8, learning_rate=1e-3, lr_schedule="linear", warmup_steps=10, max_grad_norm=1.0,
+    beta=0.1, steps=2000, queries_per_batch=32, responses_per_query=8, samples_per_query=12, queries_per_micro_batch=32, sync_period=2,
+    most_on_policy_prob=0.25, initial_responses=2000, eval_every=400, checkpoint_every=1000, temperature=1.0, max_prompt_tokens=16,
+    max_response_tokens=8, learning_rate=5e-4, lr_schedule="linear", warmup_steps=10, max_grad_norm=1.0,
 )  # fmt: skip
 
 # Table 2; section 4

@@ -110,7 +110,7 @@ class Searcher:
 
     def take_new_weights(self) -> None:
         """With responses in mid-stream, unless staleness is to be constant; but not with an evaluation: that is of one version."""
-        if self.weights.version == self.version or self.evaluation or self.config.lockstep and (self.owed or self.running or self.scorer.waiting):
+        if self.weights.version <= self.version or self.evaluation or self.config.lockstep and (self.owed or self.running or self.scorer.waiting):
             return
         self.take_new_reference()  # before the version that it may have come with
         with self.work("load"), self.weights.read(self.rank) as (version, tensors):

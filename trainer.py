@@ -91,7 +91,8 @@ class Trainer:
         config = self.config
         self.evaluation_due |= self.step > 0 and config.eval_every > 0 and self.step % config.eval_every < config.sync_period
         self.reset_due |= self.step > 0 and config.reference_reset_period > 0 and self.step % config.reference_reset_period == 0
-        self.receive()
+        with self.timeline.span("receive"):
+            self.receive()
         if config.lockstep:
             self.wait(lambda: f"the searchers to take version {self.weights.version}", self.all_searchers_are_up_to_date)
         self.publish()
@@ -158,7 +159,8 @@ class Trainer:
 
         def sample() -> list[Row]:
             oldest = 0 if config.max_staleness is None else max(0, self.step - config.max_staleness)
-            return self.buffer.sample(config.queries_per_batch, config.responses_per_query, config.most_on_policy_prob, oldest)
+            with self.timeline.span("sample"):
+                return self.buffer.sample(config.queries_per_batch, config.responses_per_query, config.most_on_policy_prob, oldest)
 
         rows = sample()
         if not rows:

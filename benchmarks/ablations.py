@@ -10,12 +10,13 @@ Writes benchmarks/results/ablations.{jsonl,md,png}; with --quick benchmarks/resu
 import sys
 from pathlib import Path
 
-from study import RESULTS, arguments, number, run_all, spread, table
+from common import RESULTS, arguments, table
+from study import number, run_all, spread
 
 ROWS_PER_STEP, GROUPS_FOUND_PER_STEP = 128, 6
 BASE = dict(
     task="arithmetic", loss="tb", samples_per_query=16, responses_per_query=8, most_on_policy_prob=0.5, sync_period=2, beta=0.1,
-    reward_inverse_temperature=0.0,
+    reward_inverse_temperature=0.0, learning_rate=1e-3, initial_responses=400,
 )  # fmt: skip
 VALUES = {
     "most_on_policy_prob": (0.0, 0.25, 0.5, 0.75, 1.0),

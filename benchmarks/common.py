@@ -65,7 +65,7 @@ def gsm8k(data_dir: str, vocabulary: int) -> tuple[list[str], list[str], object]
     return prompts, solutions, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 
 
-def counting_model(directory: Path, lengths: list[int], tokenizer, layers: int) -> None:
+def counting_model(directory: Path, lengths: list[int], tokenizer, layers: int, intermediate: int) -> None:
     """A Llama whose responses have these lengths, end-of-sequence included, whatever the prompt: token i of a response is "i", and then it goes on or
     ends as often as they do. It computes as much as any model of its size; its attention and MLPs add nothing, until they are trained."""
     import numpy as np
@@ -74,8 +74,8 @@ def counting_model(directory: Path, lengths: list[int], tokenizer, layers: int) 
 
     longest = max(lengths)
     tokenizer.add_tokens([f"⟨{i}⟩" for i in range(1, longest)])
-    hidden = 640
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=1728, num_hidden_layers=layers, num_attention_heads=10,
+    hidden = 512
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=8,
                          max_position_embeddings=2048, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=None)  # fmt: skip
     assert longest <= hidden, "each number has a dimension of its own"
     torch.manual_seed(0)
@@ -100,3 +100,16 @@ def counting_model(directory: Path, lengths: list[int], tokenizer, layers: int) 
     model.generation_config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def byte_model(directory: str, **architecture) -> None:
+    """A random Llama that reads bytes."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(directory)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**architecture, bos_token_id=None, eos_token_id=0)).save_pretrained(directory)

@@ -14,7 +14,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from study import RESULTS, arguments, number, run_all, spread, table
+from common import RESULTS, arguments, table
+from study import number, run_all, spread
 
 OBJECTIVES = ("tb", "tba_prime", "tba_prime_ratio", "reinforce", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo", "raft")
 ALSO_AT_5_AND_15 = ("tb", "tba_prime", "proximal_rloo", "grpo", "online_dpo")

@@ -1,18 +1,18 @@
 """How fast a searcher generates: against vLLM alone, streaming and in batches with a barrier, on responses of the lengths of GSM8K's solutions.
 
-    python benchmarks/search.py --data_dir DIR      # 6 minutes on 2 cores; GSM8K from the hub without the flag
-    python benchmarks/search.py --quick             # in three, less steady
+    python benchmarks/search.py --data_dir DIR      # 5 minutes on 2 cores; GSM8K from the hub without the flag
+    python benchmarks/search.py --quick             # in three minutes, less steady
 
 searcher      Searcher.search() itself: generation, scores, reference log-probabilities, groups into the queue; another process empties that
 streaming     the same engine and requests and nothing else: a group of 24 joins as soon as there is room
 barrier       llm.generate: as many groups as there is room for, the next when all have finished
 loading       streaming, with new weights every 100, 10, 1 engine steps
 
-Tokens of finished groups per second, each behind a time to get going. The model is small and counts its tokens: it ends as often as the solutions do
+Tokens per second, each behind a time to get going. The model is small and counts its tokens: it ends as often as the solutions do
 (common.counting_model). Writes benchmarks/results/search.md; with --quick benchmarks/results/quick/.
 """
 
-import json
+import itertools
 import os
 import queue
 import sys
@@ -33,10 +33,11 @@ from config import Config
 from engine import ENGINE_ROWS
 from policy import weight_shapes
 from processes import Board
+from report import read_spans
 from searcher import Searcher
 from weights import SharedWeights, elements
 
-SAMPLES = 24
+SAMPLES, LIMIT = 24, 512
 LOAD_EVERY = (100, 10, 1)  # engine steps
 
 
@@ -44,7 +45,7 @@ class Measurement:
     """In a process of its own: the searcher, and its engine without it."""
 
     def __init__(self, config: Config, found, run_dir: str, warm_up: float, seconds: float):
-        self.config, self.warm_up, self.seconds = config, warm_up, seconds
+        self.config, self.run_dir, self.warm_up, self.seconds = config, run_dir, warm_up, seconds
         self.weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
         self.board = Board(["trainer", "searcher 0"])
         self.searcher = Searcher(config, 0, self.weights, found, self.board, run_dir)
@@ -52,111 +53,100 @@ class Measurement:
         self.engine = self.searcher.engine
         self.prompts = [self.searcher.tokenizer(query.prompt).input_ids for query in self.searcher.queries]
         self.sampling = dict(n=SAMPLES, temperature=config.temperature, max_tokens=config.max_response_tokens)
-        self.requests = 0
+        self.requests, self.tokens = 0, 0
+        self.engine_step, self.engine.step = self.engine.step, self.step
 
-    def searching(self) -> tuple[float, dict[str, float]]:
+    def step(self) -> list:
+        """The engine's, counted: each response that it has room for gets one token."""
+        self.tokens += min(self.engine.rows, ENGINE_ROWS)
+        return self.engine_step()
+
+    def searching(self) -> dict[str, float]:
         """Tokens per second, and the share of the time that each kind of its spans takes."""
         marks = []
 
         def watch() -> None:
             for pause in (self.warm_up, self.seconds):
                 time.sleep(pause)
-                marks.append((time.monotonic(), self.board.total("tokens")))
+                marks.append((time.monotonic(), self.tokens))
             self.board.stop = True
 
         threading.Thread(target=watch).start()
         self.searcher.search()
         self.board.stop = False
         (begin, before), (end, after) = marks
-        spans = [json.loads(line) for line in self.searcher.timeline.lines.path.read_text().splitlines()]
-        names = {name for name, _, _ in spans}
-        shares = {n: sum(max(0.0, min(b, end) - max(a, begin)) for name, a, b in spans if name == n) / (end - begin) for n in names}
-        return (after - before) / (end - begin), shares
+        shares = {}
+        for name, start, stop in read_spans(self.run_dir)["searcher-0"]:
+            shares[name] = shares.get(name, 0.0) + max(0.0, min(stop, end) - max(start, begin)) / (end - begin)
+        return {"rate": (after - before) / (end - begin)} | shares
+
+    def streaming(self, load_every: int = 0) -> float:
+        """Tokens per second."""
+        tensors, steps = dict(self.searcher.reference.named_parameters()), itertools.count(1)
+
+        def step() -> None:
+            while self.engine.rows < ENGINE_ROWS:
+                self.add()
+            if load_every and next(steps) % load_every == 0:
+                self.engine.load(tensors.items())
+            self.step()
+
+        return self.rate(step)
+
+    def barrier(self) -> float:
+        """Tokens per second."""
+
+        def batch() -> None:
+            for _ in range(ENGINE_ROWS // SAMPLES):
+                self.add()
+            while self.engine.running:
+                self.step()
+
+        return self.rate(batch)
 
     def add(self) -> None:
         self.requests += 1
         self.engine.add(f"bare {self.requests}", self.prompts[self.requests % len(self.prompts)], 0, **self.sampling)
 
-    def streaming(self, load_every: int = 0) -> float:
-        """Tokens per second."""
-        tensors = dict(self.searcher.reference.named_parameters())
-
-        def steps():
-            step = 0
-            while True:
-                while self.engine.rows < ENGINE_ROWS:
-                    self.add()
-                step += 1
-                if load_every and step % load_every == 0:
-                    self.engine.load(tensors.items())
-                yield self.engine.step()
-
-        return self.rate(steps())
-
-    def barrier(self) -> float:
-        """Tokens per second."""
-
-        def batches():
-            while True:
-                for _ in range(ENGINE_ROWS // SAMPLES):
-                    self.add()
-                finished = []
-                while self.engine.running:
-                    finished += self.engine.step()
-                yield finished
-
-        return self.rate(batches(), whole=True)
-
-    def rate(self, finished, whole: bool = False) -> float:
-        """Tokens of the requests that `finished` yields, per second. whole: from one to another, since they come in batches."""
+    def rate(self, work: Callable[[], None]) -> float:
+        """Tokens per second of work(), again and again."""
         while self.engine.running:  # what the measurement before left there
-            self.engine.step()
-        start, tokens, begin = time.monotonic(), 0, None
-        for outputs in finished:
-            now = time.monotonic()
-            if begin is None:
-                begin = now if now - start > self.warm_up or whole else None
-                continue
-            tokens += sum(len(response.token_ids) for output in outputs for response in output.outputs)
-            if now - begin > self.seconds:
-                return tokens / (now - begin)
+            self.engine_step()
+        start = time.monotonic()
+        while time.monotonic() - start < self.warm_up:
+            work()
+        begin, before = time.monotonic(), self.tokens
+        while time.monotonic() - begin < self.seconds:
+            work()
+        return (self.tokens - before) / (time.monotonic() - begin)
 
 
 def measure(config: Config, found, results, run_dir: str, warm_up: float, seconds: float) -> None:
     m = Measurement(config, found, run_dir, warm_up, seconds)
     rates: dict[str, list[float]] = {}
-    shares: list[dict[str, float]] = []
-
-    def note(name: str, rate: Callable[[], float]) -> None:
-        rates.setdefault(name, []).append(rate())
-        print(name, rates[name][-1], file=sys.stderr, flush=True)
-
-    def searching() -> float:
-        rate, share = m.searching()
-        shares.append(share)
-        return rate
-
+    shares = []
     for _ in range(2):  # in turns, since the machine may be faster now than then
-        note("searcher", searching)
-        note("streaming", m.streaming)
-        note("barrier", m.barrier)
+        shares.append(m.searching())
+        rates.setdefault("searcher", []).append(shares[-1].pop("rate"))
+        rates.setdefault("streaming", []).append(m.streaming())
+        rates.setdefault("barrier", []).append(m.barrier())
     for every in LOAD_EVERY:
-        note(f"loading every {every}", lambda: m.streaming(every))
+        rates[f"loading every {every}"] = [m.streaming(every)]
     results.put((rates, shares))
     found.cancel_join_thread()
 
 
 def main() -> None:
     options = arguments(__doc__, ("--data_dir", ""))
-    warm_up, seconds = (10.0, 10.0) if options.quick else (20.0, 30.0)
-    _, solutions, tokenizer = gsm8k(options.data_dir, 4096)
-    lengths = [len(ids) + 1 for ids in tokenizer(solutions).input_ids]
+    warm_up, seconds = (5.0, 5.0) if options.quick else (10.0, 12.0)
+    _, solutions, tokenizer = gsm8k(options.data_dir, 1024)
+    lengths = [min(len(ids) + 1, LIMIT) for ids in tokenizer(solutions).input_ids]
     spawn = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "logs").mkdir()
-        counting_model(Path(directory) / "model", lengths, tokenizer, layers=1)
+        counting_model(Path(directory) / "model", lengths, tokenizer, layers=1, intermediate=512)
         config = Config(task="gsm8k", options={"data_dir": options.data_dir}, model=f"{directory}/model", samples_per_query=SAMPLES, searchers=1,
-                        temperature=1.0, max_prompt_tokens=512, max_response_tokens=512)  # fmt: skip
+                        temperature=1.0, max_prompt_tokens=512, max_response_tokens=LIMIT)  # fmt: skip
         parameters = elements(weight_shapes(config))
         found, results = spawn.Queue(256), spawn.Queue()
         place = processes.Place("searcher 0", None, sorted(os.sched_getaffinity(0)))

@@ -4,34 +4,29 @@ There is no vLLM to start and no clock to race against: a run takes seconds and 
 are lists of such runs; each is appended to a file as it ends, and a study that was broken off goes on where it was.
 """
 
-import argparse
 import contextlib
 import json
 import multiprocessing
 import os
 import queue
-import sys
 import tempfile
 import time
 from collections import deque
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT))
+import common  # noqa: F401 (the project's root on sys.path)
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from buffer import Group  # noqa: E402
-from config import PRESETS, Config, check  # noqa: E402
-from evaluation import Evaluation  # noqa: E402
-from policy import load_policy, load_tokenizer, response_logprobs, weight_shapes  # noqa: E402
-from processes import Board  # noqa: E402
-from scoring import Unscored, score  # noqa: E402
-from tasks import load_task  # noqa: E402
-from trainer import Trainer  # noqa: E402
-from weights import SharedWeights  # noqa: E402
+from buffer import Group
+from config import PRESETS, Config, check
+from evaluation import Evaluation
+from policy import load_policy, load_tokenizer, response_logprobs, weight_shapes
+from processes import Board
+from scoring import Unscored, score
+from tasks import load_task
+from trainer import Trainer
+from weights import SharedWeights
 
 SAMPLES = 2000  # responses to held-out queries, by which the trained policy is measured
 
@@ -179,12 +174,6 @@ def _run(job: dict) -> dict:
     return {"job": job, "result": result, "seconds": round(time.monotonic() - start, 1)}
 
 
-def arguments(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    return parser.parse_args()
-
-
 def number(values: list[float]) -> tuple[float, float]:
     """Mean and standard deviation (of a sample; 0 of a single value)."""
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
@@ -194,8 +183,3 @@ def spread(values: list[float]) -> str:
     mean, deviation = number(values)
     digits = 1 if abs(mean) >= 10 else 3
     return f"{mean:.{digits}f} ± {deviation:.{digits}f}"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])

@@ -1,12 +1,17 @@
 """The engine of a searcher, the real vLLM: its log-probabilities against transformers' own, before and after new weights."""
 
+import queue
+
 import numpy as np
 import pytest
 import torch
 
 from config import Config
-from policy import load_policy, load_tokenizer, response_logprobs
-from engine import Engine
+from engine import ENGINE_ROWS, Engine
+from policy import load_policy, load_tokenizer, response_logprobs, weight_shapes
+from processes import Board
+from searcher import Searcher
+from weights import SharedWeights
 
 BLOCK = 128  # tokens in a block of vLLM's prefix cache on a CPU
 
@@ -117,3 +122,32 @@ def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(tied_model):
     outputs = drain(engine)
     assert len(outputs) == 20
     assert max(worst_difference(model, output.prompt_token_ids, output, 1.0) for output in outputs.values()) <= 1e-4
+
+
+def test_a_searcher_keeps_the_engine_full_while_some_of_a_group_have_ended(tied_model, tmp_path):
+    """Groups of which the shorter responses have ended leave room: the next joins before the longest is done."""
+    searcher, _ = a_searcher(tied_model, tmp_path)
+    rows = []
+    for _ in range(150):
+        searcher.start_queries()
+        rows.append(searcher.engine.rows)
+        searcher.finish_queries(searcher.engine.step())
+    assert min(rows) >= ENGINE_ROWS and max(rows) < ENGINE_ROWS + searcher.config.samples_per_query
+    assert searcher.scorer.scored, "some groups were finished meanwhile"
+
+
+def test_a_searcher_that_is_ready_before_the_first_publish_searches_with_the_base_model(tied_model, tmp_path):
+    searcher, weights = a_searcher(tied_model, tmp_path)
+    assert weights.version == -1
+    searcher.take_new_weights()
+    assert searcher.version == 0
+    weights.publish(2, load_policy(searcher.config, torch.device("cpu")).named_parameters())
+    searcher.take_new_weights()
+    assert searcher.version == 2
+
+
+def a_searcher(model, tmp_path) -> tuple[Searcher, SharedWeights]:
+    (tmp_path / "logs").mkdir()
+    config = Config(model=str(model), task="arithmetic", searchers=1, samples_per_query=24, max_prompt_tokens=16, max_response_tokens=60, temperature=2.0)
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+    return Searcher(config, 0, weights, queue.Queue(), Board(["trainer", "searcher 0"]), str(tmp_path)), weights

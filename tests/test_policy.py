@@ -1,5 +1,7 @@
 import numpy as np
+import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import policy
 from config import Config
@@ -10,6 +12,9 @@ def ragged_rows(seed: int = 0, rows: int = 13):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 256, size=rng.integers(1, 40)).astype(np.int32) for _ in range(rows)]
     responses = [rng.integers(0, 256, size=rng.integers(1, 30)).astype(np.int32) for _ in range(rows)]
+    for i in range(0, rows - 2, 4):  # as in a batch: responses share a prompt, and some are the same
+        prompts[i + 1] = prompts[i].copy()
+        prompts[i + 2], responses[i + 2] = prompts[i].copy(), responses[i].copy()
     return prompts, responses
 
 
@@ -49,6 +54,35 @@ def test_gradients_equal_those_of_each_row_alone(tied_model, monkeypatch):
         torch.testing.assert_close(mine, parameter.grad, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mistral"])
+def test_log_probabilities_are_right_for_other_architectures_too(kind):
+    """Absolute positions, rotary ones in another layout, a sliding window."""
+    torch.manual_seed(0)
+    sizes = {
+        "gpt2": dict(n_embd=64, n_layer=2, n_head=2), "gpt_neox": dict(hidden_size=64, intermediate_size=128),
+        "mistral": dict(hidden_size=64, intermediate_size=128, num_key_value_heads=1, sliding_window=200),
+    }[kind]  # fmt: skip
+    sizes = sizes | ({} if kind == "gpt2" else dict(num_hidden_layers=2, num_attention_heads=2))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=257, **sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from the zeros and small numbers of a fresh model
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        policy.check_head(model)
+        prompts, responses = ragged_rows()
+        for row, prompt, response in zip(response_logprobs(model, prompts, responses, 0.7), prompts, responses):
+            torch.testing.assert_close(row[: len(response)], plain_logprobs(model, prompt, response, 0.7), atol=1e-4, rtol=0)
+
+
+def test_each_prompt_and_each_response_run_through_the_model_once(tied_model):
+    model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
+    seen = []
+    model.base_model.register_forward_pre_hook(lambda module, arguments, inputs: seen.append(tuple(inputs["input_ids"].shape)), with_kwargs=True)
+    prompt, responses = np.arange(50, dtype=np.int32), [np.arange(i, i + 9, dtype=np.int32) for i in (1, 2, 1, 3, 2)]
+    logprobs = response_logprobs(model, [prompt.copy() for _ in responses], responses, 1.0)
+    assert seen == [(1, 50), (3, 8)], "one prompt; three different responses, of which nothing follows the last token"
+    assert (logprobs[0] == logprobs[2]).all() and (logprobs[1] == logprobs[4]).all() and not torch.allclose(logprobs[0], logprobs[3])
+
+
 def test_logits_of_all_positions_never_exist_at_once(tied_model, monkeypatch):
     monkeypatch.setitem(policy.POSITIONS_PER_LOGITS, "cpu", 16)
     model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
@@ -57,7 +91,8 @@ def test_logits_of_all_positions_never_exist_at_once(tied_model, monkeypatch):
     prompts, responses = ragged_rows(rows=20)
     response_logprobs(model, prompts, responses, 1.0).sum().backward()
     assert max(seen) == 16
-    assert sum(seen) == 2 * sum(map(len, responses)), "response positions only: once forward, once more in the backward pass"
+    distinct = {(prompt.tobytes(), response.tobytes()): len(response) for prompt, response in zip(prompts, responses)}
+    assert sum(seen) == 2 * sum(distinct.values()), "response positions only: once forward, once more in the backward pass"
 
 
 def test_weight_names_and_shapes_are_known_without_loading_the_model(untied_model, tied_model):

@@ -1,0 +1,197 @@
+"""What asynchrony gains: the arithmetic demo, asynchronous and synchronous, against the trainer alone and the searcher alone.
+
+    python benchmarks/overlap.py                # ten minutes on 2 cores
+    python benchmarks/overlap.py --quick        # one seed and fewer steps
+
+asynchronous             make demo: half of the cores for the trainer, half for the searcher
+synchronous              --synchronous on the same cores: trainer and searcher in turns
+synchronous, all cores   the same, each with all cores while the other waits
+trainer alone            on the cores of the first, out of a buffer that the first filled; nothing comes, nobody reads what it publishes
+searcher alone           on the cores of the first; nobody publishes
+
+Synchronous steps train on 256 responses of 32 fresh queries, as asynchronous ones do of replayed ones, so that t_search is the searcher's time
+for those and t_train the trainer's: ideal = (t_search + t_train) / max(t_search, t_train), measured in the synchronous run itself.
+Writes benchmarks/results/overlap.{md,png}; with --quick benchmarks/results/quick/.
+"""
+
+import json
+import os
+import queue
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from common import RESULTS, arguments, save, table
+
+import torch.multiprocessing
+
+import processes
+import tba
+import trainer as trainer_module
+from buffer import Group
+from config import Config, build_config
+from policy import weight_shapes
+from processes import Board
+from report import COLORS, read_spans, trainer_busy
+from supervisor import Supervisor
+from tasks import load_task
+from weights import SharedWeights
+
+TARGET = 0.95  # accuracy
+FILL = 400  # groups in the buffer of the trainer alone
+
+
+def run(directory: Path, name: str, *flags: str) -> Path:
+    """A whole run. Returns where it wrote."""
+    output = directory / name
+    if code := tba.main(["arithmetic", "--output_dir", str(output), *flags]):
+        sys.exit(f"the {name} run failed with exit code {code}")
+    return output
+
+
+def measure(run_dir: Path) -> dict[str, float]:
+    """Steps per second, behind the first twentieth of them; seconds from the first step to TARGET; shares of the time by span."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    steady = steps[len(steps) // 20 :]
+    reached = next((line["step"] for line in lines if line.get("accuracy", 0) >= TARGET), None)
+    spans = read_spans(str(run_dir))
+    begin, end = spans["trainer"][0][1], spans["trainer"][-1][2]
+    first = next(start for name, start, _ in spans["trainer"] if name == "step")
+    ends = [stop for name, _, stop in spans["trainer"] if name == "step"]
+    working = {process: sum(stop - start for name, start, stop in rows if name in ("step", "search", "score", "reference") and begin <= start and stop <= end)
+               for process, rows in spans.items()}  # fmt: skip
+    return {
+        "rate": (len(steady) - 1) / (steady[-1]["seconds"] - steady[0]["seconds"]),
+        "reached": float("nan") if reached is None else ends[reached - 1] - first,
+        "busy": trainer_busy(str(run_dir)),
+        "t_train": working["trainer"] / len(steps),
+        "t_search": working["searcher-0"] / len(steps),
+    }
+
+
+def trainer_alone(config: Config, groups: list[Group], weights: SharedWeights, board: Board, run_dir: str) -> None:
+    """A process."""
+    found = queue.Queue()
+    for group in groups:
+        found.put(group)
+    trainer_module.Trainer(config, weights, found, board, run_dir).train()
+
+
+def record(config: Config, directory: Path, count: int) -> tuple[list[Group], float]:
+    """What a searcher alone finds, at its place in a run: so many groups, and how many a second it found behind the first half. Sets config.model."""
+    (directory / "logs").mkdir(parents=True)
+    config.model, config.output_dir, config.searchers = str(load_task(config.task).base_model()), str(directory), 1
+    places = processes.places(config)
+    board = Board([place.name for place in places])
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+    supervisor = Supervisor(config, places[1:], weights, board, str(directory))
+    groups: list[Group] = []
+    while len(groups) < count:
+        item = supervisor.found.get(timeout=120)
+        if isinstance(item, Group):
+            groups.append(item)
+            if len(groups) == count // 2:
+                half = time.monotonic()
+    rate = (count - count // 2) / (time.monotonic() - half)
+    board.stop = True
+    supervisor.stop(time.monotonic() + 5.0)
+    return groups, rate
+
+
+def alone(steps: int, directory: Path) -> tuple[float, float]:
+    """Steps per second of the trainer alone, responses per second of the searcher alone."""
+    config = build_config(["arithmetic", "--steps", str(steps), "--eval_every", "0", "--checkpoint_every", "0"])
+    groups, rate = record(config, directory / "alone", FILL)
+    config.initial_responses = FILL * config.samples_per_query
+    places = processes.places(config)
+    board = Board([place.name for place in places])
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+    child = processes.start(places[0], "overlap:trainer_alone", (config, groups, weights, board, config.output_dir), config.output_dir)
+    while len(steps_of(config.output_dir)) < steps:
+        time.sleep(0.5)
+        if child.exitcode:
+            sys.exit(processes.log_tail(config.output_dir, "trainer"))
+    processes.kill(child)
+    lines = steps_of(config.output_dir)[steps // 20 :]
+    return (len(lines) - 1) / (lines[-1]["seconds"] - lines[0]["seconds"]), rate * config.samples_per_query
+
+
+def steps_of(run_dir: str) -> list[dict]:
+    path = Path(run_dir) / "metrics.jsonl"
+    return [line for line in map(json.loads, path.read_text().splitlines()) if "loss" in line] if path.exists() else []
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    seeds, steps, few = ((0,), 300, 40) if quick else ((0, 1, 2), 600, 80)
+    split, results, limits = processes.places, {}, []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        for seed in seeds:  # in turns, since the machine may be faster now than then
+            flags = ("--seed", str(seed), "--checkpoint_every", "0")
+            more = ("--synchronous", "--steps", str(few), "--eval_every", "5")
+            for mode, more in ("asynchronous", ("--steps", str(steps), "--eval_every", "50")), ("synchronous", more):
+                results.setdefault(mode, []).append(measure(run(directory, f"{mode} {seed}", *flags, *more)))
+            processes.places = lambda config: [place_on_all_cores(place) for place in split(config)]
+            mode = "synchronous, all cores"
+            results.setdefault(mode, []).append(measure(run(directory, f"{mode} {seed}", *flags, *more)))
+            processes.places = split
+            limits.append(alone(min(steps, 400), directory / str(seed)))
+        draw({mode: directory / f"{mode} 0" for mode in results}, (RESULTS / "quick" if quick else RESULTS) / "overlap.png")
+
+    def values(mode: str, key: str) -> np.ndarray:
+        return np.array([result[key] for result in results[mode]])
+
+    train_alone, search_alone = np.array(limits).T
+    t_train, t_search = values("synchronous", "t_train"), values("synchronous", "t_search")
+    ideal = (t_train + t_search) / np.maximum(t_train, t_search)
+    gain = values("asynchronous", "rate") / values("synchronous", "rate")
+    rows = [[mode, spread(values(mode, "rate")), spread(values(mode, "reached")), spread(values(mode, "busy"))] for mode in results]
+    rows.append(["trainer alone", spread(train_alone), "", ""])
+    save("overlap", quick, f"Mean, and the values of {len(seeds)} seeds.",
+         table(["", "steps/s", f"seconds from the first step to {TARGET} accuracy", "trainer busy"], rows),
+         f"- asynchronous steps/s, of the trainer alone: {spread(values('asynchronous', 'rate') / train_alone)}\n"
+         f"- asynchronous steps/s, of synchronous on the same cores: {spread(gain)}; ideal: {spread(ideal)}; of the ideal: {spread(gain / ideal)}\n"
+         f"- a synchronous step: t_train {spread(t_train)} s, t_search {spread(t_search)} s\n"
+         f"- the searcher alone: {spread(search_alone)} responses/s",
+         "![timelines](overlap.png)")  # fmt: skip
+
+
+def place_on_all_cores(place: processes.Place) -> processes.Place:
+    return processes.Place(place.name, place.gpu, sorted(os.sched_getaffinity(0)))
+
+
+def spread(values: np.ndarray) -> str:
+    return f"{np.mean(values):.3g} ({', '.join(f'{value:.3g}' for value in values)})"
+
+
+def draw(runs: dict[str, Path], path: Path, seconds: float = 1.0) -> None:
+    """One second from the middle of each run."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(runs), 1, figsize=(10, 1.3 * len(runs)), sharex=True, constrained_layout=True)
+    used = set()
+    for axis, (mode, run_dir) in zip(axes, runs.items()):
+        spans = read_spans(str(run_dir))
+        steps = [start for name, start, _ in spans["trainer"] if name == "step"]
+        begin = steps[len(steps) // 2]
+        for y, rows in enumerate(spans.values()):
+            for name, start, stop in rows:
+                if stop > begin and start < begin + seconds:
+                    used.add(name)
+                    axis.barh(y, min(stop, begin + seconds) - max(start, begin), left=max(start, begin) - begin, color=COLORS.get(name, "black"))
+        axis.set(yticks=range(len(spans)), yticklabels=list(spans), title=mode, xlim=(0, seconds))
+        axis.invert_yaxis()
+    axes[-1].set_xlabel("seconds")
+    figure.legend([plt.Rectangle((0, 0), 1, 1, color=COLORS.get(name, "black")) for name in sorted(used)], sorted(used), loc="outside right upper")
+    figure.savefig(path, dpi=80)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""What a sync costs: publish, readers beside it, and how long a searcher generates nothing, against a plain copy of the same bytes.
+
+    python benchmarks/weight_sync.py            # five minutes on 2 cores, 18 GB of memory; without a GPU
+    python benchmarks/weight_sync.py --quick    # 10 M and 100 M parameters, in two minutes
+
+publish   SharedWeights.publish of a Llama's tensors, beside 0, 1, 3 and 7 processes that each copy every version out as it comes (as often as the
+          trainer's work between two syncs allows: a publish follows half a second, or ten publishes' time, of nothing); one thread
+load      Engine.load into vLLM, and the engine step behind it, less a step without a load: the time in which a searcher generates nothing
+copy      one tensor of the same bytes, copied
+All in fp32, medians, and each ratio of times that were taken in turns. Writes benchmarks/results/weight_sync.md; with --quick benchmarks/results/quick/.
+"""
+
+import os
+import sys
+import tempfile
+import time
+
+import numpy as np
+from common import arguments, byte_model, save, table
+
+import processes
+
+os.environ.update(processes.environment(processes.Place("weights", None, [0])))  # one thread, as the trainer has beside a searcher on two cores
+
+import torch  # noqa: E402
+import torch.multiprocessing  # noqa: E402
+
+from config import Config  # noqa: E402
+from policy import load_policy  # noqa: E402
+from weights import SharedWeights, elements  # noqa: E402
+
+SHAPES = {"10 M": (256, 8), "100 M": (768, 11), "1 B": (2048, 19)}  # hidden size, layers
+ENGINE_SIZES = ("10 M", "100 M")  # 1 B: slots, source and vLLM's two copies do not fit into 24 GB
+READERS = (0, 1, 3, 7)
+PUBLISHES = 10
+
+
+def llama_shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
+    """Names do not matter here."""
+    layer = {"q": (hidden, hidden), "k": (hidden, hidden), "v": (hidden, hidden), "o": (hidden, hidden), "gate": (11 * hidden // 4, hidden),
+             "up": (11 * hidden // 4, hidden), "down": (hidden, 11 * hidden // 4), "norm1": (hidden,), "norm2": (hidden,)}  # fmt: skip
+    return {"embedding": (10_000, hidden)} | {f"{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+
+
+def read(weights: SharedWeights, reader: int, done) -> None:
+    """A process: copies each version out, once."""
+    torch.set_num_threads(1)
+    own = {name: torch.empty(shape) for name, shape in weights.shapes.items()}
+    version = -1
+    while not done[0]:
+        if weights.version == version:
+            time.sleep(0.001)
+            continue
+        with weights.read(reader) as (version, tensors):
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+
+
+def publish_seconds(shapes: dict[str, tuple[int, ...]]) -> dict[str, float]:
+    """Medians: of a plain copy, of a publish beside each number of readers, and how many publishes found no free slot."""
+    weights = SharedWeights(shapes, torch.float32, readers=max(READERS))
+    source = torch.zeros(elements(shapes))
+    tensors = list(weights._views(source).items())
+    version, medians = 0, {}
+    for slot in weights.slots:  # in memory, from now on
+        slot.zero_()
+    spawn = torch.multiprocessing.get_context("spawn")
+    for readers in READERS:
+        done = torch.zeros(1, dtype=torch.int64).share_memory_()
+        children = [spawn.Process(target=read, args=(weights, reader, done)) for reader in range(readers)]
+        for child in children:
+            child.start()
+        copies, publishes, refused = [], [], 0
+        deadline = time.monotonic() + 60
+        while children and (weights.pins >= 0).sum() == 0 and weights.version < 0 and time.monotonic() < deadline:
+            version += 1
+            weights.publish(version, tensors)
+        time.sleep(8.0 * bool(readers))  # they import torch and touch their memory
+        while len(publishes) < PUBLISHES:
+            time.sleep(max(0.5, 10 * np.median(publishes) if publishes else 0))
+            version += 1
+            start = time.perf_counter()
+            if weights.publish(version, tensors):
+                publishes.append(time.perf_counter() - start)
+            else:
+                refused += 1
+            if not readers:
+                start = time.perf_counter()
+                weights.slots[(int(weights.newest[0]) + 1) % len(weights.slots)].copy_(source)
+                copies.append(time.perf_counter() - start)
+        medians[f"publish beside {readers}"], medians[f"refused beside {readers}"] = float(np.median(publishes)), refused
+        if copies:
+            medians["copy"] = float(np.median(copies))
+        done[0] = 1
+        for child in children:
+            child.join(60)
+    return medians
+
+
+def load_seconds(hidden: int, layers: int) -> dict[str, float]:
+    """Medians: of Engine.load with the step behind it, less a step without; of a plain copy."""
+    from engine import Engine
+
+    with tempfile.TemporaryDirectory() as directory:
+        byte_model(directory, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+                   vocab_size=10_000)  # fmt: skip
+        config = Config(model=directory, max_prompt_tokens=64, max_response_tokens=400)
+        engine = Engine(config)
+        tensors = {name: parameter.detach() for name, parameter in load_policy(config, torch.device("cpu")).named_parameters()}
+    engine.add("running", list(range(32)), 0, n=64, max_tokens=400, ignore_eos=True)
+    source = torch.zeros(sum(tensor.numel() for tensor in tensors.values()))
+    target, times = torch.zeros_like(source), np.empty((4, PUBLISHES))
+    for i in range(PUBLISHES + 2):
+        start = time.perf_counter()
+        engine.step()
+        stepped = time.perf_counter()
+        engine.load(tensors.items())
+        loaded = time.perf_counter()
+        engine.step()
+        stepped_again = time.perf_counter()
+        target.copy_(source)
+        times[:, i - 2] = loaded - stepped, stepped_again - loaded, stepped - start, time.perf_counter() - stepped_again  # the first two warm up
+    load, step_after, step, copy = np.median(times, axis=1)
+    return {"stall": load + step_after - step, "load": load, "copy": copy}
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    sizes = {name: SHAPES[name] for name in (ENGINE_SIZES if quick else SHAPES)}
+    lines = []
+    for name, (hidden, layers) in sizes.items():
+        shapes = llama_shapes(hidden, layers)
+        m = publish_seconds(shapes)
+        line = [name, f"{elements(shapes) * 4 / 2**20:.0f}", f"{m['copy'] * 1000:.1f}", f"{m['publish beside 0'] / m['copy']:.2f}"]
+        line += [f"{m[f'publish beside {n}'] / m['publish beside 0']:.2f} ({m[f'refused beside {n}']})" for n in READERS[1:]]
+        if name in ENGINE_SIZES:
+            s = load_seconds(hidden, layers)
+            line += [f"{s['stall'] * 1000:.0f}", f"{s['stall'] / s['copy']:.1f}"]
+        lines.append(line + [""] * (9 - len(line)))
+        print(lines[-1], flush=True)
+    save("weight_sync", quick,
+         table(["parameters", "MiB", "copy, ms", "publish, of copy", *(f"beside {n} reader{'s' * (n > 1)}, of alone (refused)" for n in READERS[1:]),
+                "searcher's stall, ms", "of copy"], lines))  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
