@@ -1,4 +1,4 @@
-# make demo: asynchronous RL of a small language model, in about three minutes, no GPU needed.   make test: the tests.
+# make demo: asynchronous RL of a small language model, in about two minutes, no GPU needed.   make test: the tests.
 # Both install what they need into .venv first (make setup).
 
 PYTHON ?= python3

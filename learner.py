@@ -96,19 +96,21 @@ class Learner:
         """Forward, backward and AdamW on the longest micro-batch that can come, to no effect: what does not fit into memory shows now, and not
         hours later. Raises MemoryError with what to lower."""
         config = self.config
-        prompt, tokens = np.zeros(config.max_prompt_tokens, np.int32), np.zeros(config.max_response_tokens, np.int32)
-        row = Row(-1, 0, 0, prompt, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.float32), 0.0)
-        size = config.queries_per_micro_batch * config.responses_per_query
+        size, vocabulary = config.queries_per_micro_batch * config.responses_per_query, self.policy.get_input_embeddings().num_embeddings
+        rng, numbers = np.random.default_rng(0), np.zeros(config.max_response_tokens, np.float32)
+        prompts = rng.integers(vocabulary, size=(config.queries_per_micro_batch, config.max_prompt_tokens))
+        responses = rng.integers(vocabulary, size=(size, config.max_response_tokens))  # random: equal rows would run once
+        rows = [Row(-1, 0, 0, prompts[i // config.responses_per_query], responses[i], numbers, numbers, 0.0) for i in range(size)]
         try:
             for parameter in self.policy.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             stand_in = torch.optim.AdamW(self.policy.parameters(), lr=0.0, fused=True)  # its two moments are there from the second step on
             stand_in.step()
-            LOSSES[config.loss](self.loss_inputs([row] * size, config.beta))[0].backward()
+            LOSSES[config.loss](self.loss_inputs(rows, config.beta))[0].backward()
         except torch.OutOfMemoryError as error:
             smaller = "--queries_per_micro_batch" if config.queries_per_micro_batch > 1 else "--max_response_tokens or --responses_per_query"
-            raise MemoryError(f"{size} responses of {len(prompt)} + {len(tokens)} tokens do not fit into memory in one forward and backward pass: "
-                              f"lower {smaller}") from error
+            raise MemoryError(f"{size} responses of {config.max_prompt_tokens} + {config.max_response_tokens} tokens do not fit into memory in one "
+                              f"forward and backward pass: lower {smaller}") from error
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """How fast a searcher generates: against vLLM alone, streaming and in batches with a barrier, on responses of the lengths of GSM8K's solutions.
 
-    python benchmarks/search.py --data_dir DIR      # 5 minutes on 2 cores; GSM8K from the hub without the flag
-    python benchmarks/search.py --quick             # in three minutes, less steady
+    python benchmarks/search.py --data_dir DIR      # 8 minutes on 2 cores; GSM8K from the hub without the flag
+    python benchmarks/search.py --quick             # in four minutes, less steady
 
 searcher      Searcher.search() itself: generation, scores, reference log-probabilities, groups into the queue; another process empties that
 streaming     the same engine and requests and nothing else: a group of 24 joins as soon as there is room
@@ -138,7 +138,7 @@ def measure(config: Config, found, results, run_dir: str, warm_up: float, second
 
 def main() -> None:
     options = arguments(__doc__, ("--data_dir", ""))
-    warm_up, seconds = (5.0, 5.0) if options.quick else (10.0, 12.0)
+    warm_up, seconds = (10.0, 10.0) if options.quick else (20.0, 30.0)
     _, solutions, tokenizer = gsm8k(options.data_dir, 1024)
     lengths = [min(len(ids) + 1, LIMIT) for ids in tokenizer(solutions).input_ids]
     spawn = torch.multiprocessing.get_context("spawn")

@@ -8,6 +8,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import common  # noqa: E402
 import study  # noqa: E402
 from learner import Learner  # noqa: E402
 
@@ -65,4 +66,4 @@ def test_a_study_that_was_broken_off_runs_only_what_is_missing(tmp_path):
 
 def test_spread_is_the_mean_and_the_standard_deviation_of_a_sample():
     assert study.spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
-    assert study.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    assert common.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
