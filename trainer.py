@@ -111,9 +111,12 @@ class Trainer:
     def receive(self) -> None:
         """Empties the queue: groups into the buffer, evaluations and lines for the user to whoever watches."""
         groups: list[Group] = []
+        waiting = self.found.qsize()
         try:
             while True:
-                item = self.found.get_nowait()
+                # Much of what waits is still behind the queue's pipe, which holds 64 KB, two groups of GSM8K: an empty pipe is no empty queue.
+                item = self.found.get(timeout=1.0) if waiting > 0 else self.found.get_nowait()
+                waiting -= 1
                 if isinstance(item, Group):
                     groups.append(item)
                 elif isinstance(item, Evaluation):

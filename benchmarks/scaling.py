@@ -37,7 +37,7 @@ OFFERED = (100, 400, 1600, 6400)  # groups per second, of four searchers togethe
 SETTINGS = {
     "short": ["arithmetic", "--initial_responses", "400"],
     "long": ["arithmetic", "--initial_responses", "400", "--queries_per_batch", "2", "--queries_per_micro_batch", "2", "--responses_per_query", "4",
-             "--samples_per_query", "24", "--max_response_tokens", "121"],
+             "--samples_per_query", "24", "--max_prompt_tokens", "7", "--max_response_tokens", "121"],
 }  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def main() -> None:
             parts.append(f"Searchers that find {rate:.0f} groups/s each, what a real one found on one core ({kind} groups):\n\n" + table(
                 ["searchers", "steps/s", "responses/s received", "queue, groups (mean)", "staleness, steps (mean)", "searchers blocked, share of time"], lines))
         lines = []
-        for offered in OFFERED[1::3] if quick else OFFERED:
+        for offered in OFFERED[1::2] if quick else OFFERED:
             m = measure(config, groups, 4, offered / 4, seconds)
             lines.append([str(offered), f"{m['groups']:.0f}", f"{m['megabytes']:.2f}", f"{m['steps']:.1f}", f"{m['queue']:.1f}", f"{m['blocked']:.3f}"])
             print(lines[-1], flush=True)

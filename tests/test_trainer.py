@@ -193,3 +193,16 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(untied_mod
     assert sum(positions) == 2 * (2 * 3 * 30), "forward, and again in the backward pass"
     assert widths == [(2, 20), (6, 29)]
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters())) and all(p.grad is None for p in model.parameters())
+
+
+def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_path):
+    """Groups of 40 kB, in a queue between processes: of its pipe's 64 KB one alone would fit."""
+    trainer = make_trainer(untied_model, tmp_path)
+    trainer.found = torch.multiprocessing.get_context("spawn").Queue(100)
+    size = 24 * 140
+    for query in range(60):
+        trainer.found.put(Group(query, 0, 0, 0, None, np.zeros(9, np.int32), np.full(24, 140, np.int32), np.arange(size, dtype=np.int32),
+                                *np.zeros((2, size), np.float32), np.zeros(24, np.float32), np.ones(24, bool), 1.0))  # fmt: skip
+    trainer.mismatch_due = 10**9  # these groups are nobody's samples
+    trainer.receive()
+    assert trainer.received == 60 * 24
