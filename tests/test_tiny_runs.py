@@ -10,10 +10,8 @@ from test_runs import OUTPUTS
 from tasks import load_task
 
 
-@pytest.mark.parametrize("task, metrics", [
-    ("tldr", {"win_rate", "perplexity", "reward"}),
-    pytest.param("redteam", {"toxic_share", "diversity", "reward"}, marks=pytest.mark.faults),  # make test keeps within ten minutes
-])  # fmt: skip
+@pytest.mark.faults  # not for faults but for its two minutes: make test keeps within ten
+@pytest.mark.parametrize("task, metrics", [("tldr", {"win_rate", "perplexity", "reward"}), ("redteam", {"toxic_share", "diversity", "reward"})])
 def test_a_tiny_run_raises_the_reward_and_prints_the_metrics_of_the_task(task, metrics, tmp_path):
     result = tba(task, "--tiny", "--steps", 60, "--output_dir", tmp_path / "run")
     assert result.returncode == 0, result.stderr
