@@ -54,10 +54,8 @@ def response_logprobs(model: torch.nn.Module, prompts: list[np.ndarray], respons
     backward pass: memory grows with the tokens of these N rows, never with N x T x vocabulary.
     """
     device = next(model.parameters()).device
-    keys = [(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)]
-    distinct = dict(zip(keys, zip(prompts, responses)))
-    place = {key: i for i, key in enumerate(distinct)}
-    prompts, responses = zip(*distinct.values())
+    kept, place = _distinct([(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)])
+    prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
     lengths = np.array([len(response) for response in responses])
     longest_first = np.argsort(-lengths, kind="stable")
     chunks, start = [], 0
@@ -71,7 +69,7 @@ def response_logprobs(model: torch.nn.Module, prompts: list[np.ndarray], respons
             taken = [checkpoint(_token_logprobs, model, *part, use_reentrant=False) for part in slices]
         chunk = torch.zeros(mask.shape, device=device).masked_scatter(mask, torch.cat(taken))
         chunks.append(F.pad(chunk, (0, lengths.max() - mask.shape[1])))
-    order = np.argsort(longest_first)[[place[key] for key in keys]]
+    order = np.argsort(longest_first)[place]
     return torch.cat(chunks)[torch.from_numpy(order).to(device)]
 
 
@@ -80,11 +78,10 @@ def _states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> T
 
     The K responses of a query share its prompt: each distinct prompt runs once, and its responses attend to the keys and values that it left.
     """
-    distinct = {prompt.tobytes(): prompt for prompt in prompts}  # Q of them
-    place = {key: i for i, key in enumerate(distinct)}
-    query = torch.tensor([place[prompt.tobytes()] for prompt in prompts], device=ids.device)  # (M,)
+    kept, place = _distinct([prompt.tobytes() for prompt in prompts])  # Q prompts
+    query = torch.tensor(place, device=ids.device)  # (M,)
     # Padding is on the right and attention is causal, so that no real token of a prompt sees it. Responses would: they need the mask.
-    prompt_ids, prompt_mask = _right_padded(list(distinct.values()), ids.device)  # (Q, P)
+    prompt_ids, prompt_mask = _right_padded([prompts[row] for row in kept], ids.device)  # (Q, P)
     prompt_lengths = prompt_mask.sum(dim=1)[query]  # (M,)
     out = model.base_model(input_ids=prompt_ids, use_cache=True)
     first = out.last_hidden_state[query, prompt_lengths - 1][:, None]  # (M, 1, H): the last token of the prompt predicts the first of the response
@@ -96,6 +93,13 @@ def _states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> T
     positions = prompt_lengths[:, None] + torch.arange(ids.shape[1] - 1, device=ids.device)
     rest = model.base_model(input_ids=ids[:, :-1], attention_mask=mask, position_ids=positions, past_key_values=out.past_key_values)
     return torch.cat([first, rest.last_hidden_state], dim=1)
+
+
+def _distinct(keys: list) -> tuple[list[int], list[int]]:
+    """Where each key first is, and for each key which of those it equals."""
+    first: dict = {}
+    place = [first.setdefault(key, (len(first), i))[0] for i, key in enumerate(keys)]
+    return [i for _, i in first.values()], place
 
 
 def _right_padded(rows: list[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:

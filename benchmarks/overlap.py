@@ -132,12 +132,12 @@ def main() -> None:
         directory = Path(name)
         for seed in seeds:  # in turns, since the machine may be faster now than then
             flags = ("--seed", str(seed), "--checkpoint_every", "0")
-            more = ("--synchronous", "--steps", str(few), "--eval_every", "5")
-            for mode, more in ("asynchronous", ("--steps", str(steps), "--eval_every", "50")), ("synchronous", more):
+            synchronous = ("--synchronous", "--steps", str(few), "--eval_every", "5")
+            for mode, more in ("asynchronous", ("--steps", str(steps), "--eval_every", "50")), ("synchronous", synchronous):
                 results.setdefault(mode, []).append(measure(run(directory, f"{mode} {seed}", *flags, *more)))
             processes.places = lambda config: [place_on_all_cores(place) for place in split(config)]
             mode = "synchronous, all cores"
-            results.setdefault(mode, []).append(measure(run(directory, f"{mode} {seed}", *flags, *more)))
+            results.setdefault(mode, []).append(measure(run(directory, f"{mode} {seed}", *flags, *synchronous)))
             processes.places = split
             limits.append(alone(min(steps, 400), directory / str(seed)))
         draw({mode: directory / f"{mode} 0" for mode in results}, (RESULTS / "quick" if quick else RESULTS) / "overlap.png")

@@ -50,11 +50,10 @@ def trl_python() -> str:
     return str(python)
 
 
-def run_trl(directory: str, **settings) -> tuple[float, list[dict]]:
+def run_trl(directory: str, seconds: float = 1200, **settings) -> tuple[float, list[dict]]:
     """When it was started, and its events."""
     start = time.monotonic()
-    settings = {"output_dir": directory, "threads": len(os.sched_getaffinity(0)), "until": start + 1200} | settings
-    settings["until"] = start + settings.pop("seconds", 1200)
+    settings = settings | {"output_dir": directory, "threads": len(os.sched_getaffinity(0)), "until": start + seconds}
     out = subprocess.run([trl_python(), str(ROOT / "benchmarks" / "_trl_run.py"), json.dumps(settings)], capture_output=True, text=True)
     events = [json.loads(line.removeprefix("EVENT ")) for line in out.stdout.splitlines() if line.startswith("EVENT ")]
     if out.returncode or not events:

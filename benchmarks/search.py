@@ -5,7 +5,7 @@
 
 searcher      Searcher.search() itself: generation, scores, reference log-probabilities, groups into the queue; another process empties that
 streaming     the same engine and requests and nothing else: a group of 24 joins as soon as there is room
-barrier       llm.generate: as many groups as there is room for, the next when all have finished
+barrier       the same engine, as many groups as there is room for, the next when all have finished: what llm.generate does
 loading       streaming, with new weights every 100, 10, 1 engine steps
 
 Tokens per second, each behind a time to get going. The model is small and counts its tokens: it ends as often as the solutions do
