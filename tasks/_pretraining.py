@@ -37,7 +37,7 @@ def cached(build: Callable[[Path], None], *files: str) -> Path:
     return directory
 
 
-def pupil(task_file: str, queries: Sequence[Query], homework: Callable[[Query, np.random.Generator], str]) -> str:
+def pupil(task_file: str, queries: Sequence[Query], homework: Callable[[Query, np.random.Generator], str], steps: int = 400) -> str:
     """A policy that answers these queries as a pupil would: its directory. Prompts and answers are made of digits, + and =."""
 
     def examples(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
@@ -45,7 +45,7 @@ def pupil(task_file: str, queries: Sequence[Query], homework: Callable[[Query, n
         return [(query.prompt, homework(query, rng)) for query in chosen]
 
     characters = tokenizer(".", [*"0123456789+="])
-    return str(cached(lambda directory: train_policy(examples, characters, directory, steps=400, batch=256), task_file))
+    return str(cached(lambda directory: train_policy(examples, characters, directory, steps, batch=256), task_file))
 
 
 def tokenizer(pattern: str, pieces: Sequence[str]):

@@ -76,9 +76,9 @@ def base_samples(tmp_path_factory) -> dict[str, SimpleNamespace]:
 
 def test_the_base_model_is_right_often_enough_to_learn_from_and_wrong_often_enough_to_have_to(base_samples):
     accuracy = {split: samples.rewards.mean() for split, samples in base_samples.items()}
-    assert 0.15 < accuracy["train"] < 0.5, accuracy  # another processor rounds otherwise and makes another model: 0.24 and 0.37 were seen
+    assert 0.25 < accuracy["train"] < 0.5, accuracy
     assert abs(accuracy["test"] - accuracy["train"]) < 0.08, accuracy
-    assert base_samples["test"].rewards.mean(axis=1).min() > 0.02, "each test query can be learned from"
+    assert base_samples["test"].rewards.mean(axis=1).min() > 0.1, "each test query can be learned from"
 
 
 def test_the_base_model_spreads_over_the_right_answers(base_samples):
