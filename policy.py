@@ -9,15 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from buffer import Group, rows_of
 from config import Config, UserError
 
-TOKENS_PER_FORWARD = 1536  # padded response tokens in one forward pass: few enough that its rows are of one length, enough to keep a GPU busy
-# Rows of [positions, vocabulary] logits that exist at once. On a CPU malloc keeps tensors of up to 32 MB, and asks the kernel for larger ones each time.
-POSITIONS_PER_LOGITS = {"cpu": 125, "cuda": 2048}
+# Padded response tokens in one forward pass: few enough that its rows are of one length, enough to keep the device busy.
+TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 4096}
+POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 2048}  # response tokens whose logits, a vocabulary each, exist at once
 
 
 def load_policy(config: Config, device: torch.device) -> torch.nn.Module:
@@ -50,24 +49,25 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def response_logprobs(model: torch.nn.Module, prompts: list[np.ndarray], responses: list[np.ndarray], temperature: float) -> Tensor:
     """log pi of each response token, in fp32: (N, T), T the longest response; 0 behind the end of a shorter one.
 
-    Equal rows run once, and rows of similar length together. Logits are made for a slice of the response positions at a time, and made again in the
-    backward pass: memory grows with the tokens of these N rows, never with N x T x vocabulary.
+    Equal rows run once, and rows of similar length together. Logits exist for a slice of the response positions at a time (TokenLogprobs): memory
+    grows with the tokens of these N rows, never with N x T x vocabulary.
     """
     device = next(model.parameters()).device
     kept, place = _distinct([(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)])
     prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
     lengths = np.array([len(response) for response in responses])
     longest_first = np.argsort(-lengths, kind="stable")
+    head = model.get_output_embeddings()
     chunks, start = [], 0
     while start < len(lengths):
-        rows = longest_first[start : start + max(1, TOKENS_PER_FORWARD // lengths[longest_first[start]])]  # M of them
+        rows = longest_first[start : start + max(1, TOKENS_PER_FORWARD[device.type] // lengths[longest_first[start]])]  # M of them
         start += len(rows)
         ids, mask = _right_padded([responses[row] for row in rows], device)  # (M, T of the chunk)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             states = _states(model, [prompts[row] for row in rows], ids)[mask] / temperature  # (R, H), R = response tokens in the chunk
-            slices = zip(states.split(POSITIONS_PER_LOGITS[device.type]), ids[mask].split(POSITIONS_PER_LOGITS[device.type]))
-            taken = [checkpoint(_token_logprobs, model, *part, use_reentrant=False) for part in slices]
-        chunk = torch.zeros(mask.shape, device=device).masked_scatter(mask, torch.cat(taken))
+            bias = None if head.bias is None else head.bias / temperature
+            taken = TokenLogprobs.apply(states, head.weight, bias, ids[mask])  # (R,)
+        chunk = torch.zeros(mask.shape, device=device).masked_scatter(mask, taken)
         chunks.append(F.pad(chunk, (0, lengths.max() - mask.shape[1])))
     order = np.argsort(longest_first)[place]
     return torch.cat(chunks)[torch.from_numpy(order).to(device)]
@@ -93,6 +93,42 @@ def _states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> T
     positions = prompt_lengths[:, None] + torch.arange(ids.shape[1] - 1, device=ids.device)
     rest = model.base_model(input_ids=ids[:, :-1], attention_mask=mask, position_ids=positions, past_key_values=out.past_key_values)
     return torch.cat([first, rest.last_hidden_state], dim=1)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """log softmax(states @ weight.T + bias) at the targets: (R,), in fp32. states: (R, H); weight: (V, H); bias: (V,) or None; targets: (R,).
+
+    Autograd would keep the logits, R x V, for the backward pass. Here a slice of them at a time is made, used, and made again in the backward pass.
+    """
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # the backward pass runs under the same autocast
+    def forward(ctx, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        size = POSITIONS_PER_LOGITS[states.device.type]
+        chosen, normalizers = [], []
+        for state, target in zip(states.split(size), targets.split(size)):
+            logits = F.linear(state, weight, bias).float()
+            chosen.append(logits.gather(1, target[:, None])[:, 0])
+            normalizers.append(logits.logsumexp(dim=1))
+        ctx.save_for_backward(states, weight, bias, targets, torch.cat(normalizers))
+        return torch.cat(chosen) - torch.cat(normalizers)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad: Tensor):
+        """d log pi(target) / d logits = onehot(target) - pi"""
+        states, weight, bias, targets, normalizers = ctx.saved_tensors
+        size = POSITIONS_PER_LOGITS[states.device.type]
+        grad_states, grad_weight = [], torch.zeros_like(weight)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        for state, target, normalizer, g in zip(*(tensor.split(size) for tensor in (states, targets, normalizers, grad))):
+            pi = F.linear(state, weight, bias).float().sub_(normalizer[:, None]).exp_()
+            grad_logits = pi.mul_(-g[:, None]).scatter_add_(1, target[:, None], g[:, None])
+            grad_states.append(grad_logits @ weight)
+            grad_weight += grad_logits.T @ state
+            if bias is not None:
+                grad_bias += grad_logits.sum(dim=0)
+        return torch.cat(grad_states), grad_weight, grad_bias, None
 
 
 def _distinct(keys: list) -> tuple[list[int], list[int]]:
@@ -136,11 +172,6 @@ class _Scorer(torch.nn.Module):
 
     def forward(self, *arguments) -> Tensor:
         return response_logprobs(self.model, *arguments)
-
-
-def _token_logprobs(model: torch.nn.Module, states: Tensor, targets: Tensor) -> Tensor:
-    logits = model.get_output_embeddings()(states).float()  # (positions, vocabulary)
-    return -F.cross_entropy(logits, targets, reduction="none")
 
 
 @torch.no_grad()

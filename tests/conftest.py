@@ -71,6 +71,24 @@ def tied_model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
 
 
+@pytest.fixture
+def logits_made(monkeypatch):
+    """A function: for a model, a list that gets the number of positions of all logits that are made from now on."""
+
+    def record(model) -> list[int]:
+        positions, linear, head = [], torch.nn.functional.linear, model.get_output_embeddings()
+
+        def counted(states, weight, bias=None):
+            if weight is head.weight:
+                positions.append(len(states))
+            return linear(states, weight, bias)
+
+        monkeypatch.setattr(torch.nn.functional, "linear", counted)
+        return positions
+
+    return record
+
+
 @pytest.fixture(scope="session")
 def gsm8k_data(tmp_path_factory) -> Path:
     """Real rows where they are at hand, rows of our own making otherwise; few, so that a run is short."""

@@ -25,52 +25,46 @@ def plain_logprobs(model, prompt, response, temperature):
     return torch.stack([logprobs[len(prompt) + t - 1, token] for t, token in enumerate(response.tolist())])
 
 
-def test_log_probabilities_equal_those_of_each_row_alone(untied_model, tied_model, monkeypatch):
-    monkeypatch.setattr(policy, "TOKENS_PER_FORWARD", 150)  # several chunks, of several rows each
-    monkeypatch.setitem(policy.POSITIONS_PER_LOGITS, "cpu", 7)
+def check_against_each_row_alone(model, temperature: float, atol: float) -> None:
     prompts, responses = ragged_rows()
-    for path in (untied_model, tied_model):
-        model = load_policy(Config(model=str(path)), torch.device("cpu"))
-        with torch.no_grad():
-            ours = response_logprobs(model, prompts, responses, temperature=0.7)
-            assert ours.shape == (13, max(map(len, responses))) and ours.dtype == torch.float32
-            for row, prompt, response in zip(ours, prompts, responses):
-                torch.testing.assert_close(row[: len(response)], plain_logprobs(model, prompt, response, 0.7), atol=2e-5, rtol=0)
-                assert (row[len(response) :] == 0).all()
-
-
-def test_gradients_equal_those_of_each_row_alone(tied_model, monkeypatch):
-    monkeypatch.setattr(policy, "TOKENS_PER_FORWARD", 150)
-    monkeypatch.setitem(policy.POSITIONS_PER_LOGITS, "cpu", 7)
-    prompts, responses = ragged_rows()
-    model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
-    weights = np.random.default_rng(1).normal(size=len(prompts))
-    (response_logprobs(model, prompts, responses, 1.0).sum(1) * torch.tensor(weights, dtype=torch.float32)).sum().backward()
-    ours = [p.grad.clone() for p in model.parameters()]
+    weights = torch.randn(len(prompts), generator=torch.Generator().manual_seed(1))
+    ours = response_logprobs(model, prompts, responses, temperature)
+    assert ours.shape == (13, max(map(len, responses))) and ours.dtype == torch.float32
+    (ours.sum(dim=1) * weights).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    for prompt, response, weight in zip(prompts, responses, weights):
-        (plain_logprobs(model, prompt, response, 1.0).sum() * weight).backward()
-    for mine, parameter in zip(ours, model.parameters()):
+    for row, prompt, response, weight in zip(ours, prompts, responses, weights):
+        alone = plain_logprobs(model, prompt, response, temperature)
+        torch.testing.assert_close(row[: len(response)], alone, atol=atol, rtol=0)
+        assert (row[len(response) :] == 0).all()
+        (alone.sum() * weight).backward()
+    for mine, parameter in zip(gradients, model.parameters()):
         torch.testing.assert_close(mine, parameter.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mistral"])
-def test_log_probabilities_are_right_for_other_architectures_too(kind):
-    """Absolute positions, rotary ones in another layout, a sliding window."""
+def test_log_probabilities_and_gradients_equal_those_of_each_row_alone(untied_model, tied_model, monkeypatch):
+    monkeypatch.setitem(policy.TOKENS_PER_FORWARD, "cpu", 150)  # several chunks, of several rows each
+    monkeypatch.setitem(policy.POSITIONS_PER_LOGITS, "cpu", 7)
+    for path in (untied_model, tied_model):
+        for temperature in (1.0, 0.7):
+            check_against_each_row_alone(load_policy(Config(model=str(path)), torch.device("cpu")), temperature, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mistral", "phi"])
+def test_log_probabilities_and_gradients_are_right_for_other_architectures_too(kind):
+    """Absolute positions, rotary ones in another layout, a sliding window, a bias of the logits."""
     torch.manual_seed(0)
     sizes = {
         "gpt2": dict(n_embd=64, n_layer=2, n_head=2), "gpt_neox": dict(hidden_size=64, intermediate_size=128),
-        "mistral": dict(hidden_size=64, intermediate_size=128, num_key_value_heads=1, sliding_window=200),
+        "mistral": dict(hidden_size=64, intermediate_size=128, num_key_value_heads=1, sliding_window=200), "phi": dict(hidden_size=64, intermediate_size=128),
     }[kind]  # fmt: skip
     sizes = sizes | ({} if kind == "gpt2" else dict(num_hidden_layers=2, num_attention_heads=2))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=257, **sizes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # far from the zeros and small numbers of a fresh model
             parameter.add_(torch.randn_like(parameter) * 0.1)
-        policy.check_head(model)
-        prompts, responses = ragged_rows()
-        for row, prompt, response in zip(response_logprobs(model, prompts, responses, 0.7), prompts, responses):
-            torch.testing.assert_close(row[: len(response)], plain_logprobs(model, prompt, response, 0.7), atol=1e-4, rtol=0)
+    policy.check_head(model)
+    check_against_each_row_alone(model, temperature=0.7, atol=1e-4)
 
 
 def test_each_prompt_and_each_response_run_through_the_model_once(tied_model):
@@ -83,11 +77,10 @@ def test_each_prompt_and_each_response_run_through_the_model_once(tied_model):
     assert (logprobs[0] == logprobs[2]).all() and (logprobs[1] == logprobs[4]).all() and not torch.allclose(logprobs[0], logprobs[3])
 
 
-def test_logits_of_all_positions_never_exist_at_once(tied_model, monkeypatch):
+def test_logits_of_all_positions_never_exist_at_once(tied_model, monkeypatch, logits_made):
     monkeypatch.setitem(policy.POSITIONS_PER_LOGITS, "cpu", 16)
     model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
-    seen = []
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output.shape[0]))
+    seen = logits_made(model)
     prompts, responses = ragged_rows(rows=20)
     response_logprobs(model, prompts, responses, 1.0).sum().backward()
     assert max(seen) == 16

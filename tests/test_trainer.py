@@ -181,12 +181,11 @@ def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
     assert describe([group]) == {"reward": 0.5, "kl": 1.5, "entropy": 1.0, "response_tokens": 1.5, "finished": 0.5}
 
 
-def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(untied_model, tmp_path):
+def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(untied_model, tmp_path, logits_made):
     """Equal rows run once: those of this batch are all different."""
     trainer = make_trainer(untied_model, tmp_path, queries_per_batch=2, queries_per_micro_batch=2, max_prompt_tokens=20, max_response_tokens=30)
-    positions, widths = [], []
-    model = trainer.learner.policy
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: positions.append(len(output)))
+    model, widths = trainer.learner.policy, []
+    positions = logits_made(model)
     model.base_model.register_forward_pre_hook(lambda module, arguments, inputs: widths.append(tuple(inputs["input_ids"].shape)), with_kwargs=True)
     before = [p.detach().clone() for p in model.parameters()]
     trainer.learner.try_largest_batch()
