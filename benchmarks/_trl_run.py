@@ -38,17 +38,7 @@ class Watch(TrainerCallback):
         if "reward" in logs:
             tell(step=state.global_step, reward=float(logs["reward"]))
 
-    def on_step_end(self, args, state, control, model=None, **_):
-        if settings["eval_every"] and state.global_step % settings["eval_every"] == 0:
-            begin = time.monotonic()
-            with torch.no_grad():
-                ids = tokenizer([query.prompt for query in tests], return_tensors="pt", padding=True).to(model.device)
-                model.eval()
-                out = model.generate(**ids, do_sample=False, max_new_tokens=settings["max_response_tokens"])[:, ids.input_ids.shape[1] :]
-                model.train()
-            texts = tokenizer.batch_decode(out, skip_special_tokens=True)
-            finished = (out == tokenizer.eos_token_id).any(1).tolist()
-            tell(step=state.global_step, accuracy=sum(task.score(tests, texts, finished)) / len(tests), evaluated_since=begin)
+    def on_step_end(self, args, state, control, **_):
         if time.monotonic() > settings["until"]:
             control.should_training_stop = True
 
@@ -67,3 +57,9 @@ trainer = GRPOTrainer(
     callbacks=[Watch()],
 )  # fmt: skip
 trainer.train()
+if settings["evaluate"]:
+    with torch.no_grad():
+        ids = tokenizer([query.prompt for query in tests], return_tensors="pt", padding=True)
+        out = trainer.model.eval().generate(**ids, do_sample=False, max_new_tokens=settings["max_response_tokens"])[:, ids.input_ids.shape[1] :]
+    finished = (out == tokenizer.eos_token_id).any(1).tolist()
+    tell(accuracy=sum(task.score(tests, tokenizer.batch_decode(out, skip_special_tokens=True), finished)) / len(tests))

@@ -45,6 +45,19 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
 
 
+def first_right(samples: list[tuple[float, int, float]], target: float, enough: int = 500) -> float:
+    """The clock at which the latest `enough` responses, or a few more, had a mean reward of `target` for the first time; inf if never. samples:
+    (clock, number of responses, their mean reward) in order, as they were generated: no evaluation takes time from what is measured."""
+    import numpy as np
+
+    clocks, counts, rewards = np.array(samples).T
+    for end in range(1, len(clocks) + 1):
+        begin = end - 1 - int(np.searchsorted(np.cumsum(counts[:end][::-1]), enough))
+        if begin >= 0 and np.average(rewards[begin:end], weights=counts[begin:end]) >= target:
+            return float(clocks[end - 1])
+    return float("inf")
+
+
 def gsm8k(data_dir: str, vocabulary: int) -> tuple[list[str], list[str], object]:
     """Prompts and solutions of GSM8K's training rows, and a byte-level BPE tokenizer with that many tokens, trained on them: digits are tokens of
     their own, as in Llama. data_dir: as in tba.py gsm8k."""
