@@ -118,7 +118,7 @@ class Config:
     searchers: int | None = None
     """Searcher processes. None: one per GPU besides the trainer's, one if there is a single GPU or none."""
     gpu_memory_utilization: float | None = None
-    """Share of its GPU's memory that a searcher's vLLM takes. None: 0.75 on a GPU of its own, 0.3 on one shared with the trainer."""
+    """Share of its GPU's memory that a searcher's vLLM takes. None: most of a GPU of its own, less of one shared with the trainer."""
     searcher_timeout: float = 600.0
     """Seconds without a sign of life after which a process is taken for dead, and of waiting after which the trainer gives up."""
     checkpoint_every: int = 100

@@ -20,11 +20,11 @@ POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 2048}  # response tokens whose logit
 
 
 def load_policy(config: Config, device: torch.device) -> torch.nn.Module:
-    """config.model in fp32, in evaluation mode (the objective is about pi itself: no dropout). Raises ValueError for unknown kinds of logits."""
+    """config.model in fp32, in evaluation mode (the objective is about pi itself: no dropout). Raises ValueError for unknown architectures."""
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
-    model = model.to(device).eval()
-    check_head(model)
-    return model
+    model.eval()
+    check_architecture(model)
+    return model.to(device)
 
 
 def load_tokenizer(config: Config):
@@ -50,25 +50,30 @@ def response_logprobs(model: torch.nn.Module, prompts: list[np.ndarray], respons
     """log pi of each response token, in fp32: (N, T), T the longest response; 0 behind the end of a shorter one.
 
     Equal rows run once, and rows of similar length together. Logits exist for a slice of the response positions at a time (TokenLogprobs): memory
-    grows with the tokens of these N rows, never with N x T x vocabulary.
+    grows with the tokens of these N rows, a prompt counted for each, never with N x T x vocabulary.
     """
     device = next(model.parameters()).device
     kept, place = _distinct([(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)])
     prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
     lengths = np.array([len(response) for response in responses])
     longest_first = np.argsort(-lengths, kind="stable")
+    longest_prompt = max(len(prompt) for prompt in prompts)
     head = model.get_output_embeddings()
     chunks, start = [], 0
-    while start < len(lengths):
-        rows = longest_first[start : start + max(1, TOKENS_PER_FORWARD[device.type] // lengths[longest_first[start]])]  # M of them
-        start += len(rows)
-        ids, mask = _right_padded([responses[row] for row in rows], device)  # (M, T of the chunk)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    # One autocast for all chunks: within it each weight is cast once.
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        while start < len(lengths):
+            longest = lengths[longest_first[start]]
+            # A row has keys and values of its prompt for itself: at most 4 times as many positions of those as tokens that run.
+            count = TOKENS_PER_FORWARD[device.type] // max(longest, (longest_prompt + longest) // 4)
+            rows = longest_first[start : start + max(1, count)]  # M of them
+            start += len(rows)
+            ids, mask = _right_padded([responses[row] for row in rows], device)  # (M, T of the chunk)
             states = _states(model, [prompts[row] for row in rows], ids)[mask] / temperature  # (R, H), R = response tokens in the chunk
             bias = None if head.bias is None else head.bias / temperature
             taken = TokenLogprobs.apply(states, head.weight, bias, ids[mask])  # (R,)
-        chunk = torch.zeros(mask.shape, device=device).masked_scatter(mask, taken)
-        chunks.append(F.pad(chunk, (0, lengths.max() - mask.shape[1])))
+            chunk = torch.zeros(mask.shape, device=device).masked_scatter(mask, taken)
+            chunks.append(F.pad(chunk, (0, lengths.max() - mask.shape[1])))
     order = np.argsort(longest_first)[place]
     return torch.cat(chunks)[torch.from_numpy(order).to(device)]
 
@@ -80,17 +85,17 @@ def _states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> T
     """
     kept, place = _distinct([prompt.tobytes() for prompt in prompts])  # Q prompts
     query = torch.tensor(place, device=ids.device)  # (M,)
-    # Padding is on the right and attention is causal, so that no real token of a prompt sees it. Responses would: they need the mask.
-    prompt_ids, prompt_mask = _right_padded([prompts[row] for row in kept], ids.device)  # (Q, P)
-    prompt_lengths = prompt_mask.sum(dim=1)[query]  # (M,)
-    out = model.base_model(input_ids=prompt_ids, use_cache=True)
-    first = out.last_hidden_state[query, prompt_lengths - 1][:, None]  # (M, 1, H): the last token of the prompt predicts the first of the response
+    # Padded on the left: nothing lies between a prompt and its responses, for a sliding window counts columns, be they padding or not.
+    prompt_ids, prompt_mask = (tensor.flip(1) for tensor in _right_padded([prompts[row][::-1] for row in kept], ids.device))  # (Q, P)
+    positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
+    out = model.base_model(input_ids=prompt_ids, attention_mask=prompt_mask, position_ids=positions, use_cache=True)
+    first = out.last_hidden_state[query, -1:]  # (M, 1, H): the last token of the prompt predicts the first of the response
     if ids.shape[1] == 1:
         return first
     for layer in out.past_key_values.layers:
         layer.batch_select_indices(query)  # (M, heads, P, size of a head); gradients go back through it
     mask = F.pad(prompt_mask[query], (0, ids.shape[1] - 1), value=True)  # (M, P + T - 1)
-    positions = prompt_lengths[:, None] + torch.arange(ids.shape[1] - 1, device=ids.device)
+    positions = positions[query, -1:] + torch.arange(1, ids.shape[1], device=ids.device)
     rest = model.base_model(input_ids=ids[:, :-1], attention_mask=mask, position_ids=positions, past_key_values=out.past_key_values)
     return torch.cat([first, rest.last_hidden_state], dim=1)
 
@@ -175,10 +180,18 @@ class _Scorer(torch.nn.Module):
 
 
 @torch.no_grad()
-def check_head(model: torch.nn.Module) -> None:
-    """Raises ValueError for a model whose logits are more than its output embedding of its last hidden state (scaled, capped)."""
-    ids = torch.arange(4, device=next(model.parameters()).device)[None]
-    direct = model(input_ids=ids).logits
-    ours = model.get_output_embeddings()(model.base_model(input_ids=ids).last_hidden_state)
-    if not torch.allclose(direct, ours, atol=1e-3):
-        raise ValueError(f"{type(model).__name__} transforms its logits, which response_logprobs does not know: use another architecture")
+def check_architecture(model: torch.nn.Module) -> None:
+    """Raises ValueError for a model, on a CPU, for which response_logprobs is wrong: one whose logits are more than its output embedding of its last
+    hidden state (scaled, capped), or that remembers a prompt otherwise than by keys and values."""
+    ids = np.arange(9) % model.get_input_embeddings().num_embeddings
+    prompts, responses = [ids[:2], ids[:5]], [ids[3:], ids[4:]]
+    refusal = f"{type(model).__name__} {{}}, which response_logprobs does not know: use another architecture"
+    try:
+        ours = response_logprobs(model, prompts, responses, temperature=1.0)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(refusal.format(f"keeps no plain cache of keys and values ({error})")) from error
+    for row, prompt, response in zip(ours, prompts, responses):
+        whole = torch.from_numpy(np.concatenate([prompt, response]))
+        logprobs = model(input_ids=whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        if not torch.allclose(row[: len(response)], logprobs.gather(1, whole[len(prompt) :, None])[:, 0], atol=1e-3):
+            raise ValueError(refusal.format("transforms its logits, or attends in a way of its own"))

@@ -12,8 +12,8 @@ from buffer import Group
 
 PLAIN_PERIOD = 5.0  # seconds between two progress lines where there is no terminal
 MERGED = {"search": 0.002, "wait": 0.05}  # engine steps and polls that are closer than this, in seconds, become one span
-COLORS = {"search": "tab:blue", "score": "tab:cyan", "reference": "tab:purple", "publish": "tab:orange", "load": "tab:olive",
-          "wait": "lightgray", "receive": "tab:brown", "sample": "tab:pink", "step": "tab:green", "eval": "tab:red", "checkpoint": "black"}  # fmt: skip
+COLORS = {"search": "tab:blue", "score": "tab:cyan", "reference": "tab:purple", "publish": "tab:orange", "load": "tab:olive", "wait": "lightgray",
+          "receive": "tab:brown", "sample": "tab:pink", "step": "tab:green", "eval": "tab:red", "checkpoint": "black"}  # fmt: skip
 
 
 class Lines:

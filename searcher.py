@@ -1,5 +1,5 @@
-"""A Searcher: generates responses with its delayed copy of the policy, scores them, sends them off. It waits for the trainer only if its queue is full
-(and, where staleness is to be constant, for the next version).
+"""A Searcher: generates responses with its delayed copy of the policy, scores them, sends them off. It waits for the trainer only if its queue is
+full (and, where staleness is to be constant, for the next version).
 
 Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine steps the searcher looks for newer
 weights and takes them in mid-stream. A response may so span two versions, which is fine: trajectory balance does not ask who sampled it.

@@ -111,12 +111,10 @@ class Trainer:
     def receive(self) -> None:
         """Empties the queue: groups into the buffer, evaluations and lines for the user to whoever watches."""
         groups: list[Group] = []
-        waiting = self.found.qsize()
         try:
-            while True:
-                # Much of what waits is still behind the queue's pipe, which holds 64 KB, two groups of GSM8K: an empty pipe is no empty queue.
-                item = self.found.get(timeout=1.0) if waiting > 0 else self.found.get_nowait()
-                waiting -= 1
+            # By count: much of what waits is behind the queue's pipe, which holds 64 KB, two groups of GSM8K. An empty pipe is no empty queue.
+            for _ in range(self.found.qsize()):
+                item = self.found.get(timeout=1.0)
                 if isinstance(item, Group):
                     groups.append(item)
                 elif isinstance(item, Evaluation):
@@ -162,10 +160,10 @@ class Trainer:
 
         def sample() -> list[Row]:
             oldest = 0 if config.max_staleness is None else max(0, self.step - config.max_staleness)
-            with self.timeline.span("sample"):
-                return self.buffer.sample(config.queries_per_batch, config.responses_per_query, config.most_on_policy_prob, oldest)
+            return self.buffer.sample(config.queries_per_batch, config.responses_per_query, config.most_on_policy_prob, oldest)
 
-        rows = sample()
+        with self.timeline.span("sample"):
+            rows = sample()
         if not rows:
             # What comes in now may be of an older version still: the searchers need newer weights than the last sync gave them.
             self.wait(lambda: f"responses at most {config.max_staleness} steps old (--max_staleness)",

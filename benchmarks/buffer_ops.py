@@ -56,7 +56,8 @@ def main() -> None:
         first = medians if first is None else first
         lines.append([f"{buffer.responses:,}", *(f"{value:.3f}" for value in medians), *(f"{value:.2f}" for value in medians[:2] / first[:2])])
     save("buffer_ops", quick, f"A group: {RESPONSES} responses of {TOKENS} tokens. A sample: {QUERIES} x 20 responses.",
-         table(["responses held", "add a group, ms", "sample, ms", "copy of a group's bytes, ms", "add, times the first", "sample, times the first"], lines))
+         table(["responses held", "add a group, ms", "sample, ms", "copy of a group's bytes, ms", "add, times the first", "sample, times the first"],
+               lines))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ logits per query and prefix is the policy. All responses are drawn from one fixe
 
 import itertools
 import json
-import sys
 from pathlib import Path
+
+from common import RESULTS
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from loss import LOSSES, LossInputs  # noqa: E402
+from loss import LOSSES, LossInputs
 
 LETTERS, LENGTH, QUERIES, K, BETA = 2, 4, 3, 16, 0.5
 EOS = LETTERS
@@ -91,7 +89,7 @@ def main() -> None:
         kl, error = ([run[name][-1] for run in runs[rate]] for name in ("kl", "log_z_error"))
         shown = "  ".join(f"{value:.1e}" for value in kl)
         print(f"{objective:16} learning rate {rate:<5}  KL to pi* after {STEPS} steps: {shown}  log Z off by {max(error):.1e} at most", flush=True)
-    output = ROOT / "benchmarks" / "results" / "exact_posterior"
+    output = RESULTS / "exact_posterior"
     output.with_suffix(".json").write_text(json.dumps(results))
     draw(results, output.with_suffix(".png"))
 
@@ -107,7 +105,8 @@ def draw(results: dict, path: Path) -> None:
         kl = torch.tensor([run["kl"] for run in result["runs"]]).clamp(min=1e-16)  # (SEEDS, measurements)
         steps = [MEASURE * m for m in range(kl.shape[1])]
         # tb and tba_prime coincide: dashes on top let both be seen.
-        axis.plot(steps, kl.log().mean(0).exp(), label=f"{objective} ({result['learning_rate']})", color=f"C{i}", linestyle="--" if objective == "tb" else "-", zorder=3 if objective == "tb" else 2)
+        style = dict(linestyle="--", zorder=3) if objective == "tb" else dict(zorder=2)
+        axis.plot(steps, kl.log().mean(0).exp(), label=f"{objective} ({result['learning_rate']})", color=f"C{i}", **style)
         axis.fill_between(steps, kl.amin(0), kl.amax(0), color=f"C{i}", alpha=0.15, linewidth=0)
     axis.set(yscale="log", xlabel="step", ylabel="KL(pi || pi*), mean over queries", title="Distance to the best policy, trained on fixed stale data")
     axis.legend(title="objective (learning rate)", loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -65,7 +65,8 @@ def measure(run_dir: Path) -> dict[str, float]:
     if config["synchronous"]:  # each step has a batch of its own
         new[:] = config["queries_per_batch"] * config["responses_per_query"]
     reached = first_right([(end, count, line["reward"]) for end, count, line in zip(ends, new, steps) if count], TARGET)
-    working = {process: sum(stop - start for name, start, stop in rows if name in ("step", "search", "score", "reference") and begin <= start and stop <= end)
+    work = ("step", "search", "score", "reference")
+    working = {process: sum(stop - start for name, start, stop in rows if name in work and begin <= start and stop <= end)
                for process, rows in spans.items()}  # fmt: skip
     return {
         "rate": (len(steady) - 1) / (steady[-1]["seconds"] - steady[0]["seconds"]),

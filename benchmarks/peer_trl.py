@@ -101,7 +101,10 @@ def to_target_trl(directory: str, rate: float, seed: int, model: str) -> tuple[f
 def arithmetic(directory: str, quick: bool) -> str:
     model = load_task("arithmetic").base_model()
     trl_python()
-    contestants = {"ours": lambda rate, seed: to_target_ours(directory, rate, seed), "trl": lambda rate, seed: to_target_trl(directory, rate, seed, model)}
+    contestants = {
+        "ours": lambda rate, seed: to_target_ours(directory, rate, seed),
+        "trl": lambda rate, seed: to_target_trl(directory, rate, seed, model),
+    }
     search, lines = {}, []
     for name, run in contestants.items():
         search[name] = {rate: run(rate, SEARCH_SEED)[0] for rate in (LEARNING_RATES[1:2] if quick else LEARNING_RATES)}
@@ -119,7 +122,8 @@ def arithmetic(directory: str, quick: bool) -> str:
     searched = "; ".join(f"{name}: " + ", ".join(f"{rate:g} {seconds:.1f}" for rate, seconds in found.items()) for name, found in search.items())
     return (f"Arithmetic, seconds to {TARGET} right samples (mean, and the values of the seeds):\n\n"
             + table(["", "learning rate", "without start-up", "with start-up", "held-out accuracy at the end"], lines)
-            + f"\n\nTRL takes {ratios[0]:.2f} times as long without start-up, {ratios[1]:.2f} times with it. The search, seconds without start-up: {searched}.")  # fmt: skip
+            + f"\n\nTRL takes {ratios[0]:.2f} times as long without start-up, {ratios[1]:.2f} times with it. "
+              f"The search, seconds without start-up: {searched}.")  # fmt: skip
 
 
 def long_responses(directory: str, data_dir: str) -> str:
@@ -141,7 +145,8 @@ def long_responses(directory: str, data_dir: str) -> str:
     rows = []
     for name, curve in ("this implementation", ours), ("TRL GRPOTrainer", trl):
         at = [[reward for clock, reward in curve if clock <= mark][-3:] for mark in MARKS]
-        rows.append([name, f"{(len(curve) - 1) / (curve[-1][0] - curve[0][0]):.3f}", f"{curve[0][1]:.3f}", *(f"{np.mean(r):.3f}" if r else "" for r in at)])
+        rate = (len(curve) - 1) / (curve[-1][0] - curve[0][0])
+        rows.append([name, f"{rate:.3f}", f"{curve[0][1]:.3f}", *(f"{np.mean(r):.3f}" if r else "" for r in at)])
     return (f"Long responses, reward of samples (mean of the three latest steps) by seconds without start-up; learning rate {LONG_RATE:g}, one seed:\n\n"
             + table(["", "steps/s", "first", *(f"{mark} s" for mark in MARKS)], rows))  # fmt: skip
 

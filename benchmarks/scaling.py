@@ -59,7 +59,8 @@ def replay(config: Config, rank: int, weights: SharedWeights, groups, board: Boa
         elif sent < (time.monotonic() - start) * rate:
             began = time.monotonic()
             try:
-                groups.put_nowait(dataclasses.replace(recorded[(sent * config.searchers + rank) % len(recorded)], version=version, last_version=version))
+                group = recorded[(sent * config.searchers + rank) % len(recorded)]
+                groups.put_nowait(dataclasses.replace(group, version=version, last_version=version))
                 sent += 1
                 continue
             except queue.Full:
@@ -134,17 +135,19 @@ def main() -> None:
             lines = []
             for searchers in SEARCHERS[::3] if quick else SEARCHERS:
                 m = measure(config, groups, searchers, rate, seconds)
-                lines.append([str(searchers), f"{m['steps']:.1f}", f"{m['responses']:.0f}", f"{m['queue']:.1f}", f"{m['staleness']:.1f}", f"{m['blocked']:.3f}"])
+                cells = f"{m['steps']:.1f}", f"{m['responses']:.0f}", f"{m['queue']:.1f}", f"{m['staleness']:.1f}", f"{m['blocked']:.3f}"
+                lines.append([str(searchers), *cells])
                 print(lines[-1], flush=True)
-            parts.append(f"Searchers that find {rate:.0f} groups/s each, what a real one found on one core ({kind} groups):\n\n" + table(
-                ["searchers", "steps/s", "responses/s received", "queue, groups (mean)", "staleness, steps (mean)", "searchers blocked, share of time"], lines))
+            header = ["searchers", "steps/s", "responses/s received", "queue, groups (mean)", "staleness, steps (mean)", "searchers blocked, share of time"]
+            parts.append(f"Searchers that find {rate:.0f} groups/s each, what a real one found on one core ({kind} groups):\n\n" + table(header, lines))
         lines = []
         for offered in OFFERED[1::2] if quick else OFFERED:
             m = measure(config, groups, 4, offered / 4, seconds)
-            lines.append([str(offered), f"{m['groups']:.0f}", f"{m['megabytes']:.2f}", f"{m['steps']:.1f}", f"{m['queue']:.1f}", f"{m['blocked']:.3f}"])
+            cells = f"{m['groups']:.0f}", f"{m['megabytes']:.2f}", f"{m['steps']:.1f}", f"{m['queue']:.1f}", f"{m['blocked']:.3f}"
+            lines.append([str(offered), *cells])
             print(lines[-1], flush=True)
-        parts.append(f"Four searchers, {kind} groups:\n\n" + table(
-            ["groups/s offered", "groups/s received", "MB/s", "steps/s", "queue, groups (mean)", "searchers blocked, share of time"], lines))  # fmt: skip
+        header = ["groups/s offered", "groups/s received", "MB/s", "steps/s", "queue, groups (mean)", "searchers blocked, share of time"]
+        parts.append(f"Four searchers, {kind} groups:\n\n" + table(header, lines))
     save("scaling", quick, *parts)
 
 

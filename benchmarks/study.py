@@ -49,7 +49,7 @@ class InlineSearcher:
         self.version, self.evaluated = -1, -1
         self.round: deque[Group | Evaluation] | None = None  # None: the next question begins a new one
 
-    def get_nowait(self) -> Group | Evaluation:
+    def get(self, timeout: float) -> Group | Evaluation:
         if self.round is None:
             self.round = deque(self.search())
         if self.round:
@@ -58,7 +58,7 @@ class InlineSearcher:
         raise queue.Empty
 
     def qsize(self) -> int:
-        return 0
+        return 1_000_000  # more than a round has, which is made when it is asked for
 
     def search(self) -> list[Group | Evaluation]:
         config, found = self.config, []
@@ -150,7 +150,8 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
 
 
 def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:
-    """A finished line per job, with its "result"; a job that is listed twice is run once, and those that `file` already holds are not run again. A job is {"settings", "groups_per_sync"}."""
+    """A finished line per job, with its "result"; a job that is listed twice is run once, and those that `file` already holds are not run again. A job is
+    {"settings", "groups_per_sync"}."""
     file.parent.mkdir(exist_ok=True)
     known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {json.dumps(line["job"], sort_keys=True): line for line in known}

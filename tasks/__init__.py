@@ -47,8 +47,8 @@ class Task:
         raise NotImplementedError
 
     def evaluate(self, queries: list[Query], responses: list[str], finished: list[bool], scores: np.ndarray) -> dict[str, np.ndarray]:
-        """Metrics of responses to N test queries, one to each; scores: (N,) what score() gave for them. (N,) values per response, of which the mean is
-        the metric, or (N, N) values per pair of responses, of which the mean over all pairs is."""
+        """Metrics of responses to N test queries, one to each; scores: (N,) what score() gave for them. (N,) values per response, of which the mean
+        is the metric, or (N, N) values per pair of responses, of which the mean over all pairs is."""
         return {self.metric: scores}
 
     def extract(self, response: str) -> str | None:

@@ -56,14 +56,15 @@ def test_log_probabilities_and_gradients_are_right_for_other_architectures_too(k
     torch.manual_seed(0)
     sizes = {
         "gpt2": dict(n_embd=64, n_layer=2, n_head=2), "gpt_neox": dict(hidden_size=64, intermediate_size=128),
-        "mistral": dict(hidden_size=64, intermediate_size=128, num_key_value_heads=1, sliding_window=200), "phi": dict(hidden_size=64, intermediate_size=128),
+        "mistral": dict(hidden_size=64, intermediate_size=128, num_key_value_heads=1, sliding_window=20),
+        "phi": dict(hidden_size=64, intermediate_size=128),
     }[kind]  # fmt: skip
     sizes = sizes | ({} if kind == "gpt2" else dict(num_hidden_layers=2, num_attention_heads=2))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=257, **sizes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # far from the zeros and small numbers of a fresh model
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    policy.check_head(model)
+    policy.check_architecture(model)
     check_against_each_row_alone(model, temperature=0.7, atol=1e-4)
 
 
@@ -98,7 +99,7 @@ def test_weight_names_and_shapes_are_known_without_loading_the_model(untied_mode
 
 def test_an_architecture_that_transforms_its_logits_is_refused(tied_model):
     model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
-    policy.check_head(model)
+    policy.check_architecture(model)
     forward = model.forward
 
     def scaled(**inputs):
@@ -107,12 +108,14 @@ def test_an_architecture_that_transforms_its_logits_is_refused(tied_model):
         return output
 
     model.forward = scaled
-    try:
-        policy.check_head(model)
-    except ValueError as error:
-        assert "logits" in str(error)
-    else:
-        raise AssertionError("a model with scaled logits was accepted")
+    with pytest.raises(ValueError, match="logits"):
+        policy.check_architecture(model)
+
+
+def test_an_architecture_without_keys_and_values_is_refused():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", vocab_size=257, hidden_size=64, num_hidden_layers=2)).eval()
+    with pytest.raises(ValueError, match="MambaForCausalLM keeps no plain cache"):
+        policy.check_architecture(model)
 
 
 def test_the_tokenizer_of_the_tests_pads_with_end_of_sequence(untied_model):
