@@ -6,7 +6,7 @@
 asynchronous             make demo: half of the cores for the trainer, half for the searcher
 synchronous              --synchronous on the same cores: trainer and searcher in turns
 synchronous, all cores   the same, each with all cores while the other waits
-trainer alone            on the cores of the first, out of a buffer that the first filled; nothing comes, nobody reads what it publishes
+trainer alone            on the cores of the first, out of a buffer that the base model filled; nothing comes, nobody reads what it publishes
 searcher alone           on the cores of the first; nobody publishes
 
 Synchronous steps train on 256 responses of 32 fresh queries, as asynchronous ones do of replayed ones, so that t_search is the searcher's time
@@ -34,7 +34,7 @@ from buffer import Group
 from config import Config, build_config
 from policy import weight_shapes
 from processes import Board
-from report import COLORS, read_spans, trainer_busy
+from report import COLORS, read_lines, read_spans, trainer_busy
 from supervisor import Supervisor
 from tasks import load_task
 from weights import SharedWeights
@@ -53,8 +53,7 @@ def run(directory: Path, name: str, *flags: str) -> Path:
 
 def measure(run_dir: Path) -> dict[str, float]:
     """Steps per second, behind the first twentieth of them; seconds from the first step to TARGET; shares of the time by span."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = steps_of(run_dir)
     steady = steps[len(steps) // 20 :]
     spans = read_spans(str(run_dir))
     begin, end = spans["trainer"][0][1], spans["trainer"][-1][2]
@@ -106,27 +105,27 @@ def record(config: Config, directory: Path, count: int) -> tuple[list[Group], fl
     return groups, rate
 
 
-def alone(steps: int, directory: Path) -> tuple[float, float]:
+def alone(steps: int, seed: int, directory: Path) -> tuple[float, float]:
     """Steps per second of the trainer alone, responses per second of the searcher alone."""
-    config = build_config(["arithmetic", "--steps", str(steps), "--eval_every", "0", "--checkpoint_every", "0"])
+    config = build_config(["arithmetic", "--seed", str(seed), "--steps", str(steps), "--eval_every", "0", "--checkpoint_every", "0"])
     groups, rate = record(config, directory / "alone", FILL)
     config.initial_responses = FILL * config.samples_per_query
     places = processes.places(config)
     board = Board([place.name for place in places])
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
     child = processes.start(places[0], "overlap:trainer_alone", (config, groups, weights, board, config.output_dir), config.output_dir)
+    deadline = time.monotonic() + 600
     while len(steps_of(config.output_dir)) < steps:
         time.sleep(0.5)
-        if child.exitcode:
-            sys.exit(processes.log_tail(config.output_dir, "trainer"))
+        if child.exitcode or time.monotonic() > deadline:
+            sys.exit(f"the trainer alone did not come to step {steps}:\n{processes.log_tail(config.output_dir, 'trainer')}")
     processes.kill(child)
     lines = steps_of(config.output_dir)[steps // 20 :]
     return (len(lines) - 1) / (lines[-1]["seconds"] - lines[0]["seconds"]), rate * config.samples_per_query
 
 
 def steps_of(run_dir: str) -> list[dict]:
-    path = Path(run_dir) / "metrics.jsonl"
-    return [line for line in map(json.loads, path.read_text().splitlines()) if "loss" in line] if path.exists() else []
+    return [line for line in read_lines(Path(run_dir) / "metrics.jsonl") if "loss" in line]
 
 
 def main() -> None:
@@ -144,7 +143,7 @@ def main() -> None:
             mode = "synchronous, all cores"
             results.setdefault(mode, []).append(measure(run(directory, f"{mode} {seed}", *flags, *synchronous)))
             processes.places = split
-            limits.append(alone(min(steps, 400), directory / str(seed)))
+            limits.append(alone(min(steps, 400), seed, directory / str(seed)))
         draw({mode: directory / f"{mode} 0" for mode in results}, (RESULTS / "quick" if quick else RESULTS) / "overlap.png")
 
     def values(mode: str, key: str) -> np.ndarray:
@@ -195,6 +194,7 @@ def draw(runs: dict[str, Path], path: Path, seconds: float = 1.0) -> None:
         axis.invert_yaxis()
     axes[-1].set_xlabel("seconds")
     figure.legend([plt.Rectangle((0, 0), 1, 1, color=COLORS.get(name, "black")) for name in sorted(used)], sorted(used), loc="outside right upper")
+    path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=80)
 
 

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 from common import ROOT, arguments, counting_model, first_right, gsm8k, save, table
 
-from report import read_spans
+from report import read_lines, read_spans
 from tasks import load_task
 
 REQUIREMENTS = ["trl==1.16.0", "torch==2.13.0", "transformers>=5.16,<5.20", "numpy>=2.0"]
-LEARNING_RATES = (3e-4, 5e-4, 1e-3)
+LEARNING_RATES = (2e-4, 5e-4, 1e-3, 2e-3)
 TARGET, SEARCH_SEED, SEEDS = 0.95, 100, (0, 1, 2)
 ROWS = 256  # a step, on arithmetic
 STEPS = {"ours": 400, "trl": 60}  # enough for each to get to TARGET
@@ -37,7 +37,7 @@ LONG_RATE = 1e-3
 
 def trl_python() -> str:
     """Of TRL's environment."""
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tba" / "trl-env"
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tba" / REQUIREMENTS[0]
     python = home / "bin" / "python"
     if not (home / "whole").exists():
         print("installing TRL …", flush=True)
@@ -55,7 +55,7 @@ def run_trl(directory: str, seconds: float = 1200, **settings) -> tuple[float, l
     """When it was started, and its events."""
     start = time.monotonic()
     settings = settings | {"output_dir": directory, "threads": len(os.sched_getaffinity(0)), "until": start + seconds}
-    out = subprocess.run([trl_python(), str(ROOT / "benchmarks" / "_trl_run.py"), json.dumps(settings)], capture_output=True, text=True)
+    out = subprocess.run([trl_python(), str(ROOT / "benchmarks" / "_trl_run.py"), json.dumps(settings)], capture_output=True, text=True, timeout=seconds + 600)
     events = [json.loads(line.removeprefix("EVENT ")) for line in out.stdout.splitlines() if line.startswith("EVENT ")]
     if out.returncode or not events:
         sys.exit(f"TRL failed:\n{out.stderr[-3000:]}")
@@ -77,8 +77,8 @@ def run_ours(directory: str, *flags, seconds: float | None = None) -> tuple[floa
         process.communicate(timeout=120)
     spans = read_spans(str(output))
     ends = [stop for name, _, stop in spans["trainer"] if name == "step"]
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    lines = [line | {"clock": ends[line["step"] - 1]} for line in lines if 0 < line["step"] <= len(ends)]
+    lines = [line | {"clock": ends[line["step"] - 1]} for line in read_lines(output / "metrics.jsonl")
+             if 0 < line["step"] <= len(ends)]  # fmt: skip
     return start, lines, min(begin for name, begin, _ in spans["searcher-0"] if name in ("search", "eval"))
 
 

@@ -87,10 +87,12 @@ def measure(config: Config, recorded: list[Group], searchers: int, rate: float, 
         supervisor = Supervisor(config, places[1:], weights, board, run_dir)
         processes.start = start
         trainer = start(places[0], "trainer:run", (config, weights, supervisor.found, board, run_dir, None), run_dir)
+        deadline = time.monotonic() + 300
         while len(steps_of(run_dir)) < 20:
             time.sleep(0.2)
-            if trainer.exitcode:
-                sys.exit(processes.log_tail(run_dir, "trainer"))
+            supervisor.check()
+            if trainer.exitcode or time.monotonic() > deadline:
+                sys.exit(f"the trainer did not come to step 20:\n{processes.log_tail(run_dir, 'trainer')}")
         time.sleep(2.0)  # to get going
         first, blocked = steps_of(run_dir)[-1], board.total("busy")
         time.sleep(seconds)

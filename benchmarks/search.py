@@ -130,8 +130,8 @@ def measure(config: Config, found, results, run_dir: str, warm_up: float, second
         rates.setdefault("searcher", []).append(shares[-1].pop("rate"))
         rates.setdefault("streaming", []).append(m.streaming())
         rates.setdefault("barrier", []).append(m.barrier())
-    for every in LOAD_EVERY:
-        rates[f"loading every {every}"] = [m.streaming(every)]
+        for every in LOAD_EVERY:
+            rates.setdefault(f"loading every {every}", []).append(m.streaming(every))
     results.put((rates, shares))
     found.cancel_join_thread()
 
