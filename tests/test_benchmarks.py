@@ -66,8 +66,20 @@ def test_overlap_measures_rates_and_the_time_to_the_target(tmp_path):
     spans = [("step", i, i + 0.5) for i in range(41)]
     (tmp_path / "logs" / "trainer.spans.jsonl").write_text("\n".join(map(json.dumps, spans)))
     (tmp_path / "logs" / "searcher-0.spans.jsonl").write_text("\n".join(map(json.dumps, [("search", 0, 41), ("load", 41, 50)])))
-    lines = [{"step": i + 1, "loss": 0.0, "seconds": 2.0 * i} for i in range(41)] + [{"step": 20, "accuracy": 0.94}, {"step": 30, "accuracy": 0.96}]
+    # 300 responses come at every second step, 3.1 % more of them right each time.
+    lines = [{"step": i + 1, "loss": 0.0, "seconds": 2.0 * i, "reward": 0.5 + i // 2 * 0.031, "received": 300 * (i // 2 + 1)} for i in range(41)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    result = overlap.measure(tmp_path)
-    assert result["rate"] == 0.5 and result["reached"] == 29.5 and result["t_train"] == 0.5
-    assert abs(result["busy"] - 20.5 / 40.5) < 1e-9
+    for synchronous, reached in (False, 32.5), (True, 30.5):
+        config = {"synchronous": synchronous, "queries_per_batch": 100, "responses_per_query": 5}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        result = overlap.measure(tmp_path)
+        assert result["rate"] == 0.5 and result["reached"] == reached and result["t_train"] == 0.5
+        assert abs(result["busy"] - 20.5 / 40.5) < 1e-9
+
+
+def test_the_target_is_reached_when_enough_of_the_latest_samples_are_right():
+    samples = [(1.0, 400, 1.0), (2.0, 400, 0.8), (3.0, 300, 1.0), (4.0, 300, 1.0)]
+    assert common.first_right(samples, 0.89) == 2.0, "400 alone are too few"
+    assert common.first_right(samples, 0.95) == 4.0, "the latest 600; of the latest 700 at 3.0 0.886 were right"
+    assert common.first_right(samples, 0.95, enough=300) == 1.0
+    assert common.first_right(samples[1:3], 0.95) == float("inf")
