@@ -10,7 +10,7 @@ Writes benchmarks/results/ablations.{jsonl,md,png}; with --quick benchmarks/resu
 import sys
 from pathlib import Path
 
-from common import RESULTS, arguments, table
+from common import RESULTS, arguments, save, table
 from study import number, run_all, spread
 
 ROWS_PER_STEP, GROUPS_FOUND_PER_STEP = 128, 6
@@ -44,9 +44,7 @@ def main() -> None:
     lines = run_all([job(*cell, seed, steps) for cell in cells for seed in seeds], output.with_suffix(".jsonl"))
     results = {cell: [line["result"] for line in lines[i * len(seeds) : (i + 1) * len(seeds)]] for i, cell in enumerate(cells)}
     rows = [[f"{NAMES[s]} = {v:g}{' (base)' * (v == BASE[s])}"] + [spread([r[m] for r in results[s, v]]) for m in MEASURES] for s, v in cells]
-    output.with_suffix(".md").write_text(f"`python benchmarks/ablations.py{' --quick' * quick}`: {steps} steps, "
-                                         f"mean ± standard deviation of {len(seeds)} seeds\n\n{table(['', *MEASURES], rows)}\n")  # fmt: skip
-    print(output.with_suffix(".md").read_text())
+    save("ablations", quick, f"{steps} steps, mean ± standard deviation of {len(seeds)} seeds", table(["", *MEASURES], rows))
     draw(results, output.with_suffix(".png"))
 
 

@@ -14,7 +14,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from common import RESULTS, arguments, table
+from common import RESULTS, arguments, save, table
 from study import number, run_all, spread
 
 OBJECTIVES = ("tb", "tba_prime", "tba_prime_ratio", "reinforce", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo", "raft")
@@ -61,9 +61,7 @@ def main() -> None:
                 for objective in OBJECTIVES
             ]
             text.append(f"{task}: {MEANING[measure]}\n\n" + table(["objective (learning rate)", *(f"staleness {n}" for n in columns)], rows))
-    output.with_suffix(".md").write_text(f"`python benchmarks/off_policy.py{' --quick' * quick}`: {steps} steps, "
-                                         f"mean ± standard deviation of {len(seeds)} seeds\n\n" + "\n\n".join(text) + "\n")  # fmt: skip
-    print(output.with_suffix(".md").read_text())
+    save("off_policy", quick, f"{steps} steps, mean ± standard deviation of {len(seeds)} seeds", *text)
     draw(results, columns, output.with_suffix(".png"))
 
 

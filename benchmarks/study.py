@@ -23,6 +23,7 @@ from config import PRESETS, Config, check
 from evaluation import Evaluation
 from policy import load_policy, load_tokenizer, response_logprobs, weight_shapes
 from processes import Board
+from report import read_lines
 from scoring import Unscored, score
 from tasks import load_task
 from trainer import Trainer
@@ -150,18 +151,19 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
 
 
 def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:
-    """A finished line per job, with its "result"; a job that is listed twice is run once, and those that `file` already holds are not run again. A job is
-    {"settings", "groups_per_sync"}."""
+    """A finished line per job, with its "result"; a job that is listed twice is run once, and those that `file` already holds, of the same base model,
+    are not run again. A job is {"settings", "groups_per_sync"}."""
     file.parent.mkdir(exist_ok=True)
-    known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    done = {json.dumps(line["job"], sort_keys=True): line for line in known}
+    tasks = {job["settings"]["task"] for job in jobs}
+    models = {task: Path(load_task(task).base_model()).name for task in tasks}  # built once, before several processes want them
+    lines = [line for line in read_lines(file) if line["base_model"] in models.values()]
+    done = {json.dumps(line["job"], sort_keys=True): line for line in lines}
     keys = {json.dumps(job, sort_keys=True): job for job in jobs}
     missing = [job for key, job in keys.items() if key not in done]
-    for job in missing:
-        load_task(job["settings"]["task"]).base_model()  # built once, before several processes want it
     start = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(min(processes, len(os.sched_getaffinity(0)))) as pool, open(file, "a") as out:
         for i, line in enumerate(pool.imap_unordered(_run, missing), 1):
+            line["base_model"] = models[line["job"]["settings"]["task"]]
             print(json.dumps(line), file=out, flush=True)
             done[json.dumps(line["job"], sort_keys=True)] = line
             if i % 10 == 0 or i == len(missing):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -11,6 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import common  # noqa: E402
 import study  # noqa: E402
 from learner import Learner  # noqa: E402
+from tasks import load_task  # noqa: E402
 
 SMALL = dict(task="arithmetic", seed=3, queries_per_batch=4, queries_per_micro_batch=4, responses_per_query=4, steps=6)
 
@@ -53,15 +55,17 @@ def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries
     assert 0.2 < results[0]["reward"] < 0.7 and 0 < results[0]["distinct"] <= 1, "a few steps from the base model; one right answer a query"
 
 
-def test_a_study_that_was_broken_off_runs_only_what_is_missing(tmp_path):
+def test_a_study_that_was_broken_off_runs_only_what_is_missing_or_of_another_base_model(tmp_path):
     jobs = [{"settings": SMALL | dict(constant_staleness=0, steps=1, seed=seed)} for seed in range(2)]
     file = tmp_path / "study.jsonl"
-    file.write_text(json.dumps({"job": jobs[0], "result": "already here", "seconds": 1}) + "\n")
+    model = Path(load_task("arithmetic").base_model()).name
+    kept = [{"job": job, "result": "already here", "base_model": base} for job, base in zip(jobs, (model, "another"))]
+    file.write_text("".join(json.dumps(line) + "\n" for line in kept))
     lines = study.run_all([jobs[1], *jobs], file, processes=1)
     assert [line["job"] for line in lines] == [jobs[1], *jobs]
     lines = lines[1:]
     assert lines[0]["result"] == "already here" and lines[1]["result"]["reward"] > 0
-    assert len(file.read_text().splitlines()) == 2
+    assert len(file.read_text().splitlines()) == 3 and lines[1]["base_model"] == model
 
 
 def test_spread_is_the_mean_and_the_standard_deviation_of_a_sample():
