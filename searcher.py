@@ -140,8 +140,8 @@ class Searcher:
             self.evaluation = EvaluationRun(self.engine, self.scorer, self.test_queries, self.tokenizer, self.config, self.version)
 
     def start_queries(self) -> None:
-        """Keeps the engine's rows full, as many as the responses of the group that joins last allow, unless scoring falls behind; with constant
-        staleness only those queries join that this version owes."""
+        """A query joins as soon as fewer than ENGINE_ROWS responses are unfinished, unless scoring falls behind; with constant staleness only those
+        queries join that this version owes."""
         skipped = 0  # in a row
         room = ENGINE_ROWS // self.config.samples_per_query + 1  # groups that may wait for their scores
         while self.engine.rows < ENGINE_ROWS and len(self.scorer.waiting) < room and (self.owed or not self.config.lockstep):

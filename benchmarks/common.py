@@ -1,4 +1,4 @@
-"""What all benchmarks share: where results go, how they say what machine made them, and texts of the length of GSM8K's."""
+"""What benchmarks share: where results go and how they look, the time to a target, texts of the length of GSM8K's, and models that were not trained."""
 
 import argparse
 import datetime
@@ -45,6 +45,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
 
 
+def mean_and_values(values, digits: int = 3) -> str:
+    """Of each seed, digits significant ones."""
+    return f"{sum(values) / len(values):.{digits}g} ({', '.join(f'{value:.{digits}g}' for value in values)})"
+
+
 def first_right(samples: list[tuple[float, int, float]], target: float, enough: int = 500) -> float:
     """The clock at which the latest `enough` responses, or a few more, had a mean reward of `target` for the first time; inf if never. samples:
     (clock, number of responses, their mean reward) in order, as they were generated: no evaluation takes time from what is measured."""
@@ -80,7 +85,8 @@ def gsm8k(data_dir: str, vocabulary: int) -> tuple[list[str], list[str], object]
 
 def counting_model(directory: Path, lengths: list[int], tokenizer, layers: int, intermediate: int) -> None:
     """A Llama whose responses have these lengths, end-of-sequence included, whatever the prompt: token i of a response is "i", and then it goes on or
-    ends as often as they do. It computes as much as any model of its size; its attention and MLPs add nothing, until they are trained."""
+    ends as often as they do. It computes as much as any model of its size; its attention and MLPs add nothing, until they are trained. The tokenizer
+    gets a token for each number."""
     import numpy as np
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

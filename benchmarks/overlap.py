@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import RESULTS, arguments, first_right, save, table
+from common import RESULTS, arguments, first_right, mean_and_values, save, table
 
 import torch.multiprocessing
 
@@ -153,23 +153,19 @@ def main() -> None:
     t_train, t_search = values("synchronous", "t_train"), values("synchronous", "t_search")
     ideal = (t_train + t_search) / np.maximum(t_train, t_search)
     gain = values("asynchronous", "rate") / values("synchronous", "rate")
-    rows = [[mode, spread(values(mode, "rate")), spread(values(mode, "reached")), spread(values(mode, "busy"))] for mode in results]
-    rows.append(["trainer alone", spread(train_alone), "", ""])
+    rows = [[mode, mean_and_values(values(mode, "rate")), mean_and_values(values(mode, "reached")), mean_and_values(values(mode, "busy"))] for mode in results]
+    rows.append(["trainer alone", mean_and_values(train_alone), "", ""])
     save("overlap", quick, f"Mean, and the values of {len(seeds)} seeds.",
          table(["", "steps/s", f"seconds from the first step to {TARGET} right samples", "trainer busy"], rows),
-         f"- asynchronous steps/s, of the trainer alone: {spread(values('asynchronous', 'rate') / train_alone)}\n"
-         f"- asynchronous steps/s, of synchronous on the same cores: {spread(gain)}; ideal: {spread(ideal)}; of the ideal: {spread(gain / ideal)}\n"
-         f"- a synchronous step: t_train {spread(t_train)} s, t_search {spread(t_search)} s\n"
-         f"- the searcher alone: {spread(search_alone)} responses/s",
+         f"- asynchronous steps/s, of the trainer alone: {mean_and_values(values('asynchronous', 'rate') / train_alone)}\n"
+         f"- asynchronous steps/s, of synchronous on the same cores: {mean_and_values(gain)}; ideal: {mean_and_values(ideal)}; of the ideal: {mean_and_values(gain / ideal)}\n"
+         f"- a synchronous step: t_train {mean_and_values(t_train)} s, t_search {mean_and_values(t_search)} s\n"
+         f"- the searcher alone: {mean_and_values(search_alone)} responses/s",
          "![timelines](overlap.png)")  # fmt: skip
 
 
 def place_on_all_cores(place: processes.Place) -> processes.Place:
     return processes.Place(place.name, place.gpu, sorted(os.sched_getaffinity(0)))
-
-
-def spread(values: np.ndarray) -> str:
-    return f"{np.mean(values):.3g} ({', '.join(f'{value:.3g}' for value in values)})"
 
 
 def draw(runs: dict[str, Path], path: Path, seconds: float = 1.0) -> None:

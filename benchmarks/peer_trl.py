@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, arguments, counting_model, first_right, gsm8k, save, table
+from common import ROOT, arguments, counting_model, first_right, gsm8k, mean_and_values, save, table
 
 from report import read_lines, read_spans
 from tasks import load_task
@@ -116,8 +116,7 @@ def arithmetic(directory: str, quick: bool) -> str:
             print(name, times[name][-1], flush=True)
     for name, values in times.items():
         rate = min(search[name], key=search[name].get)
-        cells = [f"{np.mean(v):.{digits}f} ({', '.join(f'{x:.{digits}f}' for x in v)})" for v, digits in zip(zip(*values), (1, 1, 3))]
-        lines.append([{"ours": "this implementation", "trl": "TRL GRPOTrainer"}[name], f"{rate:g}", *cells])
+        lines.append([{"ours": "this implementation", "trl": "TRL GRPOTrainer"}[name], f"{rate:g}", *map(mean_and_values, zip(*values))])
     ratios = np.mean(times["trl"], axis=0) / np.mean(times["ours"], axis=0)
     searched = "; ".join(f"{name}: " + ", ".join(f"{rate:g} {seconds:.1f}" for rate, seconds in found.items()) for name, found in search.items())
     return (f"Arithmetic, seconds to {TARGET} right samples (mean, and the values of the seeds):\n\n"

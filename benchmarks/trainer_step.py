@@ -140,7 +140,7 @@ def main() -> None:
          f"{len(rows)} responses of {np.mean(lengths):.0f} tokens on average, {max(lengths)} at most, behind prompts of "
          f"{np.mean([len(row.prompt) for row in rows]):.0f}; floor: {flops / 1e12:.2f} TFLOP at {rate / 1e12:.3f} TFLOP/s",
          table(["", "seconds", "times as fast as padded", "peak memory, GiB", "of padded's", "share of the matrix-product rate",
-                "|difference of gradient|"], lines))  # fmt: skip
+                "difference of gradient, relative"], lines))  # fmt: skip
 
 
 if __name__ == "__main__":
