@@ -115,8 +115,9 @@ class TokenLogprobs(torch.autograd.Function):
             logits = F.linear(state, weight, bias).float()
             chosen.append(logits.gather(1, target[:, None])[:, 0])
             normalizers.append(logits.logsumexp(dim=1))
-        ctx.save_for_backward(states, weight, bias, targets, torch.cat(normalizers))
-        return torch.cat(chosen) - torch.cat(normalizers)
+        normalizers = torch.cat(normalizers)
+        ctx.save_for_backward(states, weight, bias, targets, normalizers)
+        return torch.cat(chosen) - normalizers
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cuda")

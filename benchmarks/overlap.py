@@ -63,7 +63,7 @@ def measure(run_dir: Path) -> dict[str, float]:
     new = np.diff([0] + [line["received"] for line in steps])  # responses
     if config["synchronous"]:  # each step has a batch of its own
         new[:] = config["queries_per_batch"] * config["responses_per_query"]
-    reached = first_right([(end, count, line["reward"]) for end, count, line in zip(ends, new, steps) if count], TARGET)
+    reached = first_right([(clock, count, line["reward"]) for clock, count, line in zip(ends, new, steps) if count], TARGET)
     work = ("step", "search", "score", "reference")
     working = {process: sum(stop - start for name, start, stop in rows if name in work and begin <= start and stop <= end)
                for process, rows in spans.items()}  # fmt: skip

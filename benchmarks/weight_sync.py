@@ -7,7 +7,8 @@ publish   SharedWeights.publish of a Llama's tensors, beside 0, 1, 3 and 7 proce
           trainer's work between two syncs allows: a publish follows half a second, or ten publishes' time, of nothing); one thread
 load      Engine.load into vLLM, and the engine step behind it, less a step without a load: the time in which a searcher generates nothing
 copy      one tensor of the same bytes, copied
-All in fp32, medians. Publish and copy are taken in turns, numbers of readers one after the other. Writes benchmarks/results/weight_sync.md; with --quick benchmarks/results/quick/.
+All in fp32, medians. Publish and copy are taken in turns, numbers of readers one after the other.
+Writes benchmarks/results/weight_sync.md; with --quick benchmarks/results/quick/.
 """
 
 import math
@@ -44,7 +45,7 @@ def llama_shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def read(weights: SharedWeights, reader: int, done) -> None:
-    """A process: copies each version out, once."""
+    """A process: reads each version, once."""
     torch.set_num_threads(1)
     own = torch.zeros(max(map(math.prod, weights.shapes.values())))  # one tensor's worth: seven readers' copies would not fit into memory
     version = -1
