@@ -1,5 +1,6 @@
 """vLLM inside the searcher's own process: requests in, finished responses out, new weights in between. Nothing else knows vLLM."""
 
+import gc
 from collections.abc import Iterable
 
 import torch
@@ -15,20 +16,27 @@ class Engine:
     """A streaming engine: requests join and leave between two steps; no batch is waited for."""
 
     def __init__(self, config: Config, seed: int = 0):
-        import vllm  # not at the top: slow to import, and the trainer imports the searcher's messages
+        from vllm import LLM  # not at the top: slow to import, and the trainer imports the searcher's messages
 
+        gc.freeze()  # vLLM collects garbage five times while it starts: not among all that has been imported
         length = config.max_prompt_tokens + config.max_response_tokens
         if device().type == "cuda":
             hardware = dict(dtype="bfloat16", gpu_memory_utilization=config.gpu_memory_utilization)
         else:
+            from vllm import _custom_ops
+
+            # vLLM's CPU build would pack each matrix for oneDNN and free it, and each load would pack them all anew: ten times as long as to copy them.
+            _custom_ops._supports_onednn = False
             # Prompts enter whole: for one that enters in chunks vLLM turns back the request's generator, which a CPU generator cannot.
             hardware = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(4096, length))
-        self.llm = vllm.LLM(
+        self.llm = LLM(
             config.model, seed=seed, trust_remote_code=config.trust_remote_code, max_model_len=length, max_num_seqs=ENGINE_ROWS,
             distributed_executor_backend="uni",  # no worker process: nothing to orphan, and weights go in without serialisation
             logprobs_mode="processed_logprobs",  # behaviour log-probabilities at the sampling temperature
             **hardware,
         )  # fmt: skip
+        if device().type == "cpu":
+            self.llm.apply_model(_multiply_unpacked)
 
     def add(self, request: str, prompt: list[int], version: int, **sampling) -> None:
         """Starts `request`. prompt: token ids; version: of the weights now in the engine; sampling: as in vllm.SamplingParams."""
@@ -55,13 +63,13 @@ class Engine:
         return self.llm.llm_engine.step()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """New weights, by their transformers names, while requests run. Its test compares log-probabilities with transformers'."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
-        if device().type == "cpu":
-            # With tied embeddings on a CPU the reload leaves the packed copy of the old output embedding in place: pack it anew.
-            self.llm.apply_model(_repack_output_embedding)
+        """New weights, by their transformers names, in place, while requests run. For models whose weights vLLM keeps as they are: dense and not
+        quantized. Its test compares log-probabilities with transformers'."""
+        self.llm.apply_model(lambda model: model.load_weights(tensors))
 
 
-def _repack_output_embedding(model: torch.nn.Module) -> None:
-    if hasattr(model, "lm_head"):
-        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+def _multiply_unpacked(model: torch.nn.Module) -> None:
+    """With oneDNN, as vLLM would: where torch takes another library by itself, that was up to 1.4 times as slow."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = lambda x, weight, bias: torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
