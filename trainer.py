@@ -188,10 +188,10 @@ class Trainer:
         while self.rates[0][0] < now - RATE_WINDOW and len(self.rates) > 2:
             self.rates.popleft()
         seconds, waited, searched, tokens = np.subtract(self.rates[-1], self.rates[0]) if len(self.rates) > 1 else (1.0, 0.0, 0.0, 0.0)
-        staleness = [self.step - 1 - row.version for row in rows]  # the step that was just made started from version step - 1
+        staleness = self.step - 1 - np.array([row.version for row in rows])  # the step that was just made started from version step - 1
         return self.fresh | {
-            "staleness_mean": float(np.mean(staleness)),
-            "staleness_max": max(staleness),
+            "staleness_mean": float(staleness.mean()),
+            "staleness_max": int(staleness.max()),
             "trainer_busy": 1.0 - waited / seconds,
             "searcher_busy": searched / seconds / self.config.searchers,
             "searcher_tokens_per_second": tokens / seconds,

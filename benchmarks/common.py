@@ -69,10 +69,14 @@ def gsm8k(data_dir: str, vocabulary: int) -> tuple[list[str], list[str], object]
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    from config import UserError
     from tasks._data import read_rows
     from tasks.gsm8k import PROMPT
 
-    rows = [row for _, row in read_rows(data_dir, "train", ("question", "answer"), hub=("openai/gsm8k", "main", "train"))]
+    try:
+        rows = [row for _, row in read_rows(data_dir, "train", ("question", "answer"), hub=("openai/gsm8k", "main", "train"))]
+    except UserError as error:
+        sys.exit(f"error: {error}")
     prompts, solutions = [PROMPT.format(question=row["question"]) for row in rows], [row["answer"] for row in rows]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])

@@ -44,11 +44,11 @@ def llama_shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
     return {"embedding": (10_000, hidden)} | {f"{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
 
 
-def read(weights: SharedWeights, reader: int, done) -> None:
-    """A process: reads each version, once."""
+def read(weights: SharedWeights, reader: int, ready, done) -> None:
+    """A process: reads each version, once. ready: where it says that it does; done: 1 ends it."""
     torch.set_num_threads(1)
     own = torch.zeros(max(map(math.prod, weights.shapes.values())))  # one tensor's worth: seven readers' copies would not fit into memory
-    version = -1
+    version, ready[reader] = -1, 1
     while not done[0]:
         if weights.version == version:
             time.sleep(0.001)
@@ -68,13 +68,16 @@ def publish_seconds(shapes: dict[str, tuple[int, ...]]) -> dict[str, float]:
         slot.zero_()
     spawn = torch.multiprocessing.get_context("spawn")
     for readers in READERS:
-        done = torch.zeros(1, dtype=torch.int64).share_memory_()
-        children = [spawn.Process(target=read, args=(weights, reader, done)) for reader in range(readers)]
+        ready, done = torch.zeros(readers, dtype=torch.int64).share_memory_(), torch.zeros(1, dtype=torch.int64).share_memory_()
+        children = [spawn.Process(target=read, args=(weights, reader, ready, done)) for reader in range(readers)]
         for child in children:
             child.start()
         copies, publishes, refused = [], [], 0
-        time.sleep(8.0 * bool(readers))  # they import torch and touch their memory
-        while len(publishes) < PUBLISHES:
+        while not ready.all():  # they import torch
+            if not all(child.is_alive() for child in children):
+                sys.exit("a reader died while it started: is there enough memory?")
+            time.sleep(0.1)
+        while len(publishes) < PUBLISHES + 1:
             time.sleep(max(0.5, 10 * np.median(publishes) if publishes else 0))
             version += 1
             start = time.perf_counter()
@@ -86,7 +89,8 @@ def publish_seconds(shapes: dict[str, tuple[int, ...]]) -> dict[str, float]:
                 start = time.perf_counter()
                 weights.slots[(int(weights.newest[0]) + 1) % len(weights.slots)].copy_(source)
                 copies.append(time.perf_counter() - start)
-        medians[f"publish beside {readers}"], medians[f"refused beside {readers}"] = float(np.median(publishes)), refused
+        # Behind the first, which readers map their memory beside.
+        medians[f"publish beside {readers}"], medians[f"refused beside {readers}"] = float(np.median(publishes[1:])), refused
         if copies:
             medians["copy"] = float(np.median(copies))
         done[0] = 1
