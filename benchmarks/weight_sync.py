@@ -1,13 +1,13 @@
 """What a sync costs: publish, readers beside it, and how long a searcher generates nothing, against a plain copy of the same bytes.
 
-    python benchmarks/weight_sync.py            # five minutes on 2 cores, 17 GB of memory; without a GPU
+    python benchmarks/weight_sync.py            # ten minutes on 2 cores, 17 GB of memory; without a GPU
     python benchmarks/weight_sync.py --quick    # 10 M and 100 M parameters, in two minutes
 
-publish   SharedWeights.publish of a Llama's tensors, beside 0, 1, 3 and 7 processes that each read every version as it comes (as often as the
-          trainer's work between two syncs allows: a publish follows half a second, or ten publishes' time, of nothing); one thread
+publish   SharedWeights.publish of a Llama's tensors, beside 0, 1, 3 and 7 processes that each read every version as it comes; the
+          writer, on a core of its own, computes for half a second, or ten publishes' time, before each, as a trainer does
 load      Engine.load into vLLM, and the engine step behind it, less a step without a load: the time in which a searcher generates nothing
 copy      one tensor of the same bytes, copied
-All in fp32, medians. Publish and copy are taken in turns, numbers of readers one after the other.
+All in fp32, medians, taken in turns.
 Writes benchmarks/results/weight_sync.md; with --quick benchmarks/results/quick/.
 """
 
@@ -20,16 +20,13 @@ import time
 import numpy as np
 from common import arguments, byte_model, save, table
 
+import torch
+import torch.multiprocessing
+
 import processes
-
-os.environ.update(processes.environment(processes.Place("weights", None, [0])))  # one thread, as the trainer has beside a searcher on two cores
-
-import torch  # noqa: E402
-import torch.multiprocessing  # noqa: E402
-
-from config import Config  # noqa: E402
-from policy import load_policy  # noqa: E402
-from weights import SharedWeights, elements  # noqa: E402
+from config import Config
+from policy import load_policy
+from weights import SharedWeights, elements
 
 SHAPES = {"10 M": (256, 8), "100 M": (768, 11), "1 B": (2048, 19)}  # hidden size, layers
 ENGINE_SIZES = ("10 M", "100 M")  # 1 B: slots, source and vLLM's two copies do not fit into 24 GB
@@ -44,59 +41,62 @@ def llama_shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
     return {"embedding": (10_000, hidden)} | {f"{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
 
 
-def read(weights: SharedWeights, reader: int, ready, done) -> None:
-    """A process: reads each version, once. ready: where it says that it does; done: 1 ends it."""
+def compute(seconds: float) -> None:
+    """As a trainer does between two syncs: the core is awake, and its caches hold something else."""
+    end, matrix = time.perf_counter() + seconds, torch.zeros(1024, 1024)
+    while time.perf_counter() < end:
+        matrix @ matrix
+
+
+def read(weights: SharedWeights, reader: int, cores: list[int], ready, active) -> None:
+    """A process on these cores: reads each version, once, while more than `reader` readers are active; ends when less than none are."""
+    os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
     own = torch.zeros(max(map(math.prod, weights.shapes.values())))  # one tensor's worth: seven readers' copies would not fit into memory
     version, ready[reader] = -1, 1
-    while not done[0]:
-        if weights.version == version:
-            time.sleep(0.001)
+    while active[0] >= 0:
+        if active[0] <= reader or weights.version == version:
+            time.sleep(0.01)
             continue
         with weights.read(reader) as (version, tensors):
             for tensor in tensors.values():
                 own[: tensor.numel()].copy_(tensor.view(-1))
 
 
-def publish_seconds(shapes: dict[str, tuple[int, ...]]) -> dict[str, float]:
-    """Medians: of a plain copy, of a publish beside each number of readers, and how many publishes found no free slot."""
+def publish_seconds(shapes: dict[str, tuple[int, ...]], cores: list[int]) -> dict[str | int, float]:
+    """Medians: of a plain copy ("copy"), and of a publish beside each number of readers on these cores."""
     weights = SharedWeights(shapes, torch.float32, readers=max(READERS))
-    source = torch.zeros(elements(shapes))
+    source = torch.ones(elements(shapes))  # zeros would be one page, read again and again
     tensors = list(weights._views(source).items())
-    version, medians = 0, {}
     for slot in weights.slots:  # in memory, from now on
         slot.zero_()
+    ready, active = torch.zeros(max(READERS), dtype=torch.int64).share_memory_(), torch.zeros(1, dtype=torch.int64).share_memory_()
     spawn = torch.multiprocessing.get_context("spawn")
-    for readers in READERS:
-        ready, done = torch.zeros(readers, dtype=torch.int64).share_memory_(), torch.zeros(1, dtype=torch.int64).share_memory_()
-        children = [spawn.Process(target=read, args=(weights, reader, ready, done)) for reader in range(readers)]
-        for child in children:
-            child.start()
-        copies, publishes, refused = [], [], 0
-        while not ready.all():  # they import torch
-            if not all(child.is_alive() for child in children):
-                sys.exit("a reader died while it started: is there enough memory?")
-            time.sleep(0.1)
-        while len(publishes) < PUBLISHES + 1:
-            time.sleep(max(0.5, 10 * np.median(publishes) if publishes else 0))
+    children = [spawn.Process(target=read, args=(weights, reader, cores, ready, active)) for reader in range(max(READERS))]
+    for child in children:
+        child.start()
+    while not ready.all():  # they import torch
+        if not all(child.is_alive() for child in children):
+            sys.exit("a reader died while it started: is there enough memory?")
+        time.sleep(0.1)
+    times: dict[str | int, list[float]] = {"copy": [], **{readers: [] for readers in READERS}}
+    version, pause = 0, 0.5
+    for _ in range(PUBLISHES + 1):
+        for what in times:
+            active[0] = 0 if what == "copy" else what  # these now read the version before
+            compute(pause)
             version += 1
             start = time.perf_counter()
-            if weights.publish(version, tensors):
-                publishes.append(time.perf_counter() - start)
-            else:
-                refused += 1
-            if not readers:
-                start = time.perf_counter()
+            if what == "copy":
                 weights.slots[(int(weights.newest[0]) + 1) % len(weights.slots)].copy_(source)
-                copies.append(time.perf_counter() - start)
-        # Behind the first, which readers map their memory beside.
-        medians[f"publish beside {readers}"], medians[f"refused beside {readers}"] = float(np.median(publishes[1:])), refused
-        if copies:
-            medians["copy"] = float(np.median(copies))
-        done[0] = 1
-        for child in children:
-            child.join(60)
-    return medians
+            elif not weights.publish(version, tensors):
+                sys.exit("no slot was free: the readers are slower than ten publishes")
+            times[what].append(time.perf_counter() - start)
+            pause = max(pause, 10 * times[what][-1])
+    active[0] = -1
+    for child in children:
+        child.join(60)
+    return {what: float(np.median(values[1:])) for what, values in times.items()}  # at the first, readers map their memory
 
 
 def load_seconds(hidden: int, layers: int) -> dict[str, float]:
@@ -110,7 +110,7 @@ def load_seconds(hidden: int, layers: int) -> dict[str, float]:
         engine = Engine(config)
         tensors = {name: parameter.detach() for name, parameter in load_policy(config, torch.device("cpu")).named_parameters()}
     engine.add("running", list(range(32)), 0, n=64, max_tokens=400, ignore_eos=True)
-    source = torch.zeros(sum(tensor.numel() for tensor in tensors.values()))
+    source = torch.ones(sum(tensor.numel() for tensor in tensors.values()))
     target, times = torch.zeros_like(source), np.empty((4, PUBLISHES))
     for i in range(PUBLISHES + 2):
         start = time.perf_counter()
@@ -128,20 +128,24 @@ def load_seconds(hidden: int, layers: int) -> dict[str, float]:
 
 def main() -> None:
     quick = arguments(__doc__).quick
+    own, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [own])  # as a run has its trainer and its searcher on two cores
+    torch.set_num_threads(1)
+    os.environ.update(processes.environment(processes.Place("weights", None, [own])))  # vLLM reads it
     sizes = {name: SHAPES[name] for name in (ENGINE_SIZES if quick else SHAPES)}
     lines = []
     for name, (hidden, layers) in sizes.items():
         shapes = llama_shapes(hidden, layers)
-        m = publish_seconds(shapes)
-        line = [name, f"{elements(shapes) * 4 / 2**20:.0f}", f"{m['copy'] * 1000:.1f}", f"{m['publish beside 0'] / m['copy']:.2f}"]
-        line += [f"{m[f'publish beside {n}'] / m['publish beside 0']:.2f} ({m[f'refused beside {n}']})" for n in READERS[1:]]
+        m = publish_seconds(shapes, others or [own])
+        line = [name, f"{elements(shapes) * 4 / 2**20:.0f}", f"{m['copy'] * 1000:.1f}", f"{m[0] / m['copy']:.2f}"]
+        line += [f"{m[readers] / m[0]:.2f}" for readers in READERS[1:]]
         if name in ENGINE_SIZES:
             s = load_seconds(hidden, layers)
             line += [f"{s['stall'] * 1000:.0f}", f"{s['stall'] / s['copy']:.1f}"]
         lines.append(line + [""] * (9 - len(line)))
         print(lines[-1], flush=True)
     save("weight_sync", quick,
-         table(["parameters", "MiB", "copy, ms", "publish, of copy", *(f"beside {n} reader{'s' * (n > 1)}, of alone (refused)" for n in READERS[1:]),
+         table(["parameters", "MiB", "copy, ms", "publish, of copy", *(f"beside {n} reader{'s' * (n > 1)}, of alone" for n in READERS[1:]),
                 "searcher's stall, ms", "of copy"], lines))  # fmt: skip
 
 
