@@ -25,7 +25,7 @@ class Engine:
         else:
             from vllm import _custom_ops
 
-            # vLLM's CPU build would pack each matrix for oneDNN and free it, and each load would pack them all anew: ten times as long as to copy them.
+            # vLLM's CPU build would pack each matrix for oneDNN and free it: a load would pack all of them anew, ten times as long as a copy takes.
             _custom_ops._supports_onednn = False
             # Prompts enter whole: for one that enters in chunks vLLM turns back the request's generator, which a CPU generator cannot.
             hardware = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(4096, length))

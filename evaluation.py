@@ -31,7 +31,7 @@ class Evaluation:
     unscored: int  # test queries left out, score() failed on the response
 
     def __str__(self) -> str:
-        return f"{self.score:.2f} ({self.score:.4f} on {self.queries} test queries)"
+        return f"{self.score:.2f} ({self.score:.4f} on {self.queries} test queries{left_out(self)})"
 
 
 @dataclass
@@ -48,8 +48,12 @@ class FinalEvaluation:
         width = max(map(len, self.metrics))
         lines = [f"{'metric':{width}}     value   95 % interval"]
         lines += [f"{name:{width}}  {value:8.4f}   {low:.4f} to {high:.4f}" for name, (value, low, high) in self.metrics.items()]
-        left_out = [f"{n} left out, {why}" for n, why in ((self.long_prompts, "prompt too long"), (self.unscored, "score() failed")) if n]
-        return "\n".join([*lines, f"on {self.queries} test queries" + "".join(f"; {text}" for text in left_out)])
+        return "\n".join([*lines, f"on {self.queries} test queries{left_out(self)}"])
+
+
+def left_out(evaluation: Evaluation | FinalEvaluation) -> str:
+    reasons = (evaluation.long_prompts, "prompt over --max_prompt_tokens"), (evaluation.unscored, "score() failed")
+    return "".join(f"; {count} left out, {reason}" for count, reason in reasons if count)
 
 
 class EvaluationRun:

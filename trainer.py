@@ -231,10 +231,6 @@ class Trainer:
         self.report.metrics.write({"step": evaluation.version, self.metric: evaluation.score})
         what = f"base {self.metric}:" if evaluation.version == 0 else f"step {evaluation.version}: {self.metric}"
         self.report.say(f"{what} {evaluation}")
-        if evaluation.unscored:
-            self.report.say(f"{evaluation.unscored} test queries were left out: score() failed on the response")
-        if evaluation.long_prompts:
-            self.report.say(f"{evaluation.long_prompts} test queries were left out: prompt over --max_prompt_tokens {self.config.max_prompt_tokens}")
 
     def save_checkpoint(self) -> None:
         if self.config.lockstep:  # what the searchers owe so far belongs to it: a run that goes on begins with the next version

@@ -58,5 +58,5 @@ def test_without_json_it_is_a_table():
         "metric         value   95 % interval",
         "win_rate      0.5000   0.4000 to 0.6000",
         "perplexity    1.1250   1.0000 to 1.2500",
-        "on 30 test queries; 2 left out, prompt too long; 1 left out, score() failed",
+        "on 30 test queries; 2 left out, prompt over --max_prompt_tokens; 1 left out, score() failed",
     ]
