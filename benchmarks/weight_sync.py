@@ -144,6 +144,7 @@ def main() -> None:
             line += [f"{s['stall'] * 1000:.0f}", f"{s['stall'] / s['copy']:.1f}"]
         lines.append(line + [""] * (9 - len(line)))
         print(lines[-1], flush=True)
+    os.sched_setaffinity(0, [own, *others])  # the machine is all of them
     save("weight_sync", quick,
          table(["parameters", "MiB", "copy, ms", "publish, of copy", *(f"beside {n} reader{'s' * (n > 1)}, of alone" for n in READERS[1:]),
                 "searcher's stall, ms", "of copy"], lines))  # fmt: skip
