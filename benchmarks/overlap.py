@@ -6,7 +6,7 @@
 asynchronous             make demo: half of the cores for the trainer, half for the searcher
 synchronous              --synchronous on the same cores: trainer and searcher in turns
 synchronous, all cores   the same, each with all cores while the other waits
-trainer alone            on the cores of the first, out of a buffer that the base model filled; nothing comes, nobody reads what it publishes
+trainer alone            an asynchronous run whose searcher is stopped (SIGSTOP) every other PERIOD: the same trainer and buffer, with and without it
 searcher alone           on the cores of the first; nobody publishes
 
 Synchronous steps train on 256 responses of 32 fresh queries, as asynchronous ones do of replayed ones, so that t_search is the searcher's time
@@ -15,10 +15,12 @@ Writes benchmarks/results/overlap.{md,png}; with --quick benchmarks/results/quic
 """
 
 import json
+import multiprocessing
 import os
-import queue
+import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -29,7 +31,6 @@ import torch.multiprocessing
 
 import processes
 import tba
-import trainer as trainer_module
 from buffer import Group
 from config import Config, build_config
 from policy import weight_shapes
@@ -40,7 +41,8 @@ from tasks import load_task
 from weights import SharedWeights
 
 TARGET = 0.95  # of samples that are right
-FILL = 400  # groups in the buffer of the trainer alone
+FOUND = 400  # groups of the searcher alone
+PERIOD, SETTLED = 3.0, 0.5  # seconds that the searcher is stopped, and runs; of these not looked at
 
 
 def run(directory: Path, name: str, *flags: str) -> Path:
@@ -76,12 +78,34 @@ def measure(run_dir: Path) -> dict[str, float]:
     }
 
 
-def trainer_alone(config: Config, groups: list[Group], weights: SharedWeights, board: Board, run_dir: str) -> None:
-    """A process."""
-    found = queue.Queue()
-    for group in groups:
-        found.put(group)
-    trainer_module.Trainer(config, weights, found, board, run_dir).train()
+def beside_a_searcher(run_dir: Path, *flags: str) -> float:
+    """Steps per second of an asynchronous run while its searcher runs, of those while that is stopped."""
+    windows: list[tuple[bool, float, float]] = []  # stopped, begin, end
+    over = threading.Event()
+
+    def switch() -> None:
+        while not steps_of(run_dir) and not over.wait(0.5):
+            pass
+        stopped, begin = False, time.monotonic()
+        while not over.wait(PERIOD):
+            windows.append((stopped, begin + SETTLED, time.monotonic()))
+            for child in multiprocessing.active_children():
+                if child.name == "searcher 0":
+                    os.kill(child.pid, signal.SIGCONT if stopped else signal.SIGSTOP)
+            stopped, begin = not stopped, time.monotonic()
+
+    thread = threading.Thread(target=switch)
+    thread.start()
+    run(run_dir.parent, run_dir.name, *flags)
+    over.set()
+    thread.join()
+    ends = np.array([end for name, _, end in read_spans(str(run_dir))["trainer"] if name == "step"])
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    for stopped, begin, end in windows:
+        if end < ends[-1]:
+            rates[stopped].append(np.sum((begin < ends) & (ends <= end)) / (end - begin))
+    pairs = min(len(rates[False]), len(rates[True]))  # as many of each, so that a trainer that gets faster or slower is in both
+    return float(np.mean(rates[False][:pairs]) / np.mean(rates[True][:pairs]))
 
 
 def record(config: Config, directory: Path, count: int) -> tuple[list[Group], float]:
@@ -105,23 +129,10 @@ def record(config: Config, directory: Path, count: int) -> tuple[list[Group], fl
     return groups, rate
 
 
-def alone(steps: int, seed: int, directory: Path) -> tuple[float, float]:
-    """Steps per second of the trainer alone, responses per second of the searcher alone."""
-    config = build_config(["arithmetic", "--seed", str(seed), "--steps", str(steps), "--eval_every", "0", "--checkpoint_every", "0"])
-    groups, rate = record(config, directory / "alone", FILL)
-    config.initial_responses = FILL * config.samples_per_query
-    places = processes.places(config)
-    board = Board([place.name for place in places])
-    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-    child = processes.start(places[0], "overlap:trainer_alone", (config, groups, weights, board, config.output_dir), config.output_dir)
-    deadline = time.monotonic() + 600
-    while len(steps_of(config.output_dir)) < steps:
-        time.sleep(0.5)
-        if child.exitcode or time.monotonic() > deadline:
-            sys.exit(f"the trainer alone did not come to step {steps}:\n{processes.log_tail(config.output_dir, 'trainer')}")
-    processes.kill(child)
-    lines = steps_of(config.output_dir)[steps // 20 :]
-    return (len(lines) - 1) / (lines[-1]["seconds"] - lines[0]["seconds"]), rate * config.samples_per_query
+def searcher_alone(seed: int, directory: Path) -> float:
+    """Responses per second."""
+    config = build_config(["arithmetic", "--seed", str(seed)])
+    return record(config, directory, FOUND)[1] * config.samples_per_query
 
 
 def steps_of(run_dir: str) -> list[dict]:
@@ -131,7 +142,7 @@ def steps_of(run_dir: str) -> list[dict]:
 def main() -> None:
     quick = arguments(__doc__).quick
     seeds, steps, few = ((0,), 300, 40) if quick else ((0, 1, 2), 600, 80)
-    split, results, limits = processes.places, {}, []
+    split, results, beside, alone = processes.places, {}, [], []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for seed in seeds:  # in turns, since the machine may be faster now than then
@@ -143,24 +154,23 @@ def main() -> None:
             mode = "synchronous, all cores"
             results.setdefault(mode, []).append(measure(run(directory, f"{mode} {seed}", *flags, *synchronous)))
             processes.places = split
-            limits.append(alone(min(steps, 400), seed, directory / str(seed)))
+            beside.append(beside_a_searcher(directory / f"beside {seed}", *flags, "--steps", str(2 * steps), "--eval_every", "0"))
+            alone.append(searcher_alone(seed, directory / f"alone {seed}"))
         draw({mode: directory / f"{mode} 0" for mode in results}, (RESULTS / "quick" if quick else RESULTS) / "overlap.png")
 
     def values(mode: str, key: str) -> np.ndarray:
         return np.array([result[key] for result in results[mode]])
 
-    train_alone, search_alone = np.array(limits).T
     t_train, t_search = values("synchronous", "t_train"), values("synchronous", "t_search")
     ideal = (t_train + t_search) / np.maximum(t_train, t_search)
     gain = values("asynchronous", "rate") / values("synchronous", "rate")
     rows = [[mode, mean_and_values(values(mode, "rate")), mean_and_values(values(mode, "reached")), mean_and_values(values(mode, "busy"))] for mode in results]
-    rows.append(["trainer alone", mean_and_values(train_alone), "", ""])
     save("overlap", quick, f"Mean, and the values of {len(seeds)} seeds.",
          table(["", "steps/s", f"seconds from the first step to {TARGET} right samples", "trainer busy"], rows),
-         f"- asynchronous steps/s, of the trainer alone: {mean_and_values(values('asynchronous', 'rate') / train_alone)}\n"
+         f"- asynchronous steps/s, of the trainer alone: {mean_and_values(beside)}\n"
          f"- asynchronous steps/s, of synchronous on the same cores: {mean_and_values(gain)}; ideal: {mean_and_values(ideal)}; of the ideal: {mean_and_values(gain / ideal)}\n"
          f"- a synchronous step: t_train {mean_and_values(t_train)} s, t_search {mean_and_values(t_search)} s\n"
-         f"- the searcher alone: {mean_and_values(search_alone)} responses/s",
+         f"- the searcher alone: {mean_and_values(alone)} responses/s",
          "![timelines](overlap.png)")  # fmt: skip
 
 
