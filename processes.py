@@ -155,7 +155,7 @@ def environment(place: Place) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in the searcher's own process: nothing to orphan
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it moves the threads to cores of its own choice
-        "VLLM_LOGGING_LEVEL": "ERROR",  # at WARNING each load of weights writes a line per rotary embedding
+        "VLLM_LOGGING_LEVEL": "ERROR",  # a searcher's log is for what goes wrong
         "VLLM_NO_USAGE_STATS": "1",
     }
     if place.gpu is None:

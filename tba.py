@@ -192,13 +192,15 @@ def stop(supervisor, trainer, board, save_seconds: float) -> None:
 
 def final_evaluation(config: Config, place, interrupt: Interrupt) -> None:
     """Loads the saved model afresh into an engine of its own and evaluates it there."""
+    from evaluation import left_out
+
     if not (result := evaluate(dataclasses.replace(config, model=str(Path(config.output_dir, "model").resolve())), place, interrupt)):
         return
     with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
         print(json.dumps({"step": config.steps} | {f"final_{name}": value for name, (value, _, _) in result.metrics.items()}), file=file)
     for name, (value, low, high) in result.metrics.items():
-        print(f"final {name}: {value:.2f} ({value:.4f}, 95 % interval {low:.4f} to {high:.4f}, on {result.queries} test queries); the saved model, "
-              "loaded afresh", flush=True)
+        print(f"final {name}: {value:.2f} ({value:.4f}, 95 % interval {low:.4f} to {high:.4f}, on {result.queries} test queries{left_out(result)}); "
+              "the saved model, loaded afresh", flush=True)
 
 
 def evaluate_only(config: Config) -> int:

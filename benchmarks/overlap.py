@@ -96,15 +96,19 @@ def beside_a_searcher(run_dir: Path, *flags: str) -> float:
 
     thread = threading.Thread(target=switch)
     thread.start()
-    run(run_dir.parent, run_dir.name, *flags)
-    over.set()
-    thread.join()
+    try:
+        run(run_dir.parent, run_dir.name, *flags)
+    finally:
+        over.set()
+        thread.join()
     ends = np.array([end for name, _, end in read_spans(str(run_dir))["trainer"] if name == "step"])
     rates: dict[bool, list[float]] = {False: [], True: []}
     for stopped, begin, end in windows:
         if end < ends[-1]:
             rates[stopped].append(np.sum((begin < ends) & (ends <= end)) / (end - begin))
-    pairs = min(len(rates[False]), len(rates[True]))  # as many of each, so that a trainer that gets faster or slower is in both
+    pairs = min(len(rates[False]), len(rates[True]))  # a window with the searcher, and the one without it that comes next
+    if not pairs:
+        sys.exit(f"the run was over before its searcher had been stopped for {PERIOD} s: give it more steps")
     return float(np.mean(rates[False][:pairs]) / np.mean(rates[True][:pairs]))
 
 

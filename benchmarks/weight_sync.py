@@ -4,8 +4,10 @@
     python benchmarks/weight_sync.py --quick    # 10 M and 100 M parameters, in two minutes
 
 publish   SharedWeights.publish of a Llama's tensors, beside 0, 1, 3 and 7 processes that each read every version as it comes; the
-          writer, on a core of its own, computes for half a second, or ten publishes' time, before each, as a trainer does
-load      Engine.load into vLLM, and the engine step behind it, less a step without a load: the time in which a searcher generates nothing
+          writer, on a core of its own, computes for half a second, or ten publishes' time, before each, as a trainer does: by then
+          they have read the version before
+load      Engine.load into vLLM, and the engine step behind it, less a step without a load: the time in which a searcher generates nothing;
+          that model has an output embedding of its own besides
 copy      one tensor of the same bytes, copied
 All in fp32, medians, taken in turns.
 Writes benchmarks/results/weight_sync.md; with --quick benchmarks/results/quick/.
@@ -72,7 +74,7 @@ def publish_seconds(shapes: dict[str, tuple[int, ...]], cores: list[int]) -> dic
         slot.zero_()
     ready, active = torch.zeros(max(READERS), dtype=torch.int64).share_memory_(), torch.zeros(1, dtype=torch.int64).share_memory_()
     spawn = torch.multiprocessing.get_context("spawn")
-    children = [spawn.Process(target=read, args=(weights, reader, cores, ready, active)) for reader in range(max(READERS))]
+    children = [spawn.Process(target=read, args=(weights, reader, cores, ready, active), daemon=True) for reader in range(max(READERS))]
     for child in children:
         child.start()
     while not ready.all():  # they import torch
