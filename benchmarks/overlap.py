@@ -1,12 +1,12 @@
 """What asynchrony gains: the arithmetic demo, asynchronous and synchronous, against the trainer alone and the searcher alone.
 
-    python benchmarks/overlap.py                # ten minutes on 2 cores
+    python benchmarks/overlap.py                # thirteen minutes on 2 cores
     python benchmarks/overlap.py --quick        # one seed and fewer steps
 
 asynchronous             make demo: half of the cores for the trainer, half for the searcher
 synchronous              --synchronous on the same cores: trainer and searcher in turns
 synchronous, all cores   the same, each with all cores while the other waits
-trainer alone            an asynchronous run whose searcher is stopped (SIGSTOP) every other PERIOD: the same trainer and buffer, with and without it
+trainer alone            an asynchronous run whose searcher is stopped (SIGSTOP) every other 3 s: the same trainer and buffer, with and without it
 searcher alone           on the cores of the first; nobody publishes
 
 Synchronous steps train on 256 responses of 32 fresh queries, as asynchronous ones do of replayed ones, so that t_search is the searcher's time
