@@ -17,7 +17,11 @@ class Engine:
 
     def __init__(self, config: Config, seed: int = 0):
         from vllm import LLM  # not at the top: slow to import, and the trainer imports the searcher's messages
+        from vllm.model_executor.models.transformers.base import Base
 
+        # A model that vLLM has no code of its own for (GPT-NeoX: Pythia) runs through transformers' class. To compile it vLLM makes over that class,
+        # and then no other instance can be made in this process, such as the reference policy.
+        Base._decorate_for_torch_compile = lambda self: None
         gc.freeze()  # vLLM collects garbage five times while it starts: not among all that has been imported
         length = config.max_prompt_tokens + config.max_response_tokens
         if device().type == "cuda":

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import byte_tokenizer
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
 from config import Config
 from engine import ENGINE_ROWS, Engine
 from policy import load_policy, load_tokenizer, response_logprobs, weight_shapes
@@ -83,6 +86,26 @@ def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, reque
     take_over(model, changed(model, 4))
     engine.add("unsalted", long, version=3, **sampling)
     assert worst_difference(model, long, drain(engine)["unsalted"], 0.7) > 0.01, "without a salt of its own a request would meet stale keys"
+
+
+def test_a_model_that_vllm_runs_through_transformers_can_be_the_reference_policy_too(tmp_path):
+    """GPT-NeoX: Pythia, of the TL;DR presets. The searcher loads the reference policy behind the engine."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    GPTNeoXForCausalLM(GPTNeoXConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=256,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, initializer_range=0.2,
+    )).save_pretrained(tmp_path)  # fmt: skip
+    config = Config(model=str(tmp_path), max_prompt_tokens=40, max_response_tokens=20)
+    engine, model, prompt = Engine(config), load_policy(config, torch.device("cpu")), list(range(50, 60))
+    tensors = changed(model, 1)
+    engine.load(tensors.items())
+    engine.add("new", prompt, version=1, n=4, temperature=0.7, max_tokens=20, seed=1)
+    output = drain(engine)["new"]
+    assert worst_difference(model, prompt, output, 0.7) > 0.01, "the weights did change"
+    take_over(model, tensors)
+    assert worst_difference(model, prompt, output, 0.7) <= 1e-4
 
 
 def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probability(tied_model):
