@@ -1,7 +1,7 @@
 """What a sync costs: publish, readers beside it, and how long a searcher generates nothing, against a plain copy of the same bytes.
 
     python benchmarks/weight_sync.py            # twenty minutes on 2 cores, 19 GB of memory; without a GPU
-    python benchmarks/weight_sync.py --quick    # 10 M and 100 M parameters, in two minutes
+    python benchmarks/weight_sync.py --quick    # 10 M and 100 M parameters, in four minutes
 
 publish   SharedWeights.publish of a Llama's tensors, beside 0, 1, 3 and 7 processes that each read every version as it comes; the
           writer, on a core of its own, computes for half a second, or ten publishes' time, before each, as a trainer does: by then
