@@ -32,7 +32,8 @@ class Engine:
             # vLLM's CPU build would pack each matrix for oneDNN and free it: a load would pack all of them anew, ten times as long as a copy takes.
             _custom_ops._supports_onednn = False
             # Prompts enter whole: for one that enters in chunks vLLM turns back the request's generator, which a CPU generator cannot.
-            hardware = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(4096, length))
+            # Blocks of the smallest size there: whole ones of a prompt are computed once for all responses to it. vLLM's default, 128, is longer than most.
+            hardware = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(4096, length), block_size=32)
         self.llm = LLM(
             config.model, seed=seed, trust_remote_code=config.trust_remote_code, max_model_len=length, max_num_seqs=ENGINE_ROWS,
             distributed_executor_backend="uni",  # no worker process: nothing to orphan, and weights go in without serialisation
