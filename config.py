@@ -281,9 +281,9 @@ def _parser(task: type | None) -> argparse.ArgumentParser:
     parser = _Parser(prog="python tba.py", usage="python tba.py [TASK] [--flag value ...]", allow_abbrev=False,
                      argument_default=argparse.SUPPRESS, description="Trajectory Balance with Asynchrony on one machine.",
                      epilog="Presets (presets.py): " + "; ".join(f"{name}: {', '.join(presets)}" for name, presets in PRESETS.items()))
-    _add_flags(parser, Config)
+    _add_flags(parser, Config, parser)
     if _fields(task):
-        _add_flags(parser.add_argument_group(f"The task's own ({task.__name__})"), task)
+        _add_flags(parser, task, parser.add_argument_group(f"The task's own ({task.__name__})"))
     return parser
 
 
@@ -291,9 +291,9 @@ def _fields(settings: type | None) -> dict:
     return getattr(settings, "__dataclass_fields__", {})
 
 
-def _add_flags(group, settings: type) -> None:
+def _add_flags(parser: argparse.ArgumentParser, settings: type, group) -> None:
     """Read off the source of a dataclass: a comment starts a group of flags, a field is a flag, the string under it is its help."""
-    types, parser, name = typing.get_type_hints(settings), group, ""
+    types, name = typing.get_type_hints(settings), ""
     for line in inspect.getsource(settings).splitlines():
         if line.startswith("    # "):
             group = parser.add_argument_group(line.removeprefix("    # "))

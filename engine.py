@@ -1,4 +1,4 @@
-"""vLLM inside the searcher's own process: requests in, finished responses out, new weights in between. Nothing else knows vLLM."""
+"""vLLM inside the searcher's own process: requests in, finished responses out, new weights in between. Nothing else calls vLLM."""
 
 import gc
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ class Engine:
     """A streaming engine: requests join and leave between two steps; no batch is waited for."""
 
     def __init__(self, config: Config, seed: int = 0):
-        from vllm import LLM  # not at the top: slow to import, and the trainer imports the searcher's messages
+        from vllm import LLM  # not at the top: slow to import, and evaluation.py, which the trainer imports, imports this file
         from vllm.model_executor.models.transformers.base import Base
 
         # A model that vLLM has no code of its own for (GPT-NeoX: Pythia) runs through transformers' class. To compile it vLLM makes over that class,
@@ -32,7 +32,8 @@ class Engine:
             # vLLM's CPU build would pack each matrix for oneDNN and free it: a load would pack all of them anew, ten times as long as a copy takes.
             _custom_ops._supports_onednn = False
             # Prompts enter whole: for one that enters in chunks vLLM turns back the request's generator, which a CPU generator cannot.
-            # Blocks of the smallest size there: whole ones of a prompt are computed once for all responses to it. vLLM's default, 128, is longer than most.
+            # The responses to a query share those cache blocks that its prompt fills: blocks of 32 tokens, the fewest that vLLM takes on a CPU, for
+            # of the default, 128, most prompts fill none.
             hardware = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(4096, length), block_size=32)
         self.llm = LLM(
             config.model, seed=seed, trust_remote_code=config.trust_remote_code, max_model_len=length, max_num_seqs=ENGINE_ROWS,

@@ -19,13 +19,13 @@ from torch import Tensor
 class LossInputs:
     """N responses of at most T tokens. The rows of one query are contiguous: row i belongs to query i // group_size."""
 
-    logprobs: Tensor  # (N, T) log pi of each response token under the policy that is trained; carries the gradient
-    ref_logprobs: Tensor  # (N, T) the same tokens under the reference policy
-    behavior_logprobs: Tensor | None  # (N, T) the same tokens under the policy that sampled them, as vLLM reported it
+    logprobs: Tensor  # (N, T) log pi of each response token, at --temperature, under the policy that is trained; carries the gradient
+    ref_logprobs: Tensor  # (N, T) the same under the reference policy; divided by gamma tau where a run has these temperatures (learner.py)
+    behavior_logprobs: Tensor | None  # (N, T) of the same tokens under the policy that sampled them, as vLLM reported it
     mask: Tensor  # (N, T) 1 on response tokens, end-of-sequence included, 0 on padding; any dtype
     rewards: Tensor  # (N,)
     group_size: int  # K, responses per query; divides N
-    beta: float  # strength of the pull towards the reference policy
+    beta: float  # strength of the pull towards the reference policy; times tau where a run has that
     max_response_length: int = 1  # for objectives that divide by a constant length: not T, which depends on the other rows of the micro-batch
 
 

@@ -2,7 +2,7 @@
 full (and, where staleness is to be constant, for the next version).
 
 Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine steps the searcher looks for newer
-weights and takes them in mid-stream. A response may so span two versions, which is fine: trajectory balance does not ask who sampled it.
+weights and takes them in mid-stream. A response may so span several versions, which is fine: trajectory balance does not ask who sampled it.
 """
 
 import hashlib
@@ -89,8 +89,9 @@ class Searcher:
             self.board.beat(self.name)
             self.send()
             self.take_new_weights()
-            if not self.outbox:  # a full queue is the one thing that a searcher waits for
+            if not self.outbox:  # or the queue is full: what is in the engine ends, nothing new begins
                 self.start_queries()
+            self.start_evaluation()
             if self.outbox or not self.engine.running:
                 with self.timeline.span("wait"):
                     time.sleep(0.005)
@@ -109,7 +110,7 @@ class Searcher:
         self.timeline.flush()
 
     def take_new_weights(self) -> None:
-        """With responses in mid-stream, unless staleness is to be constant; but not with an evaluation: that is of one version."""
+        """If there are any, even with responses in mid-stream. But an evaluation is of one version, and so is a response where staleness is constant."""
         if self.weights.version <= self.version or self.evaluation or self.config.lockstep and (self.owed or self.running or self.scorer.waiting):
             return
         self.take_new_reference()  # before the version that it may have come with
@@ -134,6 +135,10 @@ class Searcher:
             batches = range(config.constant_staleness + 1) if self.version == 0 else [self.version + config.constant_staleness]
             share = len(range(self.rank, config.queries_per_batch, config.searchers))
             self.owed.extend(batch for batch in batches for _ in range(share) if batch < config.steps)
+
+    def start_evaluation(self) -> None:
+        """Where this version is to be evaluated. Behind queries that have just joined: until it is over no weights come in, so that those are of this
+        one version whole, and show the trainer whether its weights have arrived."""
         due = self.evaluated < (0 if self.version == 0 else self.weights.evaluation_version) <= self.version
         if self.rank == 0 and due:
             self.evaluated = self.version

@@ -27,7 +27,7 @@ from report import read_lines, read_spans
 from tasks import load_task
 
 REQUIREMENTS = ["trl==1.16.0", "torch==2.13.0", "transformers>=5.16,<5.20", "numpy>=2.0"]
-LEARNING_RATES = (2e-4, 5e-4, 1e-3, 2e-3)
+LEARNING_RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
 TARGET, SEARCH_SEED, SEEDS = 0.95, 100, (0, 1, 2)
 ROWS = 256  # a step, on arithmetic
 STEPS = {"ours": 400, "trl": 60}  # enough for each to get to TARGET

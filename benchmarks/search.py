@@ -1,6 +1,6 @@
 """How fast a searcher generates: against vLLM alone, streaming and in batches with a barrier, on responses of the lengths of GSM8K's solutions.
 
-    python benchmarks/search.py --data_dir DIR      # 8 minutes on 2 cores; GSM8K from the hub without the flag
+    python benchmarks/search.py --data_dir DIR      # 12 minutes on 2 cores; GSM8K from the hub without the flag
     python benchmarks/search.py --quick             # in four minutes, less steady
 
 searcher      Searcher.search() itself: generation, scores, reference log-probabilities, groups into the queue; another process empties that

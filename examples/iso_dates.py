@@ -16,7 +16,7 @@ ISO = re.compile(r"\s*(\d{4}-\d{2}-\d{2})\b")
 class IsoDates(Task):
     """1 for the right date, 0.2 for any date in the right form, else 0."""
 
-    metric = "accuracy"
+    metric = "reward"
 
     def queries(self, split: str) -> Sequence[Query]:
         # Every day of fifty years; every tenth is for testing.

@@ -1,7 +1,7 @@
 """Automated red-teaming: an attacker learns diverse prompts that make a victim model fail a safety classifier (set-up of arXiv 2405.18540).
 
-It is for finding the failures of one's own model before others do. No prompts are shipped: the attacker starts from a benign list and a victim,
-a classifier and a policy that the user names.
+It is for finding the failures of one's own model before others do. No prompts are shipped: the attacker starts from a benign list, and the user
+chooses victim, classifier and policy.
 """
 
 from collections.abc import Sequence

@@ -184,6 +184,15 @@ def test_a_tasks_own_settings_are_flags_and_lie_over_its_preset():
     assert "--victim_model" in tba("redteam", "--help").stdout
 
 
+def test_a_comment_in_a_task_starts_a_group_of_its_flags(tmp_path, recwarn):
+    (tmp_path / "grouped.py").write_text(
+        "from dataclasses import dataclass\nfrom tasks import Task\n@dataclass\nclass T(Task):\n    # Colors\n    shade: int = 0\n"
+        '    """How dark."""\n    def queries(self, split): return []\n    def score(self, *a): return []\n'
+    )
+    assert build_config([str(tmp_path / "grouped.py"), "--shade", "3"]).options == {"shade": 3}
+    assert not recwarn.list, "argparse will not have a group in a group any more"
+
+
 def test_a_tasks_setting_may_not_have_the_name_of_a_runs(tmp_path):
     (tmp_path / "clash.py").write_text(
         "from dataclasses import dataclass\nfrom tasks import Task\n@dataclass\nclass T(Task):\n    seed: int = 0\n"

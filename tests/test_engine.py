@@ -16,7 +16,7 @@ from processes import Board
 from searcher import Searcher
 from weights import SharedWeights
 
-BLOCK = 128  # tokens in a block of vLLM's prefix cache on a CPU
+BLOCK = 32  # tokens in a block of vLLM's prefix cache on a CPU
 
 
 def changed(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
@@ -86,6 +86,13 @@ def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, reque
     take_over(model, changed(model, 4))
     engine.add("unsalted", long, version=3, **sampling)
     assert worst_difference(model, long, drain(engine)["unsalted"], 0.7) > 0.01, "without a salt of its own a request would meet stale keys"
+
+
+def test_a_prompt_is_computed_once_for_its_responses_but_for_its_last_block(tied_model):
+    engine = Engine(Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100))
+    for name in ("first", "second"):  # vLLM makes a group of requests like these
+        engine.add(name, list(range(3 * BLOCK + 5)), version=0, n=1, temperature=1.0, max_tokens=5)
+    assert {name: output.num_cached_tokens for name, output in drain(engine).items()} == {"first": 0, "second": 3 * BLOCK}
 
 
 def test_a_model_that_vllm_runs_through_transformers_can_be_the_reference_policy_too(tmp_path):

@@ -49,6 +49,7 @@ def test_an_arithmetic_run_learns_and_leaves_every_output(tmp_path):
     assert f"base accuracy: {evaluations[0]:.2f}" in result.stdout and f"final accuracy: {evaluations[250]:.2f}" in result.stdout
     lines = steps_of(run_dir)
     assert 0 < max(line["mismatch"] for line in lines) < 1e-4, "what was published is what vLLM samples from"
+    assert max(line["mismatch_version"] for line in lines) > 0, "and not only of the base model"
     assert lines[-1]["staleness_max"] > 2, "replay"
     assert report.trainer_busy(run_dir) >= 0.90 and f"trainer busy: {report.trainer_busy(run_dir):.3f}" in result.stdout
     sample = read(run_dir, "samples.jsonl")[0]
