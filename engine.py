@@ -32,9 +32,10 @@ class Engine:
             # vLLM's CPU build would pack each matrix for oneDNN and free it: a load would pack all of them anew, ten times as long as a copy takes.
             _custom_ops._supports_onednn = False
             # Prompts enter whole: for one that enters in chunks vLLM turns back the request's generator, which a CPU generator cannot.
-            # The responses to a query share those cache blocks that its prompt fills: blocks of 32 tokens, the fewest that vLLM takes on a CPU, for
+            hardware = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(4096, length))
+            # The responses to a query share the cache blocks that its prompt fills: blocks of 32 tokens, the fewest that vLLM takes on a CPU, because
             # of the default, 128, most prompts fill none.
-            hardware = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(4096, length), block_size=32)
+            hardware["block_size"] = 32
         self.llm = LLM(
             config.model, seed=seed, trust_remote_code=config.trust_remote_code, max_model_len=length, max_num_seqs=ENGINE_ROWS,
             distributed_executor_backend="uni",  # no worker process: nothing to orphan, and weights go in without serialisation

@@ -85,6 +85,7 @@ class Searcher:
             time.sleep(0.005)
         if not self.config.resume or self.weights.version == 0:
             self.begin_version()
+            self.start_evaluation()  # of the base model, before newer weights are taken
         while not self.board.stop:
             self.board.beat(self.name)
             self.send()
@@ -110,7 +111,7 @@ class Searcher:
         self.timeline.flush()
 
     def take_new_weights(self) -> None:
-        """If there are any, even with responses in mid-stream. But an evaluation is of one version, and so is a response where staleness is constant."""
+        """If there are any, even with responses in mid-stream. But an evaluation is of one version, and with constant staleness a response."""
         if self.weights.version <= self.version or self.evaluation or self.config.lockstep and (self.owed or self.running or self.scorer.waiting):
             return
         self.take_new_reference()  # before the version that it may have come with

@@ -1,6 +1,6 @@
 """Wall-clock to the same accuracy: this implementation against TRL's GRPOTrainer, which generates, and then trains, in one process.
 
-    python benchmarks/peer_trl.py --data_dir DIR    # 12 minutes on 2 cores; GSM8K, for the lengths, from the hub without the flag
+    python benchmarks/peer_trl.py --data_dir DIR    # 35 minutes on 2 cores; GSM8K, for the lengths, from the hub without the flag
     python benchmarks/peer_trl.py --quick           # arithmetic alone, one seed, one learning rate
 
 Arithmetic: the same base model, rewards, K = 8, 256 rows a step, temperature, linear schedule with warm-up, cores (all of them to each). Each has the
@@ -31,7 +31,7 @@ LEARNING_RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
 TARGET, SEARCH_SEED, SEEDS = 0.95, 100, (0, 1, 2)
 ROWS = 256  # a step, on arithmetic
 STEPS = {"ours": 400, "trl": 60}  # enough for each to get to TARGET
-MARKS = (30, 60, 120)  # seconds at which the long responses' reward is read
+MARKS = (60, 120, 180)  # seconds at which the long responses' reward is read
 LONG_RATE = 1e-3
 
 
@@ -131,23 +131,26 @@ def long_responses(directory: str, data_dir: str) -> str:
     model, task = str(Path(directory) / "counting"), str(ROOT / "benchmarks" / "_length_task.py")
     counting_model(Path(model), lengths, tokenizer, layers=6, intermediate=1408)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "8"  # GiB, for 256 rows of 6 layers
-    start, lines, begin = run_ours(
-        directory, task, "--model", model, "--steps", 1000, "--queries_per_batch", 4, "--queries_per_micro_batch", 4, "--responses_per_query", 8,
-        "--samples_per_query", 8, "--max_prompt_tokens", 64, "--max_response_tokens", 512, "--temperature", 1.0, "--beta", 0.01, "--sync_period", 1,
-        "--initial_responses", 32, "--most_on_policy_prob", 1.0, "--learning_rate", LONG_RATE, "--max_grad_norm", 1.0, "--loss", "tb",
-        seconds=MARKS[-1] + 40,
-    )  # fmt: skip
-    ours = [(line["clock"] - begin, line["reward"]) for line in lines if "reward" in line and "loss" in line]
-    _, events = run_trl(directory, task=task, model=model, rows=32, responses_per_query=8, max_response_tokens=512, learning_rate=LONG_RATE, steps=1000,
-                        evaluate=False, seed=0, seconds=MARKS[-1] + 40)  # fmt: skip
-    trl = [(event["clock"] - events[0]["clock"], event["reward"]) for event in events if "reward" in event]
+    curves: dict[str, list] = {"this implementation": [], "TRL GRPOTrainer": []}  # of each seed (seconds, reward)
+    for seed in SEEDS:
+        _, lines, begin = run_ours(
+            directory, task, "--model", model, "--steps", 1000, "--queries_per_batch", 4, "--queries_per_micro_batch", 4, "--responses_per_query", 8,
+            "--samples_per_query", 8, "--max_prompt_tokens", 64, "--max_response_tokens", 512, "--temperature", 1.0, "--beta", 0.01, "--sync_period", 1,
+            "--initial_responses", 32, "--most_on_policy_prob", 1.0, "--learning_rate", LONG_RATE, "--max_grad_norm", 1.0, "--loss", "tb",
+            "--seed", seed, seconds=MARKS[-1] + 40,
+        )  # fmt: skip
+        curves["this implementation"].append([(line["clock"] - begin, line["reward"]) for line in lines if "loss" in line])
+        _, events = run_trl(directory, task=task, model=model, rows=32, responses_per_query=8, max_response_tokens=512, learning_rate=LONG_RATE,
+                            steps=1000, evaluate=False, seed=seed, seconds=MARKS[-1] + 40)  # fmt: skip
+        curves["TRL GRPOTrainer"].append([(event["clock"] - events[0]["clock"], event["reward"]) for event in events if "reward" in event])
+        print({name: found[-1] for name, found in curves.items()}, flush=True)
     rows = []
-    for name, curve in ("this implementation", ours), ("TRL GRPOTrainer", trl):
-        at = [[reward for clock, reward in curve if clock <= mark][-3:] for mark in MARKS]
-        rate = (len(curve) - 1) / (curve[-1][0] - curve[0][0])
-        rows.append([name, f"{rate:.3f}", f"{curve[0][1]:.3f}", *(f"{np.mean(r):.3f}" if r else "" for r in at)])
-    return (f"Long responses, reward of samples (mean of the three latest steps) by seconds without start-up; learning rate {LONG_RATE:g}, one seed:\n\n"
-            + table(["", "steps/s", "first", *(f"{mark} s" for mark in MARKS)], rows))  # fmt: skip
+    for name, found in curves.items():
+        rates = [(len(curve) - 1) / (curve[-1][0] - curve[0][0]) for curve in found]
+        at = [[np.mean([reward for clock, reward in curve if clock <= mark][-3:]) for curve in found] for mark in MARKS]
+        rows.append([name, mean_and_values(rates), mean_and_values([curve[0][1] for curve in found]), *map(mean_and_values, at)])
+    return (f"Long responses, reward of samples (mean of the three latest steps) by seconds without start-up; learning rate {LONG_RATE:g}; mean, and the "
+            "values of the seeds:\n\n" + table(["", "steps/s", "first", *(f"{mark} s" for mark in MARKS)], rows))  # fmt: skip
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ class Query:
 
 
 class Task:
-    """A task with options of its own is a dataclass: its fields, each with a line under it that is its help, are flags, as those of Config are. A task is
-    made in every process: keep it cheap."""
+    """A task with options of its own is a dataclass: its fields, each with its help in a string under it, are flags, as those of Config are. A task
+    is made in every process: keep it cheap."""
 
     metric = "score"  # what the mean of score() over the test queries is called
     score_timeout: float | None = None  # seconds for the responses to one query; score() then runs in worker processes, and that long at most

@@ -11,6 +11,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from config import Config
 from engine import ENGINE_ROWS, Engine
+from evaluation import Evaluation
 from policy import load_policy, load_tokenizer, response_logprobs, weight_shapes
 from processes import Board
 from searcher import Searcher
@@ -174,6 +175,24 @@ def test_a_searcher_that_is_ready_before_the_first_publish_searches_with_the_bas
     weights.publish(2, load_policy(searcher.config, torch.device("cpu")).named_parameters())
     searcher.take_new_weights()
     assert searcher.version == 2
+
+
+def test_the_base_model_is_evaluated_also_by_a_searcher_that_finds_newer_weights(tied_model, tmp_path):
+    """As one does that takes the place of another, which died before it had evaluated the base model."""
+    searcher, weights = a_searcher(tied_model, tmp_path)
+    weights.publish(2, load_policy(searcher.config, torch.device("cpu")).named_parameters())
+    searcher.test_queries = searcher.test_queries[:10]
+    evaluations, put = [], searcher.groups.put_nowait
+
+    def stop_at_an_evaluation(item) -> None:
+        put(item)
+        if isinstance(item, Evaluation):
+            evaluations.append(item)
+            searcher.board.stop = True
+
+    searcher.groups.put_nowait = stop_at_an_evaluation
+    searcher.search()
+    assert [evaluation.version for evaluation in evaluations] == [0]
 
 
 def a_searcher(model, tmp_path) -> tuple[Searcher, SharedWeights]:
