@@ -142,7 +142,7 @@ class Trainer:
         """Figures of groups as they were generated: in the buffer, which drops duplicates, they would be distorted."""
         self.fresh |= describe(groups)
         if self.step >= self.mismatch_due:
-            # A group that one version alone sampled whose weights are still in a slot; with constant staleness one for a later step may be.
+            # A group that one version alone sampled whose weights are still held; with constant staleness one for a later step may be.
             newest = reversed(groups + sum(self.batches.values(), []))
             held = self.weights.held()
             if group := next((g for g in newest if g.version == g.last_version and g.version in held), None):
