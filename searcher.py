@@ -90,7 +90,7 @@ class Searcher:
             self.board.beat(self.name)
             self.send()
             self.take_new_weights()
-            if not self.outbox:  # or the queue is full: what is in the engine ends, nothing new begins
+            if not self.outbox:  # or the queue is full: then nothing is generated
                 self.start_queries()
             self.start_evaluation()
             if self.outbox or not self.engine.running:
@@ -108,6 +108,7 @@ class Searcher:
                 self.outbox.append(self.evaluation.result())
                 self.board.set(self.name, "evaluated", self.evaluation.version)
                 self.evaluation = None
+                self.weights.unpin(self.rank)
         self.timeline.flush()
 
     def take_new_weights(self) -> None:
@@ -115,7 +116,8 @@ class Searcher:
         if self.weights.version <= self.version or self.evaluation or self.config.lockstep and (self.owed or self.running or self.scorer.waiting):
             return
         self.take_new_reference()  # before the version that it may have come with
-        with self.work("load"), self.weights.read(self.rank) as (version, tensors):
+        evaluate = self.rank == 0 and self.evaluated < self.weights.evaluation_version
+        with self.work("load"), self.weights.read(self.rank, keep=evaluate) as (version, tensors):
             self.engine.load(tensors.items())
         self.version = version
         self.board.set(self.name, "version", version)
@@ -138,8 +140,8 @@ class Searcher:
             self.owed.extend(batch for batch in batches for _ in range(share) if batch < config.steps)
 
     def start_evaluation(self) -> None:
-        """Where this version is to be evaluated. Behind queries that have just joined: until it is over no weights come in, so that those are of this
-        one version whole, and show the trainer whether its weights have arrived."""
+        """Where this version is to be evaluated. Behind queries that have just joined: until it is over no weights come in, and its slot is kept. So
+        those are of this one version whole, and the trainer can compare (mismatch)."""
         due = self.evaluated < (0 if self.version == 0 else self.weights.evaluation_version) <= self.version
         if self.rank == 0 and due:
             self.evaluated = self.version

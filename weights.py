@@ -33,7 +33,6 @@ class SharedWeights:
         self.versions = torch.full((SLOTS,), -1, dtype=torch.int64).share_memory_()
         self.pins = torch.full((readers,), -1, dtype=torch.int64).share_memory_()  # the slot that reader i reads, or -1
         self.newest = torch.tensor([-1, -1]).share_memory_()  # the newest slot; the newest version that asks for an evaluation
-        self.evaluated: dict[int, dict[str, Tensor]] = {}  # the writer's own copy: what it samples comes when its slot holds another version
         self.reference = torch.empty(elements(shapes) if reference else 0).share_memory_()
         self.reference_pins = torch.zeros(readers, dtype=torch.int64).share_memory_()  # 1 while reader i reads the reference
         self.reference_words = torch.zeros(1, dtype=torch.int64).share_memory_()  # its version; WRITING while it is being written
@@ -57,7 +56,6 @@ class SharedWeights:
         self.versions[free[0]] = version
         if evaluate:
             self.newest[1] = version
-            self.evaluated = {version: self._views(self.slots[free[0]].clone())}
         self.newest[0] = free[0]
         return True
 
@@ -73,8 +71,9 @@ class SharedWeights:
         return int(self.newest[1])
 
     @contextmanager
-    def read(self, reader: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """The newest version and its tensors by name: views of shared memory, valid and unchanged until the block ends."""
+    def read(self, reader: int, keep: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """The newest version and its tensors by name: views of shared memory, valid and unchanged until the block ends, or, to keep them, until
+        unpin(reader) or the next read."""
         while True:
             slot = int(self.newest[0])
             if slot < 0:
@@ -87,7 +86,8 @@ class SharedWeights:
         try:
             yield int(self.versions[slot]), self._views(self.slots[slot])
         finally:
-            self.unpin(reader)
+            if not keep:
+                self.unpin(reader)
 
     @torch.no_grad()
     def publish_reference(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> bool:
@@ -121,8 +121,8 @@ class SharedWeights:
         return self._views(self.reference)
 
     def held(self) -> dict[int, dict[str, Tensor]]:
-        """For the writer alone: every version that is still whole in a slot, until it publishes again, and the latest to be evaluated."""
-        return self.evaluated | {version: self._views(self.slots[slot]) for slot, version in enumerate(self.versions.tolist()) if version >= 0}
+        """For the writer alone: every version that is still whole in a slot, until it publishes again."""
+        return {version: self._views(self.slots[slot]) for slot, version in enumerate(self.versions.tolist()) if version >= 0}
 
     def unpin(self, reader: int) -> None:
         """Also for whoever finds that reader dead: what it was reading is free again."""

@@ -146,6 +146,8 @@ def long_responses(directory: str, data_dir: str) -> str:
         print({name: found[-1] for name, found in curves.items()}, flush=True)
     rows = []
     for name, found in curves.items():
+        if min(map(len, found)) < 2 or max(curve[0][0] for curve in found) > MARKS[0]:
+            sys.exit(f"{name} is too slow here: with a seed it made {min(map(len, found))} steps in {MARKS[-1] + 40} s, or none in {MARKS[0]} s")
         rates = [(len(curve) - 1) / (curve[-1][0] - curve[0][0]) for curve in found]
         at = [[np.mean([reward for clock, reward in curve if clock <= mark][-3:]) for curve in found] for mark in MARKS]
         rows.append([name, mean_and_values(rates), mean_and_values([curve[0][1] for curve in found]), *map(mean_and_values, at)])

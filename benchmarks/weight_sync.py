@@ -111,6 +111,8 @@ def publish_seconds(shapes: dict[str, tuple[int, ...]], cores: list[int], device
         for slot in weights.slots:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))
         times |= take_turns(["copy", "registered"], weights, tensors, cast, active)
+        for slot in weights.slots:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(slot.data_ptr()))
     active[0] = -1
     for child in children:
         child.join(60)
@@ -124,7 +126,7 @@ def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, fl
     with tempfile.TemporaryDirectory() as directory:
         byte_model(directory, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
                    vocab_size=10_000)  # fmt: skip
-        config = Config(model=directory, max_prompt_tokens=64, max_response_tokens=400)
+        config = Config(model=directory, max_prompt_tokens=64, max_response_tokens=400, gpu_memory_utilization=0.3)
         engine = Engine(config)
         policy = load_policy(config, torch.device("cpu"))
         tensors = {name: parameter.detach().to(DTYPE[device.type]) for name, parameter in policy.named_parameters()}

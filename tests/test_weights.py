@@ -176,6 +176,20 @@ def test_a_reader_that_was_overtaken_before_its_pin_was_set_looks_again():
         assert version == 2 and is_whole(2, tensors)
 
 
+def test_a_version_that_a_reader_keeps_stays_whole_until_it_is_unpinned():
+    weights = make_weights(readers=2)
+    weights.publish(1, tensors_of(1))
+    with weights.read(0, keep=True):
+        pass
+    for version in range(2, 10):
+        assert weights.publish(version, tensors_of(version)), "the writer does not wait for it"
+        assert is_whole(1, weights.held()[1])
+    weights.unpin(0)
+    for version in (10, 11):
+        weights.publish(version, tensors_of(version))
+    assert 1 not in weights.held()
+
+
 def test_a_read_ends_with_an_exception_too():
     weights = make_weights(readers=1)
     weights.publish(1, tensors_of(1))
