@@ -19,13 +19,17 @@ class Group:
     query_id: int
     version: int  # trainer step of the weights that the group was started with
     last_version: int  # ... and finished with: a searcher takes new weights in mid-stream
-    reference_version: int  # trainer step of the weights that are the reference policy: 0 until it is reset
+    reference_version: (
+        int  # trainer step of the weights that are the reference policy: 0 until it is reset
+    )
     batch: int | None  # constant staleness: the trainer step that this group is for
     prompt: np.ndarray  # (P,) int32 token ids
     lengths: np.ndarray  # (S,) int32 tokens per response, end-of-sequence included
     tokens: np.ndarray  # (sum of lengths,) int32
     ref_logprobs: np.ndarray  # (sum of lengths,) float32, reference policy
-    behavior_logprobs: np.ndarray  # (sum of lengths,) float32, the policy that sampled, as vLLM reported it
+    behavior_logprobs: (
+        np.ndarray
+    )  # (sum of lengths,) float32, the policy that sampled, as vLLM reported it
     rewards: np.ndarray  # (S,) float32
     finished: np.ndarray  # (S,) bool, False where the response was cut off at the length limit
     temperature: float  # that the responses were sampled at
@@ -49,19 +53,36 @@ def rows_of(group: Group) -> list[Row]:
     ends = np.cumsum(group.lengths).tolist()
     rows = []
     for start, end, reward in zip([0, *ends], ends, group.rewards.tolist()):
-        rows.append(Row(group.query_id, group.version, group.reference_version, group.prompt, group.tokens[start:end],
-                        group.ref_logprobs[start:end], group.behavior_logprobs[start:end], reward))
+        rows.append(
+            Row(
+                group.query_id,
+                group.version,
+                group.reference_version,
+                group.prompt,
+                group.tokens[start:end],
+                group.ref_logprobs[start:end],
+                group.behavior_logprobs[start:end],
+                reward,
+            )
+        )
     return rows
 
 
 def arrays_of(groups: list[Group]) -> dict[str, np.ndarray]:
     """Plain arrays, fit for np.savez without pickle; for groups that are meant for a batch."""
-    return {f"{i}.{field.name}": np.asarray(getattr(group, field.name)) for i, group in enumerate(groups) for field in fields(Group)}
+    return {
+        f"{i}.{field.name}": np.asarray(getattr(group, field.name))
+        for i, group in enumerate(groups)
+        for field in fields(Group)
+    }
 
 
 def groups_of(arrays: dict[str, np.ndarray]) -> list[Group]:
     """The groups that gave these arrays_of()."""
-    columns = [[arrays[f"{i}.{field.name}"] for field in fields(Group)] for i in range(len(arrays) // len(fields(Group)))]
+    columns = [
+        [arrays[f"{i}.{field.name}"] for field in fields(Group)]
+        for i in range(len(arrays) // len(fields(Group)))
+    ]
     return [Group(*(value if value.ndim else value.item() for value in row)) for row in columns]
 
 
@@ -76,7 +97,10 @@ class Deck:
         if self.drawn == len(self.cards):
             self.drawn = 0
         i, j = self.drawn, int(rng.integers(self.drawn, len(self.cards)))
-        self.cards[i], self.cards[j] = self.cards[j], self.cards[i]  # one step of a Fisher-Yates shuffle
+        self.cards[i], self.cards[j] = (
+            self.cards[j],
+            self.cards[i],
+        )  # one step of a Fisher-Yates shuffle
         self.drawn += 1
         return self.cards[i]
 
@@ -90,7 +114,9 @@ class Shelf:
     """The responses of one query, oldest out first when more than `capacity`. Adding costs O(1)."""
 
     def __init__(self):
-        self.rows: list[Row] = []  # in no order of age: a newcomer takes the place of the one that leaves
+        self.rows: list[
+            Row
+        ] = []  # in no order of age: a newcomer takes the place of the one that leaves
         self.rewards = np.empty(8, np.float64)  # rewards[i] is that of rows[i]; grows by doubling
         self.place: OrderedDict[bytes, int] = OrderedDict()  # tokens -> index in rows, oldest first
 
@@ -107,7 +133,9 @@ class Shelf:
                 self.rewards = np.concatenate([self.rewards, np.empty_like(self.rewards)])
         self.rows[index], self.rewards[index], self.place[key] = row, row.reward, index
 
-    def draw(self, count: int, inverse_temperature: float, oldest_version: int, rng: np.random.Generator) -> list[Row]:
+    def draw(
+        self, count: int, inverse_temperature: float, oldest_version: int, rng: np.random.Generator
+    ) -> list[Row]:
         """`count` rows by softmax(reward * inverse_temperature): without replacement, unless there are fewer than `count`. Rows of versions
         before `oldest_version` are left out; [] if that leaves none.
 
@@ -122,11 +150,15 @@ class Shelf:
             return []
         if inverse_temperature == 0:
             chosen = rng.choice(held, count, replace=held < count)
-        elif held >= count:  # Gumbel top-k: the k largest of logit + noise are a draw without replacement
+        elif (
+            held >= count
+        ):  # Gumbel top-k: the k largest of logit + noise are a draw without replacement
             noisy = rewards[:held] * inverse_temperature + rng.gumbel(size=held)
             chosen = np.argpartition(-noisy, count - 1)[:count]
         else:  # the largest of fresh noise each time is a draw with replacement
-            chosen = (rewards[:held] * inverse_temperature + rng.gumbel(size=(count, held))).argmax(axis=1)
+            chosen = (rewards[:held] * inverse_temperature + rng.gumbel(size=(count, held))).argmax(
+                axis=1
+            )
         return [rows[i] for i in chosen]
 
 
@@ -167,7 +199,13 @@ class ReplayBuffer:
                 recent.add(row, key, self.capacity_per_query)
             self.responses += len(shelf.rows)
 
-    def sample(self, queries_per_batch: int, responses_per_query: int, most_on_policy_prob: float, oldest_version: int = 0) -> list[Row]:
+    def sample(
+        self,
+        queries_per_batch: int,
+        responses_per_query: int,
+        most_on_policy_prob: float,
+        oldest_version: int = 0,
+    ) -> list[Row]:
         """B x K rows, those of one query contiguous; [] from a buffer that holds nothing, or nothing young enough.
 
         Each of the B queries is, independently, with probability m one of the latest sync, with K of the responses which that sync
@@ -178,14 +216,31 @@ class ReplayBuffer:
         batch = []
         for _ in range(queries_per_batch):
             recent = self.rng.random() < most_on_policy_prob
-            rows = self._draw(self.recent, self.recent_deck, responses_per_query, 0.0, oldest_version) if recent else []
-            rows = rows or self._draw(self.all, self.all_deck, responses_per_query, self.reward_inverse_temperature, oldest_version)
+            rows = (
+                self._draw(self.recent, self.recent_deck, responses_per_query, 0.0, oldest_version)
+                if recent
+                else []
+            )
+            rows = rows or self._draw(
+                self.all,
+                self.all_deck,
+                responses_per_query,
+                self.reward_inverse_temperature,
+                oldest_version,
+            )
             if not rows:
                 return []
             batch += rows
         return batch
 
-    def _draw(self, shelves: dict[int, Shelf], deck: Deck, count: int, inverse_temperature: float, oldest_version: int) -> list[Row]:
+    def _draw(
+        self,
+        shelves: dict[int, Shelf],
+        deck: Deck,
+        count: int,
+        inverse_temperature: float,
+        oldest_version: int,
+    ) -> list[Row]:
         """`count` responses to the next query of the deck that has young ones."""
         while deck.cards:
             query = deck.draw(self.rng)
@@ -205,19 +260,30 @@ class ReplayBuffer:
             "all_drawn": np.array(self.all_deck.drawn),
             "recent_drawn": np.array(self.recent_deck.drawn),
         }
-        for name, shelves, deck in ("all", self.all, self.all_deck), ("recent", self.recent, self.recent_deck):
+        for name, shelves, deck in (
+            ("all", self.all, self.all_deck),
+            ("recent", self.recent, self.recent_deck),
+        ):
             rows = [row for query in deck.cards for row in shelves[query].rows]
             state |= {
                 f"{name}_cards": np.array(deck.cards, np.int64),
-                f"{name}_counts": np.array([len(shelves[query].rows) for query in deck.cards], np.int64),
-                f"{name}_ages": np.array([i for query in deck.cards for i in shelves[query].place.values()], np.int64),
+                f"{name}_counts": np.array(
+                    [len(shelves[query].rows) for query in deck.cards], np.int64
+                ),
+                f"{name}_ages": np.array(
+                    [i for query in deck.cards for i in shelves[query].place.values()], np.int64
+                ),
                 f"{name}_versions": np.array([row.version for row in rows], np.int64),
-                f"{name}_reference_versions": np.array([row.reference_version for row in rows], np.int64),
+                f"{name}_reference_versions": np.array(
+                    [row.reference_version for row in rows], np.int64
+                ),
                 f"{name}_rewards": np.array([row.reward for row in rows], np.float64),
             }
             for field in ("prompt", "tokens", "ref_logprobs", "behavior_logprobs"):
                 arrays = [getattr(row, field) for row in rows]
-                state[f"{name}_{field}_lengths"] = np.array([len(array) for array in arrays], np.int64)
+                state[f"{name}_{field}_lengths"] = np.array(
+                    [len(array) for array in arrays], np.int64
+                )
                 state[f"{name}_{field}"] = np.concatenate(arrays) if arrays else np.empty(0)
         return state
 
@@ -227,15 +293,25 @@ class ReplayBuffer:
         self.recent_step = int(state["recent_step"])
         for name in ("all", "recent"):
             columns = {
-                field: np.split(state[f"{name}_{field}"], np.cumsum(state[f"{name}_{field}_lengths"])[:-1])
+                field: np.split(
+                    state[f"{name}_{field}"], np.cumsum(state[f"{name}_{field}_lengths"])[:-1]
+                )
                 for field in ("prompt", "tokens", "ref_logprobs", "behavior_logprobs")
             }
             cards, shelves, start = state[f"{name}_cards"].tolist(), {}, 0
             for query, count in zip(cards, state[f"{name}_counts"].tolist()):
                 shelf = shelves[query] = Shelf()
                 rows = [
-                    Row(query, int(state[f"{name}_versions"][i]), int(state[f"{name}_reference_versions"][i]), columns["prompt"][i],
-                        columns["tokens"][i], columns["ref_logprobs"][i], columns["behavior_logprobs"][i], float(state[f"{name}_rewards"][i]))
+                    Row(
+                        query,
+                        int(state[f"{name}_versions"][i]),
+                        int(state[f"{name}_reference_versions"][i]),
+                        columns["prompt"][i],
+                        columns["tokens"][i],
+                        columns["ref_logprobs"][i],
+                        columns["behavior_logprobs"][i],
+                        float(state[f"{name}_rewards"][i]),
+                    )
                     for i in range(start, start + count)
                 ]
                 for row in rows:

@@ -18,24 +18,44 @@ from torch import Tensor
 KEPT = 2
 
 
-def save(run_dir: str, step: int, tensors: dict[str, dict[str, Tensor]], arrays: dict[str, dict[str, np.ndarray]], state: dict) -> None:
+def save(
+    run_dir: str,
+    step: int,
+    tensors: dict[str, dict[str, Tensor]],
+    arrays: dict[str, dict[str, np.ndarray]],
+    state: dict,
+) -> None:
     """Writes the named tensors, arrays and plain values. Raises OSError, and leaves what was there as it was, when the disk is full."""
     root = Path(run_dir) / "checkpoints"
     root.mkdir(exist_ok=True)
     unfinished, directory = root / "unfinished", root / f"step-{step:08}"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-    needed = sum(value.nbytes for part in [*tensors.values(), *arrays.values()] for value in part.values())
-    if needed > shutil.disk_usage(root).free:  # seen before the disk is full: others write to it too
-        raise OSError(errno.ENOSPC, f"a checkpoint needs {needed / 2**20:.0f} MiB, {root} has {shutil.disk_usage(root).free / 2**20:.0f} MiB free")
+    needed = sum(
+        value.nbytes for part in [*tensors.values(), *arrays.values()] for value in part.values()
+    )
+    if (
+        needed > shutil.disk_usage(root).free
+    ):  # seen before the disk is full: others write to it too
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint needs {needed / 2**20:.0f} MiB, {root} has {shutil.disk_usage(root).free / 2**20:.0f} MiB free",
+        )
     try:
         unfinished.mkdir()
         for name, part in tensors.items():
-            save_file({key: value.contiguous() for key, value in part.items()}, unfinished / f"{name}.safetensors")
+            save_file(
+                {key: value.contiguous() for key, value in part.items()},
+                unfinished / f"{name}.safetensors",
+            )
         for name, part in arrays.items():
             np.savez(unfinished / f"{name}.npz", **part)
         (unfinished / "state.json").write_text(json.dumps(state))
-        (unfinished / "checksums.json").write_text(json.dumps({path.name: checksum(path) for path in sorted(unfinished.iterdir())}))
-        shutil.rmtree(directory, ignore_errors=True)  # one of the same step that was found to be broken
+        (unfinished / "checksums.json").write_text(
+            json.dumps({path.name: checksum(path) for path in sorted(unfinished.iterdir())})
+        )
+        shutil.rmtree(
+            directory, ignore_errors=True
+        )  # one of the same step that was found to be broken
         unfinished.rename(directory)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -86,7 +106,11 @@ def checksum(path: Path) -> str:
 def misfit(directory: str | Path, shapes: dict[str, tuple[int, ...]]) -> str | None:
     """What keeps a model of these parameters from taking the checkpoint's."""
     with safe_open(Path(directory) / "learner.safetensors", "pt") as file:
-        saved = {key.removeprefix("policy."): tuple(file.get_slice(key).get_shape()) for key in file.keys() if key.startswith("policy.")}
+        saved = {
+            key.removeprefix("policy."): tuple(file.get_slice(key).get_shape())
+            for key in file.keys()
+            if key.startswith("policy.")
+        }
     for name in saved | shapes:
         if saved.get(name) != shapes.get(name):
             return f"{name} has shape {shapes.get(name)}, in the checkpoint {saved.get(name)}"

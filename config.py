@@ -153,15 +153,22 @@ def build_config(arguments: list[str]) -> Config:
         return _resumed(flags, options)
     presets = PRESETS.get(flags.get("task", Config.task), {"": {}})
     if options.get("tiny") and flags.setdefault("preset", "tiny") != "tiny":
-        raise UserError(f"--preset is {flags['preset']!r}, but --tiny is a preset of its own: give one of the two")
+        raise UserError(
+            f"--preset is {flags['preset']!r}, but --tiny is a preset of its own: give one of the two"
+        )
     preset = flags.get("preset", next(iter(presets)))
     if preset not in presets:
-        raise UserError(f"--preset is {preset!r}: " + (f"it is one of {', '.join(presets)}" if "" not in presets else "this task has none"))
+        raise UserError(
+            f"--preset is {preset!r}: "
+            + (f"it is one of {', '.join(presets)}" if "" not in presets else "this task has none")
+        )
     options = presets[preset].get("options", {}) | options
     config = Config(**{**presets[preset], **flags, "preset": preset, "options": options})
     if config.synchronous:
         if flags.get("constant_staleness"):  # a preset's gives way
-            raise UserError(f"--constant_staleness is {config.constant_staleness}, but --synchronous makes it 0: give one of the two")
+            raise UserError(
+                f"--constant_staleness is {config.constant_staleness}, but --synchronous makes it 0: give one of the two"
+            )
         config.constant_staleness = 0
     config.settle()
     check(config)
@@ -169,7 +176,16 @@ def build_config(arguments: list[str]) -> Config:
 
 
 # What a run that is resumed may change: how long, how often, how fast. Everything else is part of what has been learnt.
-CHANGEABLE = ("steps", "learning_rate", "max_grad_norm", "eval_every", "checkpoint_every", "output_dir", "searcher_timeout", "gpu_memory_utilization")
+CHANGEABLE = (
+    "steps",
+    "learning_rate",
+    "max_grad_norm",
+    "eval_every",
+    "checkpoint_every",
+    "output_dir",
+    "searcher_timeout",
+    "gpu_memory_utilization",
+)
 
 
 def _resumed(flags: dict, options: dict) -> Config:
@@ -178,16 +194,22 @@ def _resumed(flags: dict, options: dict) -> Config:
     try:
         config = Config(**json.loads((Path(directory) / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"--resume {directory!r} holds no run that can be resumed: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"--resume {directory!r} holds no run that can be resumed: {type(error).__name__}: {error}"
+        ) from error
     config.output_dir = directory
     settings = vars(config) | config.options
     for name, value in (flags | options).items():
         if name == "model" and Path(value).is_dir():
             value = str(Path(value).resolve())
         if name not in ("resume", *CHANGEABLE) and value != settings.get(name):
-            raise UserError(f"--{name} is {value!r}, but the run to resume has {settings.get(name)!r}: only {', '.join(CHANGEABLE)} may change")
+            raise UserError(
+                f"--{name} is {value!r}, but the run to resume has {settings.get(name)!r}: only {', '.join(CHANGEABLE)} may change"
+            )
         if name == "steps" and value != config.steps and config.constant_staleness:
-            raise UserError(f"--steps is {value}, but the run to resume has {config.steps}: with --constant_staleness its last batches are made for that")
+            raise UserError(
+                f"--steps is {value}, but the run to resume has {config.steps}: with --constant_staleness its last batches are made for that"
+            )
         if name in flags:
             setattr(config, name, value)
     check(config)
@@ -198,28 +220,66 @@ def check(config: Config) -> None:
     """Raises UserError for what can be seen to be wrong without loading anything."""
     for name in ("samples_per_query", "responses_per_query"):
         if getattr(config, name) < 2:
-            raise UserError(f"--{name} is {getattr(config, name)}: it must be at least 2, log Z of a query is a mean over its responses")
-    for name in ("steps", "queries_per_batch", "queries_per_micro_batch", "sync_period", "max_prompt_tokens", "max_response_tokens",
-                 "beta", "learning_rate", "temperature", "searcher_timeout", "beta_final", "max_grad_norm", "searchers", "reward_temperature",
-                 "reference_temperature"):
+            raise UserError(
+                f"--{name} is {getattr(config, name)}: it must be at least 2, log Z of a query is a mean over its responses"
+            )
+    for name in (
+        "steps",
+        "queries_per_batch",
+        "queries_per_micro_batch",
+        "sync_period",
+        "max_prompt_tokens",
+        "max_response_tokens",
+        "beta",
+        "learning_rate",
+        "temperature",
+        "searcher_timeout",
+        "beta_final",
+        "max_grad_norm",
+        "searchers",
+        "reward_temperature",
+        "reference_temperature",
+    ):
         if getattr(config, name) is not None and not 0 < getattr(config, name) < float("inf"):
             raise UserError(f"--{name} is {getattr(config, name)}: it must be positive")
-    for name in ("beta_steps", "initial_responses", "reward_inverse_temperature", "warmup_steps", "stable_steps", "decay_steps",
-                 "weight_decay", "eval_every", "seed", "reference_reset_period", "max_staleness",
-                 "constant_staleness", "checkpoint_every", "reward_temperature_steps", "reference_temperature_steps"):
+    for name in (
+        "beta_steps",
+        "initial_responses",
+        "reward_inverse_temperature",
+        "warmup_steps",
+        "stable_steps",
+        "decay_steps",
+        "weight_decay",
+        "eval_every",
+        "seed",
+        "reference_reset_period",
+        "max_staleness",
+        "constant_staleness",
+        "checkpoint_every",
+        "reward_temperature_steps",
+        "reference_temperature_steps",
+    ):
         if getattr(config, name) is not None and not 0 <= getattr(config, name) < float("inf"):
             raise UserError(f"--{name} is {getattr(config, name)}: it must not be negative")
     if config.responses_per_query > config.samples_per_query:
-        raise UserError(f"--responses_per_query is {config.responses_per_query}, more than --samples_per_query {config.samples_per_query}: "
-                        "a query needs at least as many samples as it is trained with")
+        raise UserError(
+            f"--responses_per_query is {config.responses_per_query}, more than --samples_per_query {config.samples_per_query}: "
+            "a query needs at least as many samples as it is trained with"
+        )
     if config.samples_per_query > config.capacity_per_query:
-        raise UserError(f"--capacity_per_query is {config.capacity_per_query}, less than --samples_per_query {config.samples_per_query}: "
-                        "the buffer must hold one group of a query")
+        raise UserError(
+            f"--capacity_per_query is {config.capacity_per_query}, less than --samples_per_query {config.samples_per_query}: "
+            "the buffer must hold one group of a query"
+        )
     if config.queries_per_batch % config.queries_per_micro_batch:
-        raise UserError(f"--queries_per_batch {config.queries_per_batch} is not divisible by --queries_per_micro_batch "
-                        f"{config.queries_per_micro_batch}")
+        raise UserError(
+            f"--queries_per_batch {config.queries_per_batch} is not divisible by --queries_per_micro_batch "
+            f"{config.queries_per_micro_batch}"
+        )
     if not 0 <= config.most_on_policy_prob <= 1:
-        raise UserError(f"--most_on_policy_prob is {config.most_on_policy_prob}: it is a probability, from 0 to 1")
+        raise UserError(
+            f"--most_on_policy_prob is {config.most_on_policy_prob}: it is a probability, from 0 to 1"
+        )
     if not 0 < config.adam_beta2 < 1:
         raise UserError(f"--adam_beta2 is {config.adam_beta2}: it lies between 0 and 1")
     if not 0.01 <= config.temperature <= 2:
@@ -227,25 +287,41 @@ def check(config: Config) -> None:
     if config.lr_schedule == "warmup_stable_decay" and not config.decay_steps:
         raise UserError("--lr_schedule warmup_stable_decay needs --decay_steps")
     if config.gpu_memory_utilization is not None and not 0 < config.gpu_memory_utilization < 1:
-        raise UserError(f"--gpu_memory_utilization is {config.gpu_memory_utilization}: it is a share, between 0 and 1")
+        raise UserError(
+            f"--gpu_memory_utilization is {config.gpu_memory_utilization}: it is a share, between 0 and 1"
+        )
     if config.lr_schedule not in LR_SCHEDULES:
-        raise UserError(f"--lr_schedule is {config.lr_schedule!r}: it is one of {', '.join(LR_SCHEDULES)}")
+        raise UserError(
+            f"--lr_schedule is {config.lr_schedule!r}: it is one of {', '.join(LR_SCHEDULES)}"
+        )
     if config.beta_final is not None and not config.beta_steps and config.beta_stop_step is None:
-        raise UserError(f"--beta_final is {config.beta_final} but nothing says when: give --beta_steps or --beta_stop_step")
+        raise UserError(
+            f"--beta_final is {config.beta_final} but nothing says when: give --beta_steps or --beta_stop_step"
+        )
     if config.reward_temperature != 1 and not config.reward_temperature_steps:
-        raise UserError(f"--reward_temperature is {config.reward_temperature} but nothing says how long: give --reward_temperature_steps")
+        raise UserError(
+            f"--reward_temperature is {config.reward_temperature} but nothing says how long: give --reward_temperature_steps"
+        )
     if config.reference_temperature != 1 and not config.reference_temperature_steps:
-        raise UserError(f"--reference_temperature is {config.reference_temperature} but nothing says when: give --reference_temperature_steps")
+        raise UserError(
+            f"--reference_temperature is {config.reference_temperature} but nothing says when: give --reference_temperature_steps"
+        )
     if config.json and not config.eval_only:
         raise UserError("--json is for --eval_only: a run writes metrics.jsonl")
     if config.reference_reset_period % config.sync_period:
-        raise UserError(f"--reference_reset_period is {config.reference_reset_period}, no multiple of --sync_period {config.sync_period}: "
-                        "the reference policy is reset at a sync")
+        raise UserError(
+            f"--reference_reset_period is {config.reference_reset_period}, no multiple of --sync_period {config.sync_period}: "
+            "the reference policy is reset at a sync"
+        )
     if config.lockstep and config.max_staleness is not None:
-        raise UserError(f"--max_staleness {config.max_staleness} is for the buffer, which a run of constant staleness does not use: leave it out")
+        raise UserError(
+            f"--max_staleness {config.max_staleness} is for the buffer, which a run of constant staleness does not use: leave it out"
+        )
     if config.lockstep and config.searchers and config.searchers > config.queries_per_batch:
-        raise UserError(f"--searchers is {config.searchers}, more than --queries_per_batch {config.queries_per_batch}: in a run of constant "
-                        "staleness each searcher generates a share of every batch")
+        raise UserError(
+            f"--searchers is {config.searchers}, more than --queries_per_batch {config.queries_per_batch}: in a run of constant "
+            "staleness each searcher generates a share of every batch"
+        )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -258,29 +334,50 @@ def _parse(arguments: list[str]) -> tuple[dict, dict]:
     from tasks import find_task  # not at the top: it imports this file
 
     help_wanted = {"-h", "--help"} & set(arguments)
-    first, rest = _parser(None).parse_known_args([argument for argument in arguments if argument not in help_wanted])
+    first, rest = _parser(None).parse_known_args(
+        [argument for argument in arguments if argument not in help_wanted]
+    )
     # TASK comes first: behind a flag that is not known yet stands that flag's value.
-    task = arguments[0] if arguments and not arguments[0].startswith("-") else Config.task if rest else getattr(first, "task", Config.task)
+    task = (
+        arguments[0]
+        if arguments and not arguments[0].startswith("-")
+        else Config.task
+        if rest
+        else getattr(first, "task", Config.task)
+    )
     if "resume" in first and arguments[0].startswith("-"):
         with suppress(OSError, ValueError):  # who resumes it will say what is wrong
             task = json.loads((Path(first.resume) / "config.json").read_text()).get("task", task)
     settings = find_task(task) if rest or help_wanted else None
     if clash := set(_fields(settings)) & set(_fields(Config)):
-        raise UserError(f"task {task!r} has a setting {min(clash)!r}, which is one of every run: give it another name")
+        raise UserError(
+            f"task {task!r} has a setting {min(clash)!r}, which is one of every run: give it another name"
+        )
     parser = _parser(settings)
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         nearest = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-        raise UserError(f"unknown argument {unknown[0]!r}" + (f": did you mean {nearest[0]}?" if nearest else ": see python tba.py --help"))
+        raise UserError(
+            f"unknown argument {unknown[0]!r}"
+            + (f": did you mean {nearest[0]}?" if nearest else ": see python tba.py --help")
+        )
     own = set(_fields(settings))
-    return {n: v for n, v in vars(flags).items() if n not in own}, {n: v for n, v in vars(flags).items() if n in own}
+    return {n: v for n, v in vars(flags).items() if n not in own}, {
+        n: v for n, v in vars(flags).items() if n in own
+    }
 
 
 def _parser(task: type | None) -> argparse.ArgumentParser:
-    parser = _Parser(prog="python tba.py", usage="python tba.py [TASK] [--flag value ...]", allow_abbrev=False,
-                     argument_default=argparse.SUPPRESS, description="Trajectory Balance with Asynchrony on one machine.",
-                     epilog="Presets (presets.py): " + "; ".join(f"{name}: {', '.join(presets)}" for name, presets in PRESETS.items()))
+    parser = _Parser(
+        prog="python tba.py",
+        usage="python tba.py [TASK] [--flag value ...]",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Trajectory Balance with Asynchrony on one machine.",
+        epilog="Presets (presets.py): "
+        + "; ".join(f"{name}: {', '.join(presets)}" for name, presets in PRESETS.items()),
+    )
     _add_flags(parser, Config, parser)
     if _fields(task):
         _add_flags(parser, task, parser.add_argument_group(f"The task's own ({task.__name__})"))
@@ -301,11 +398,17 @@ def _add_flags(parser: argparse.ArgumentParser, settings: type, group) -> None:
             name = field[1]
         elif name in _fields(settings) and re.match(r'    r?"""', line):
             default = getattr(settings, name, None)
-            text = line.strip().lstrip("r").strip('"').replace("%", "%%") + ("" if default in ("", None, False) else f" (default {default})")
+            text = line.strip().lstrip("r").strip('"').replace("%", "%%") + (
+                "" if default in ("", None, False) else f" (default {default})"
+            )
             if name == "task":
                 group.add_argument("task", nargs="?", metavar="TASK", help=text)
             elif types[name] is bool:
                 group.add_argument(f"--{name}", action="store_true", help=text)
             elif types[name] is not dict:
-                kind = next(t for t in (typing.get_args(types[name]) or [types[name]]) if t is not type(None))
+                kind = next(
+                    t
+                    for t in (typing.get_args(types[name]) or [types[name]])
+                    if t is not type(None)
+                )
                 group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)

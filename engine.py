@@ -16,7 +16,9 @@ class Engine:
     """A streaming engine: requests join and leave between two steps; no batch is waited for."""
 
     def __init__(self, config: Config, seed: int = 0):
-        from vllm import LLM  # not at the top: slow to import, and evaluation.py, which the trainer imports, imports this file
+        from vllm import (
+            LLM,
+        )  # not at the top: slow to import, and evaluation.py, which the trainer imports, imports this file
         from vllm.model_executor.models.transformers.base import Base
 
         # A model that vLLM has no code of its own for (GPT-NeoX: Pythia) runs through transformers' class. To compile it vLLM makes over that class,
@@ -32,16 +34,25 @@ class Engine:
             # vLLM's CPU build would pack each matrix for oneDNN and free it: a load would pack all of them anew, ten times as long as a copy takes.
             _custom_ops._supports_onednn = False
             # Prompts enter whole: for one that enters in chunks vLLM turns back the request's generator, which a CPU generator cannot.
-            hardware = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(4096, length))
+            hardware = dict(
+                dtype="float32",
+                enforce_eager=True,
+                enable_chunked_prefill=False,
+                max_num_batched_tokens=max(4096, length),
+            )
             # The responses to a query share the cache blocks that its prompt fills: blocks of 32 tokens, the fewest that vLLM takes on a CPU, because
             # of the default, 128, most prompts fill none.
             hardware["block_size"] = 32
         self.llm = LLM(
-            config.model, seed=seed, trust_remote_code=config.trust_remote_code, max_model_len=length, max_num_seqs=ENGINE_ROWS,
+            config.model,
+            seed=seed,
+            trust_remote_code=config.trust_remote_code,
+            max_model_len=length,
+            max_num_seqs=ENGINE_ROWS,
             distributed_executor_backend="uni",  # no worker process: nothing to orphan, and weights go in without serialisation
             logprobs_mode="processed_logprobs",  # behaviour log-probabilities at the sampling temperature
             **hardware,
-        )  # fmt: skip
+        )
         if device().type == "cpu":
             self.llm.apply_model(_multiply_unpacked)
 
@@ -53,7 +64,9 @@ class Engine:
         # The prefix cache holds keys and values of the weights that computed them. The salt keeps those of other versions out of
         # reach; to empty the cache instead is impossible while requests run.
         salted = {"prompt_token_ids": prompt, "cache_salt": str(version)}
-        parameters = SamplingParams(**sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        parameters = SamplingParams(
+            **sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
         self.llm.llm_engine.add_request(request, salted, parameters)
 
     @property
@@ -80,5 +93,9 @@ def _multiply_unpacked(model: torch.nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             if not module.weight.numel():
-                raise RuntimeError(f"this vLLM has packed {type(module).__name__} and can take no new weights: install requirements-cpu.txt")
-            module.cpu_linear = lambda x, weight, bias: torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+                raise RuntimeError(
+                    f"this vLLM has packed {type(module).__name__} and can take no new weights: install requirements-cpu.txt"
+                )
+            module.cpu_linear = lambda x, weight, bias: torch.ops.mkldnn._linear_pointwise(
+                x, weight, bias, "none", [], ""
+            )

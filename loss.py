@@ -21,7 +21,9 @@ class LossInputs:
 
     logprobs: Tensor  # (N, T) log pi of each response token, at --temperature, under the policy that is trained; carries the gradient
     ref_logprobs: Tensor  # (N, T) the same under the reference policy; divided by gamma tau where a run has these temperatures (learner.py)
-    behavior_logprobs: Tensor | None  # (N, T) of the same tokens under the policy that sampled them, as vLLM reported it
+    behavior_logprobs: (
+        Tensor | None
+    )  # (N, T) of the same tokens under the policy that sampled them, as vLLM reported it
     mask: Tensor  # (N, T) 1 on response tokens, end-of-sequence included, 0 on padding; any dtype
     rewards: Tensor  # (N,)
     group_size: int  # K, responses per query; divides N
@@ -65,7 +67,9 @@ def tba_prime(x: LossInputs) -> tuple[Tensor, Metrics]:
     A is detached, and its KL is the current policy's whoever sampled. But for the clamp this is the gradient of trajectory balance times a constant.
     Needs no behaviour log-probabilities.
     """
-    return -(_tba_prime_advantage(x) * sequence_sum(x.logprobs, x.mask)).mean() / x.max_response_length, {}
+    return -(
+        _tba_prime_advantage(x) * sequence_sum(x.logprobs, x.mask)
+    ).mean() / x.max_response_length, {}
 
 
 def tba_prime_ratio(x: LossInputs) -> tuple[Tensor, Metrics]:
@@ -182,7 +186,9 @@ def _centred(values: Tensor, group_size: int) -> Tensor:
 
 def _regularised_reward(x: LossInputs) -> Tensor:
     """R = r - beta (b - f), (N,)."""
-    return x.rewards - x.beta * (sequence_sum(_behavior(x), x.mask) - sequence_sum(x.ref_logprobs, x.mask))
+    return x.rewards - x.beta * (
+        sequence_sum(_behavior(x), x.mask) - sequence_sum(x.ref_logprobs, x.mask)
+    )
 
 
 def _leave_one_out(x: LossInputs) -> Tensor:
@@ -210,5 +216,7 @@ def _best_and_worst(x: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _behavior(x: LossInputs) -> Tensor:
     if x.behavior_logprobs is None:
-        raise ValueError("this objective needs behavior_logprobs, the log-probabilities under the policy that sampled, and they are None")
+        raise ValueError(
+            "this objective needs behavior_logprobs, the log-probabilities under the policy that sampled, and they are None"
+        )
     return x.behavior_logprobs

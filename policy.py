@@ -16,12 +16,17 @@ from config import Config, UserError
 
 # Padded response tokens in one forward pass: few enough that its rows are of one length, enough to keep the device busy.
 TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 4096}
-POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 2048}  # response tokens whose logits, a vocabulary each, exist at once
+POSITIONS_PER_LOGITS = {
+    "cpu": 500,
+    "cuda": 2048,
+}  # response tokens whose logits, a vocabulary each, exist at once
 
 
 def load_policy(config: Config, device: torch.device) -> torch.nn.Module:
     """config.model in fp32, in evaluation mode (the objective is about pi itself: no dropout). Raises ValueError for unknown architectures."""
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+    )
     model.eval()
     check_architecture(model)
     return model.to(device)
@@ -34,26 +39,44 @@ def load_tokenizer(config: Config):
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, a tied one once, with nothing loaded. Raises UserError for a model that cannot be had or is too short."""
     try:
-        architecture = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+        architecture = AutoConfig.from_pretrained(
+            config.model, trust_remote_code=config.trust_remote_code
+        )
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(architecture, trust_remote_code=config.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                architecture, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError) as error:
-        raise UserError(f"--model {config.model!r} cannot be used: {str(error).splitlines()[0]}") from error
-    tokens, limit = config.max_prompt_tokens + config.max_response_tokens, getattr(architecture, "max_position_embeddings", None)
+        raise UserError(
+            f"--model {config.model!r} cannot be used: {str(error).splitlines()[0]}"
+        ) from error
+    tokens, limit = (
+        config.max_prompt_tokens + config.max_response_tokens,
+        getattr(architecture, "max_position_embeddings", None),
+    )
     if limit is not None and tokens > limit:
-        raise UserError(f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens {config.max_response_tokens} is {tokens}, more "
-                        f"than the {limit} positions of --model {config.model!r}")
+        raise UserError(
+            f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens {config.max_response_tokens} is {tokens}, more "
+            f"than the {limit} positions of --model {config.model!r}"
+        )
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def response_logprobs(model: torch.nn.Module, prompts: list[np.ndarray], responses: list[np.ndarray], temperature: float) -> Tensor:
+def response_logprobs(
+    model: torch.nn.Module,
+    prompts: list[np.ndarray],
+    responses: list[np.ndarray],
+    temperature: float,
+) -> Tensor:
     """log pi of each response token, in fp32: (N, T), T the longest response; 0 behind the end of a shorter one.
 
     Equal rows run once, and rows of similar length together. Logits exist for a slice of the response positions at a time (TokenLogprobs): memory
     grows with the tokens of these N rows, a prompt counted for each, never with N x T x vocabulary.
     """
     device = next(model.parameters()).device
-    kept, place = _distinct([(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)])
+    kept, place = _distinct(
+        [(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)]
+    )
     prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
     lengths = np.array([len(response) for response in responses])
     longest_first = np.argsort(-lengths, kind="stable")
@@ -68,8 +91,12 @@ def response_logprobs(model: torch.nn.Module, prompts: list[np.ndarray], respons
             count = TOKENS_PER_FORWARD[device.type] // max(longest, (longest_prompt + longest) // 4)
             rows = longest_first[start : start + max(1, count)]  # M of them
             start += len(rows)
-            ids, mask = _right_padded([responses[row] for row in rows], device)  # (M, T of the chunk)
-            states = _states(model, [prompts[row] for row in rows], ids)[mask] / temperature  # (R, H), R = response tokens in the chunk
+            ids, mask = _right_padded(
+                [responses[row] for row in rows], device
+            )  # (M, T of the chunk)
+            states = (
+                _states(model, [prompts[row] for row in rows], ids)[mask] / temperature
+            )  # (R, H), R = response tokens in the chunk
             bias = None if head.bias is None else head.bias / temperature
             taken = TokenLogprobs.apply(states, head.weight, bias, ids[mask])  # (R,)
             chunk = torch.zeros(mask.shape, device=device).masked_scatter(mask, taken)
@@ -86,17 +113,30 @@ def _states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> T
     kept, place = _distinct([prompt.tobytes() for prompt in prompts])  # Q prompts
     query = torch.tensor(place, device=ids.device)  # (M,)
     # Padded on the left: nothing lies between a prompt and its responses, for a sliding window counts columns, be they padding or not.
-    prompt_ids, prompt_mask = (tensor.flip(1) for tensor in _right_padded([prompts[row][::-1] for row in kept], ids.device))  # (Q, P)
+    prompt_ids, prompt_mask = (
+        tensor.flip(1) for tensor in _right_padded([prompts[row][::-1] for row in kept], ids.device)
+    )  # (Q, P)
     positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
-    out = model.base_model(input_ids=prompt_ids, attention_mask=prompt_mask, position_ids=positions, use_cache=True)
-    first = out.last_hidden_state[query, -1:]  # (M, 1, H): the last token of the prompt predicts the first of the response
+    out = model.base_model(
+        input_ids=prompt_ids, attention_mask=prompt_mask, position_ids=positions, use_cache=True
+    )
+    first = out.last_hidden_state[
+        query, -1:
+    ]  # (M, 1, H): the last token of the prompt predicts the first of the response
     if ids.shape[1] == 1:
         return first
     for layer in out.past_key_values.layers:
-        layer.batch_select_indices(query)  # (M, heads, P, size of a head); gradients go back through it
+        layer.batch_select_indices(
+            query
+        )  # (M, heads, P, size of a head); gradients go back through it
     mask = F.pad(prompt_mask[query], (0, ids.shape[1] - 1), value=True)  # (M, P + T - 1)
     positions = positions[query, -1:] + torch.arange(1, ids.shape[1], device=ids.device)
-    rest = model.base_model(input_ids=ids[:, :-1], attention_mask=mask, position_ids=positions, past_key_values=out.past_key_values)
+    rest = model.base_model(
+        input_ids=ids[:, :-1],
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=out.past_key_values,
+    )
     return torch.cat([first, rest.last_hidden_state], dim=1)
 
 
@@ -108,7 +148,9 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")  # the backward pass runs under the same autocast
-    def forward(ctx, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    def forward(
+        ctx, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> Tensor:
         size = POSITIONS_PER_LOGITS[states.device.type]
         chosen, normalizers = [], []
         for state, target in zip(states.split(size), targets.split(size)):
@@ -127,7 +169,9 @@ class TokenLogprobs(torch.autograd.Function):
         size = POSITIONS_PER_LOGITS[states.device.type]
         grad_states, grad_weight = [], torch.zeros_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        for state, target, normalizer, g in zip(*(tensor.split(size) for tensor in (states, targets, normalizers, grad))):
+        for state, target, normalizer, g in zip(
+            *(tensor.split(size) for tensor in (states, targets, normalizers, grad))
+        ):
             pi = F.linear(state, weight, bias).float().sub_(normalizer[:, None]).exp_()
             grad_logits = pi.mul_(-g[:, None]).scatter_add_(1, target[:, None], g[:, None])
             grad_states.append(grad_logits @ weight)
@@ -154,19 +198,35 @@ def _right_padded(rows: list[np.ndarray], device: torch.device) -> tuple[Tensor,
 
 
 @torch.no_grad()
-def response_logprobs_under(weights: dict[str, Tensor], model: torch.nn.Module, *arguments) -> Tensor:
+def response_logprobs_under(
+    weights: dict[str, Tensor], model: torch.nn.Module, *arguments
+) -> Tensor:
     """response_logprobs(model, *arguments) as if the model had other weights than its own, by name and of any dtype and device."""
     device = next(model.parameters()).device
     scorer = _Scorer(model)
-    return functional_call(scorer, {f"model.{name}": tensor.to(device, torch.float32) for name, tensor in weights.items()}, arguments)
+    return functional_call(
+        scorer,
+        {f"model.{name}": tensor.to(device, torch.float32) for name, tensor in weights.items()},
+        arguments,
+    )
 
 
 def mismatch(group: Group, weights: dict[str, Tensor], model: torch.nn.Module) -> float:
     """Mean |difference| of a token's log-probability between vLLM and transformers, in nats, for a group that these weights sampled. Near 0
     it shows that what was published is what samples."""
     rows = rows_of(group)
-    logprobs = response_logprobs_under(weights, model, [r.prompt for r in rows], [r.tokens for r in rows], group.temperature).cpu().numpy()
-    return float(np.concatenate([np.abs(ours[: len(r.tokens)] - r.behavior_logprobs) for ours, r in zip(logprobs, rows)]).mean())
+    logprobs = (
+        response_logprobs_under(
+            weights, model, [r.prompt for r in rows], [r.tokens for r in rows], group.temperature
+        )
+        .cpu()
+        .numpy()
+    )
+    return float(
+        np.concatenate(
+            [np.abs(ours[: len(r.tokens)] - r.behavior_logprobs) for ours, r in zip(logprobs, rows)]
+        ).mean()
+    )
 
 
 class _Scorer(torch.nn.Module):
@@ -190,9 +250,15 @@ def check_architecture(model: torch.nn.Module) -> None:
     try:
         ours = response_logprobs(model, prompts, responses, temperature=1.0)
     except (AttributeError, TypeError) as error:
-        raise ValueError(refusal.format(f"keeps no plain cache of keys and values ({error})")) from error
+        raise ValueError(
+            refusal.format(f"keeps no plain cache of keys and values ({error})")
+        ) from error
     for row, prompt, response in zip(ours, prompts, responses):
         whole = torch.from_numpy(np.concatenate([prompt, response]))
         logprobs = model(input_ids=whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        if not torch.allclose(row[: len(response)], logprobs.gather(1, whole[len(prompt) :, None])[:, 0], atol=1e-3):
-            raise ValueError(refusal.format("transforms its logits, or attends in a way of its own"))
+        if not torch.allclose(
+            row[: len(response)], logprobs.gather(1, whole[len(prompt) :, None])[:, 0], atol=1e-3
+        ):
+            raise ValueError(
+                refusal.format("transforms its logits, or attends in a way of its own")
+            )

@@ -37,7 +37,9 @@ def find_model(flag: str, model: str) -> str:
             raise UserError(f"{flag} {model!r} holds no model: it has no config.json")
         return str(path.resolve())
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise UserError(f"{flag} {model!r} does not exist: give a local directory or a hub id like organisation/name")
+        raise UserError(
+            f"{flag} {model!r} does not exist: give a local directory or a hub id like organisation/name"
+        )
     return model
 
 
@@ -49,9 +51,13 @@ def fetch_model(flag: str, model: str) -> str:
 
     print(f"fetching {model} from the hub", file=sys.stderr, flush=True)
     try:
-        return snapshot_download(model, ignore_patterns=["*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"])
+        return snapshot_download(
+            model, ignore_patterns=["*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
+        )
     except Exception as error:  # the many ways of having no network
-        raise UserError(f"{flag} {model!r} could not be fetched from the hub: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"{flag} {model!r} could not be fetched from the hub: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def find_checkpoint(config: Config) -> str:
@@ -63,20 +69,30 @@ def find_checkpoint(config: Config) -> str:
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     if directory is None:
-        raise UserError(f"--resume {config.resume!r} has no checkpoint" + " that is whole" * bool(complaints))
+        raise UserError(
+            f"--resume {config.resume!r} has no checkpoint" + " that is whole" * bool(complaints)
+        )
     return str(directory)
 
 
 def find_run_dir(config: Config) -> str:
     """Raises UserError for a directory that cannot be written to or already holds a run. Creates nothing yet."""
-    directory = Path(config.output_dir or f"runs/{Path(config.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    directory = Path(
+        config.output_dir or f"runs/{Path(config.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     if directory.is_dir() and any(directory.iterdir()):
-        raise UserError(f"--output_dir {str(directory)!r} already holds a run: give another one, or remove it")
-    existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
+        raise UserError(
+            f"--output_dir {str(directory)!r} already holds a run: give another one, or remove it"
+        )
+    existing = next(
+        parent for parent in [directory, *directory.absolute().parents] if parent.exists()
+    )
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise UserError(f"--output_dir {str(directory)!r} cannot be written: {error.strerror} in {str(existing)!r}") from error
+        raise UserError(
+            f"--output_dir {str(directory)!r} cannot be written: {error.strerror} in {str(existing)!r}"
+        ) from error
     return str(directory)
 
 
@@ -85,4 +101,6 @@ def lock(run_dir: str) -> None:
     try:
         fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"--resume {run_dir!r}: this run has not ended, its processes are alive") from None
+        raise UserError(
+            f"--resume {run_dir!r}: this run has not ended, its processes are alive"
+        ) from None

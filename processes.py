@@ -34,29 +34,42 @@ class Place:
     cores: list[int]
 
     def __str__(self) -> str:
-        return f"GPU {self.gpu}" if self.gpu is not None else f"CPU core{'s' * (len(self.cores) > 1)} {', '.join(map(str, self.cores))}"
+        return (
+            f"GPU {self.gpu}"
+            if self.gpu is not None
+            else f"CPU core{'s' * (len(self.cores) > 1)} {', '.join(map(str, self.cores))}"
+        )
 
 
 def places(config: Config) -> list[Place]:
     """The trainer's place and then one per searcher: a GPU each where there are several, the one GPU shared, or the cores split."""
     cores = sorted(os.sched_getaffinity(0))
     count = torch.cuda.device_count()
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[
+        :count
+    ]
     searchers = config.searchers or max(1, len(gpus) - 1)
     names = ["trainer"] + [f"searcher {rank}" for rank in range(searchers)]
     if not gpus:
         if any(distribution.name == "vllm" for distribution in importlib.metadata.distributions()):
-            raise UserError("no GPU is visible, but the vLLM that is installed is the one for GPUs: install requirements-cpu.txt instead")
+            raise UserError(
+                "no GPU is visible, but the vLLM that is installed is the one for GPUs: install requirements-cpu.txt instead"
+            )
         # Half of the cores for the trainer, the rest dealt out; with fewer cores than processes some share one.
         half = max(1, len(cores) // 2)
         rest = cores[half:] or cores
         return [Place("trainer", None, cores[:half])] + [
-            Place(name, None, rest[rank::searchers] or [rest[rank % len(rest)]]) for rank, name in enumerate(names[1:])
+            Place(name, None, rest[rank::searchers] or [rest[rank % len(rest)]])
+            for rank, name in enumerate(names[1:])
         ]
     if len(gpus) > 1 and searchers > len(gpus) - 1:
-        raise UserError(f"--searchers is {searchers}, but {len(gpus)} GPUs hold one trainer and at most {len(gpus) - 1} searchers")
+        raise UserError(
+            f"--searchers is {searchers}, but {len(gpus)} GPUs hold one trainer and at most {len(gpus) - 1} searchers"
+        )
     if len(gpus) == 1 and searchers > 1:
-        raise UserError(f"--searchers is {searchers}, but there is one GPU: it holds one trainer and one searcher")
+        raise UserError(
+            f"--searchers is {searchers}, but there is one GPU: it holds one trainer and one searcher"
+        )
     return [Place(name, gpus[i % len(gpus)], cores) for i, name in enumerate(names)]
 
 
@@ -77,13 +90,16 @@ class Board:
         "evaluated",  # the newest version whose evaluation this searcher has sent
         "cursor",  # queries of its share before this one are generated and scored: where it goes on when it is started again
         "restarts",
-        "long_prompts", "unscored_groups",  # dropped by this searcher: prompt too long; score() raised or gave no finite number
-    )  # fmt: skip
+        "long_prompts",
+        "unscored_groups",  # dropped by this searcher: prompt too long; score() raised or gave no finite number
+    )
 
     def __init__(self, names: list[str]):
         self.names = names
         self.words = torch.zeros(len(names), len(self.COLUMNS), dtype=torch.float64).share_memory_()
-        self.words[:, self.COLUMNS.index("beat")] = time.monotonic()  # being started is a sign of life
+        self.words[:, self.COLUMNS.index("beat")] = (
+            time.monotonic()
+        )  # being started is a sign of life
         self.words[:, self.COLUMNS.index("evaluated")] = -1
         self.flags = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -103,7 +119,9 @@ class Board:
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Of each searcher what a run that goes on needs to know."""
         columns = ("evaluated", "cursor", "restarts", "long_prompts", "unscored_groups")
-        return {name: {column: self.get(name, column) for column in columns} for name in self.names[1:]}
+        return {
+            name: {column: self.get(name, column) for column in columns} for name in self.names[1:]
+        }
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
         for name, columns in state.items():
@@ -124,7 +142,9 @@ class Board:
 
     def is_silent(self, name: str, timeout: float) -> bool:
         """For longer than `timeout` seconds, or than it may take to load."""
-        return self.silence(name) > (timeout if self.get(name, "ready") else max(timeout, LOAD_SECONDS))
+        return self.silence(name) > (
+            timeout if self.get(name, "ready") else max(timeout, LOAD_SECONDS)
+        )
 
     @property
     def end(self) -> bool:
@@ -160,7 +180,9 @@ def environment(place: Place) -> dict[str, str]:
     }
     if place.gpu is None:
         variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        variables["TORCHDYNAMO_DISABLE"] = "1"  # vLLM's sampler would be compiled in mid-search, 16 s at the first time
+        variables["TORCHDYNAMO_DISABLE"] = (
+            "1"  # vLLM's sampler would be compiled in mid-search, 16 s at the first time
+        )
     return variables
 
 
@@ -174,7 +196,9 @@ def log_tail(run_dir: str, name: str) -> str:
     return "\n".join([f"the end of {path}:", *lines[-LOG_LINES:]])
 
 
-def start(place: Place, target: str, arguments: tuple, run_dir: str) -> torch.multiprocessing.Process:
+def start(
+    place: Place, target: str, arguments: tuple, run_dir: str
+) -> torch.multiprocessing.Process:
     """Spawns `target` ("module:function") at its place; what it prints goes to its log, but for the trainer's progress.
 
     CUDA_VISIBLE_DEVICES, the number of threads and the cores must be set before the child imports torch, and it imports torch to unpickle

@@ -11,9 +11,23 @@ import numpy as np
 from buffer import Group
 
 PLAIN_PERIOD = 5.0  # seconds between two progress lines where there is no terminal
-MERGED = {"search": 0.002, "wait": 0.05}  # engine steps and polls that are closer than this, in seconds, become one span
-COLORS = {"search": "tab:blue", "score": "tab:cyan", "reference": "tab:purple", "publish": "tab:orange", "load": "tab:olive", "wait": "lightgray",
-          "receive": "tab:brown", "sample": "tab:pink", "step": "tab:green", "eval": "tab:red", "checkpoint": "black"}  # fmt: skip
+MERGED = {
+    "search": 0.002,
+    "wait": 0.05,
+}  # engine steps and polls that are closer than this, in seconds, become one span
+COLORS = {
+    "search": "tab:blue",
+    "score": "tab:cyan",
+    "reference": "tab:purple",
+    "publish": "tab:orange",
+    "load": "tab:olive",
+    "wait": "lightgray",
+    "receive": "tab:brown",
+    "sample": "tab:pink",
+    "step": "tab:green",
+    "eval": "tab:red",
+    "checkpoint": "black",
+}
 
 
 class Lines:
@@ -75,15 +89,32 @@ class Report:
         """A line of metrics.jsonl, and now and then one for the person who watches."""
         self.metrics.write(metrics)
         now = time.monotonic()
-        if now - self.shown < (0.25 if self.live else PLAIN_PERIOD) and metrics["step"] < self.steps:
+        if (
+            now - self.shown < (0.25 if self.live else PLAIN_PERIOD)
+            and metrics["step"] < self.steps
+        ):
             return
         self.shown = now
         if self.live:
             self.live.update(self.table(metrics), refresh=True)
         else:
-            names = ("reward", "loss", "log_z", "kl", "entropy", "staleness_mean", "trainer_busy", "searcher_tokens_per_second")
-            shown = "  ".join(f"{name} {number(metrics[name])}" for name in names if name in metrics)
-            print(f"step {metrics['step']}/{self.steps}  {shown}  {now - self.start:.0f} s", flush=True)
+            names = (
+                "reward",
+                "loss",
+                "log_z",
+                "kl",
+                "entropy",
+                "staleness_mean",
+                "trainer_busy",
+                "searcher_tokens_per_second",
+            )
+            shown = "  ".join(
+                f"{name} {number(metrics[name])}" for name in names if name in metrics
+            )
+            print(
+                f"step {metrics['step']}/{self.steps}  {shown}  {now - self.start:.0f} s",
+                flush=True,
+            )
 
     def say(self, text: str) -> None:
         """A line that stays: an evaluation, a wait, something dropped."""
@@ -97,8 +128,14 @@ class Report:
         from rich.table import Table
 
         seconds = time.monotonic() - self.start
-        table = Table(title=f"step {metrics['step']} of {self.steps}, {seconds:.0f} s", title_justify="left", show_header=False)
-        table.add_row("progress", ProgressBar(total=self.steps, completed=metrics["step"], width=40))
+        table = Table(
+            title=f"step {metrics['step']} of {self.steps}, {seconds:.0f} s",
+            title_justify="left",
+            show_header=False,
+        )
+        table.add_row(
+            "progress", ProgressBar(total=self.steps, completed=metrics["step"], width=40)
+        )
         for name, value in metrics.items():
             if name not in ("step", "seconds"):
                 table.add_row(name, number(value))
@@ -112,7 +149,10 @@ class Report:
 def describe(groups: list[Group]) -> dict[str, float]:
     """What the trainer received, in figures. KL (nats a response, against the reference policy) and entropy (nats a token) are estimates
     for the policy that sampled; KL contains the mismatch with vLLM."""
-    behavior, reference = (np.concatenate([getattr(g, name) for g in groups]) for name in ("behavior_logprobs", "ref_logprobs"))
+    behavior, reference = (
+        np.concatenate([getattr(g, name) for g in groups])
+        for name in ("behavior_logprobs", "ref_logprobs")
+    )
     lengths = np.concatenate([g.lengths for g in groups])
     return {
         "reward": float(np.concatenate([g.rewards for g in groups]).mean()),
@@ -130,7 +170,9 @@ def number(value: float) -> str:
 def read_lines(path: Path) -> list:
     """The values of a .jsonl file, [] if there is none. A line that its writer was killed in the middle of is left out."""
     values = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in (
+        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    ):
         with suppress(ValueError):
             values.append(json.loads(line))
     return values
@@ -139,7 +181,9 @@ def read_lines(path: Path) -> list:
 def rewind(run_dir: str, step: int) -> None:
     """Back to where the run was at this step: later lines of metrics.jsonl go. The timeline begins anew, a gap in it would not be the run's."""
     path = Path(run_dir) / "metrics.jsonl"
-    kept = [line for line in read_lines(path) if line["step"] <= step - ("loss" not in line)]  # this step's evaluation comes after it
+    kept = [
+        line for line in read_lines(path) if line["step"] <= step - ("loss" not in line)
+    ]  # this step's evaluation comes after it
     path.with_suffix(".unfinished").write_text("".join(json.dumps(line) + "\n" for line in kept))
     path.with_suffix(".unfinished").rename(path)
     for spans in (Path(run_dir) / "logs").glob("*.spans.jsonl"):
@@ -152,7 +196,12 @@ def draw(run_dir: str, metric: str) -> None:
 
     matplotlib.use("agg")
     lines = read_lines(Path(run_dir) / "metrics.jsonl")
-    draw_curves(run_dir, [line for line in lines if "loss" in line], [line for line in lines if metric in line and "loss" not in line], metric)
+    draw_curves(
+        run_dir,
+        [line for line in lines if "loss" in line],
+        [line for line in lines if metric in line and "loss" not in line],
+        metric,
+    )
     draw_timeline(run_dir)
 
 
@@ -162,10 +211,18 @@ def draw_curves(run_dir: str, steps: list[dict], evaluations: list[dict], metric
     panels = ("reward", "loss", "log_z", "kl", "entropy", "staleness_mean", "grad_norm", "mismatch")
     figure, axes = plt.subplots(2, 4, figsize=(16, 6), constrained_layout=True)
     for axis, name in zip(axes.flat, panels):
-        axis.plot(*zip(*[(line["step"], line[name]) for line in steps if name in line] or [(0, 0)]), label=name)
+        axis.plot(
+            *zip(*[(line["step"], line[name]) for line in steps if name in line] or [(0, 0)]),
+            label=name,
+        )
         axis.set(title=name, xlabel="trainer step")
     reward = axes.flat[0]
-    reward.plot([e["step"] for e in evaluations], [e[metric] for e in evaluations], "o-", label=f"{metric}, test queries")
+    reward.plot(
+        [e["step"] for e in evaluations],
+        [e[metric] for e in evaluations],
+        "o-",
+        label=f"{metric}, test queries",
+    )
     reward.legend()
     figure.savefig(Path(run_dir) / "curves.png", dpi=80)
     plt.close(figure)
@@ -173,7 +230,10 @@ def draw_curves(run_dir: str, steps: list[dict], evaluations: list[dict], metric
 
 def read_spans(run_dir: str) -> dict[str, list[tuple[str, float, float]]]:
     """Process -> its spans (name, start, end), the trainer first."""
-    files = sorted((Path(run_dir) / "logs").glob("*.spans.jsonl"), key=lambda file: (not file.stem.startswith("trainer"), file.stem))
+    files = sorted(
+        (Path(run_dir) / "logs").glob("*.spans.jsonl"),
+        key=lambda file: (not file.stem.startswith("trainer"), file.stem),
+    )
     return {file.name.removesuffix(".spans.jsonl"): read_lines(file) for file in files}
 
 
@@ -186,8 +246,17 @@ def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:
     events = []
     for pid, (process, rows) in enumerate(spans.items()):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}})
-        events += [{"ph": "X", "pid": pid, "tid": 0, "name": name, "ts": 1e6 * (start - zero), "dur": 1e6 * (end - start)}
-                   for name, start, end in rows]  # fmt: skip
+        events += [
+            {
+                "ph": "X",
+                "pid": pid,
+                "tid": 0,
+                "name": name,
+                "ts": 1e6 * (start - zero),
+                "dur": 1e6 * (end - start),
+            }
+            for name, start, end in rows
+        ]
     with open(Path(run_dir) / "timeline.json", "w") as file:
         json.dump({"traceEvents": events}, file)
 
@@ -195,7 +264,9 @@ def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:
     middle = steps[len(steps) // 2] if steps else 0.0
     end = max((end - zero for rows in spans.values() for *_, end in rows), default=1.0)
     edges = np.linspace(0.0, end, 201)
-    figure, (whole, detail) = plt.subplots(2, 1, figsize=(14, 3 + len(spans)), constrained_layout=True)
+    figure, (whole, detail) = plt.subplots(
+        2, 1, figsize=(14, 3 + len(spans)), constrained_layout=True
+    )
     for row, rows in enumerate(spans.values()):
         base = np.full(200, -row - 0.4)
         for name, color in COLORS.items():
@@ -204,15 +275,42 @@ def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:
             times = np.array([0.0] + [t for start, length in bars for t in (start, start + length)])
             spent = np.cumsum([0.0] + [t for _, length in bars for t in (0.0, length)])
             share = np.diff(np.interp(edges, times, spent)) / (edges[1] - edges[0])
-            whole.fill_between(edges[:-1], base, base + 0.8 * share, step="post", color=color, linewidth=0, label=name if row == 0 else None)
+            whole.fill_between(
+                edges[:-1],
+                base,
+                base + 0.8 * share,
+                step="post",
+                color=color,
+                linewidth=0,
+                label=name if row == 0 else None,
+            )
             base = base + 0.8 * share
-            shown = [(start, length) for start, length in bars if start < middle + seconds and start + length > middle]
-            detail.broken_barh(shown, (-row - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
-    for axis, title in (whole, "the whole run: share of each activity"), (detail, f"{seconds:g} s from its middle"):
-        axis.set(yticks=[-row for row in range(len(spans))], yticklabels=list(spans), title=title, xlabel="seconds")
+            shown = [
+                (start, length)
+                for start, length in bars
+                if start < middle + seconds and start + length > middle
+            ]
+            detail.broken_barh(
+                shown, (-row - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5
+            )
+    for axis, title in (
+        (whole, "the whole run: share of each activity"),
+        (detail, f"{seconds:g} s from its middle"),
+    ):
+        axis.set(
+            yticks=[-row for row in range(len(spans))],
+            yticklabels=list(spans),
+            title=title,
+            xlabel="seconds",
+        )
     whole.set_xlim(0.0, end)
     detail.set_xlim(middle, middle + seconds)
-    figure.legend(*whole.get_legend_handles_labels(), ncols=len(COLORS), loc="outside lower center", frameon=False)
+    figure.legend(
+        *whole.get_legend_handles_labels(),
+        ncols=len(COLORS),
+        loc="outside lower center",
+        frameon=False,
+    )
     figure.savefig(Path(run_dir) / "timeline.png", dpi=80)
     plt.close(figure)
 
@@ -224,4 +322,8 @@ def trainer_busy(run_dir: str) -> float | None:
     if not steps:
         return None
     first, last = steps[0][1], steps[-1][2]
-    return sum(end - start for name, start, end in spans if name != "wait" and first <= start and end <= last) / (last - first)
+    return sum(
+        end - start
+        for name, start, end in spans
+        if name != "wait" and first <= start and end <= last
+    ) / (last - first)

@@ -39,19 +39,30 @@ class Scorer:
             # Workers are forked from a server that has imported all this: one that was killed is replaced at once.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__])
-            self.pool = ProcessPool(WORKERS, context=context, initializer=_begin, initargs=(config.task, config.options))
+            self.pool = ProcessPool(
+                WORKERS, context=context, initializer=_begin, initargs=(config.task, config.options)
+            )
         self.waiting: list[tuple[Unscored, Future]] = []  # for a worker
         self.scored: list[tuple[Unscored, np.ndarray | Exception]] = []
 
     def add(self, groups: list[Unscored]) -> None:
         if self.pool:
             for group in groups:
-                alone = replace(group, owner=None)  # a worker need not have what the owner is made of
-                self.waiting.append((group, self.pool.schedule(_score, args=(alone,), timeout=self.task.score_timeout)))
+                alone = replace(
+                    group, owner=None
+                )  # a worker need not have what the owner is made of
+                self.waiting.append(
+                    (
+                        group,
+                        self.pool.schedule(_score, args=(alone,), timeout=self.task.score_timeout),
+                    )
+                )
             return
         try:  # one call for all
             flat = score(self.task, groups)
-            self.scored += zip(groups, np.split(flat, np.cumsum([len(group.texts) for group in groups])[:-1]))
+            self.scored += zip(
+                groups, np.split(flat, np.cumsum([len(group.texts) for group in groups])[:-1])
+            )
         except Exception as error:
             if len(groups) == 1:
                 self.scored.append((groups[0], error))
@@ -73,10 +84,15 @@ class Scorer:
 def score(task: Task, groups: list[Unscored]) -> np.ndarray:
     """(N,) finite float32, N responses in all. Raises whatever task.score() raises, and ValueError for anything else than N finite numbers."""
     queries = [group.query for group in groups for _ in group.texts]
-    texts, finished = sum((group.texts for group in groups), []), sum((group.finished for group in groups), [])
+    texts, finished = (
+        sum((group.texts for group in groups), []),
+        sum((group.finished for group in groups), []),
+    )
     scores = np.array(task.score(queries, texts, finished), np.float32)
     if scores.shape != (len(texts),) or not np.isfinite(scores).all():
-        raise ValueError(f"score() must give {len(texts)} finite numbers for as many responses, it gave {scores!r}")
+        raise ValueError(
+            f"score() must give {len(texts)} finite numbers for as many responses, it gave {scores!r}"
+        )
     return scores
 
 
@@ -84,7 +100,9 @@ def _begin(task: str, options: dict) -> None:
     """A worker's start."""
     global _task
     processes.die_with_parent()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)  # which the searcher has blocked: SIGTERM is how a worker is stopped
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, processes.SIGNALS
+    )  # which the searcher has blocked: SIGTERM is how a worker is stopped
     _task = load_task(task, **options)
     _task.load()
 

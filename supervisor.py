@@ -29,8 +29,21 @@ class RunFailed(Exception):
 class Supervisor:
     """found: where groups, evaluations and lines for the user come out, for the trainer."""
 
-    def __init__(self, config: Config, places: list[Place], weights: SharedWeights, board: Board, run_dir: str):
-        self.config, self.places, self.weights, self.board, self.run_dir = config, places, weights, board, run_dir
+    def __init__(
+        self,
+        config: Config,
+        places: list[Place],
+        weights: SharedWeights,
+        board: Board,
+        run_dir: str,
+    ):
+        self.config, self.places, self.weights, self.board, self.run_dir = (
+            config,
+            places,
+            weights,
+            board,
+            run_dir,
+        )
         self.found = spawn.Queue(QUEUE_GROUPS)
         self.found.cancel_join_thread()  # at the end nobody reads what is still in it: this process must not wait for that
         self.deaths = [0] * len(places)  # of each searcher, since its last group
@@ -77,7 +90,11 @@ class Supervisor:
             processes.kill(process)
             self.deaths[rank] += 1
             # In lockstep every group is waited for, and those that died with the searcher will not come.
-            if process.exitcode == processes.GIVE_UP or self.config.lockstep or self.deaths[rank] == DEATHS:
+            if (
+                process.exitcode == processes.GIVE_UP
+                or self.config.lockstep
+                or self.deaths[rank] == DEATHS
+            ):
                 times = f", {DEATHS} times without a group" if self.deaths[rank] == DEATHS else ""
                 raise RunFailed(f"{fault}{times}\n{processes.log_tail(self.run_dir, place.name)}")
             self.weights.unpin(rank)

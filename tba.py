@@ -92,7 +92,9 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
     except MemoryError as error:
         raise UserError(str(error)) from error
     options = "".join(f", {name} {value}" for name, value in config.options.items())
-    print(f"task {config.task}{options}: {sizes['train']} queries to train on, {sizes['test']} to test on")
+    print(
+        f"task {config.task}{options}: {sizes['train']} queries to train on, {sizes['test']} to test on"
+    )
     print(f"model {config.model}, {elements(shapes) / 1e6:.1f} M parameters")
     describe(config, places)
 
@@ -100,9 +102,13 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
     if resume:
         state = checkpoint.load_state(resume)
         if fault := checkpoint.misfit(resume, shapes):
-            raise UserError(f"--resume {config.resume!r}: --model {config.model!r} has changed since: {fault}")
+            raise UserError(
+                f"--resume {config.resume!r}: --model {config.model!r} has changed since: {fault}"
+            )
         print(f"going on from {resume}")
-    settings = dataclasses.asdict(config) | {"resume": ""}  # with the model by the name that it has for the user
+    settings = dataclasses.asdict(config) | {
+        "resume": ""
+    }  # with the model by the name that it has for the user
     config.model = preflight.fetch_model("--model", config.model)
     if resume and run_dir == config.resume:
         report.rewind(run_dir, state["step"])
@@ -111,7 +117,9 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
         try:
             (Path(run_dir) / "logs").mkdir(parents=True)
         except FileExistsError:  # made since it was looked at
-            raise UserError(f"--output_dir {run_dir!r} already holds a run: give another one") from None
+            raise UserError(
+                f"--output_dir {run_dir!r} already holds a run: give another one"
+            ) from None
         preflight.lock(run_dir)
     (Path(run_dir) / "config.json").write_text(json.dumps(settings, indent=2))
     interrupt = Interrupt()
@@ -125,10 +133,29 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
     trainer, failed = None, False
     try:
         if one_gpu:  # vLLM measures what memory is free: the trainer must not load meanwhile
-            watch(supervisor, None, board, config, interrupt, until=lambda: board.get("searcher 0", "ready"))
+            watch(
+                supervisor,
+                None,
+                board,
+                config,
+                interrupt,
+                until=lambda: board.get("searcher 0", "ready"),
+            )
         board.beat("trainer")  # being started is a sign of life
-        trainer = processes.start(places[0], "trainer:run", (config, weights, supervisor.found, board, run_dir, resume), run_dir)
-        watch(supervisor, trainer, board, config, interrupt, until=lambda: not trainer.is_alive() and trainer.exitcode == 0)
+        trainer = processes.start(
+            places[0],
+            "trainer:run",
+            (config, weights, supervisor.found, board, run_dir, resume),
+            run_dir,
+        )
+        watch(
+            supervisor,
+            trainer,
+            board,
+            config,
+            interrupt,
+            until=lambda: not trainer.is_alive() and trainer.exitcode == 0,
+        )
         stop(supervisor, trainer, board, save_seconds)  # the evaluation needs the cores and GPUs
         if not interrupt.signal:
             final_evaluation(config, places[1], interrupt)
@@ -142,7 +169,9 @@ def run(config: Config, metric: str, sizes: dict[str, int], resume: str | None) 
         report.draw(run_dir, metric)
     if failed or interrupt.signal:
         cause = f"stopped by {signal.Signals(interrupt.signal).name}: " if interrupt.signal else ""
-        advice = f"; to go on: python tba.py --resume {run_dir}" if checkpoint.all_of(run_dir) else ""
+        advice = (
+            f"; to go on: python tba.py --resume {run_dir}" if checkpoint.all_of(run_dir) else ""
+        )
         print(f"{cause}partial results are in {run_dir}{advice}", file=sys.stderr)
         return 128 + interrupt.signal if interrupt.signal else 1
     if busy := report.trainer_busy(run_dir):
@@ -157,12 +186,20 @@ def describe(config: Config, places: list) -> None:
         print(f"{place.name} on {place}")
     mode = f"asynchronous, sync every {config.sync_period} steps"
     if config.lockstep:
-        mode = f"each trained on {config.constant_staleness} steps after its version" if config.constant_staleness else "synchronous, on-policy"
-    print(f"{config.steps} steps of {config.queries_per_batch} queries x {config.responses_per_query} responses, {mode}, seed {config.seed}")
+        mode = (
+            f"each trained on {config.constant_staleness} steps after its version"
+            if config.constant_staleness
+            else "synchronous, on-policy"
+        )
+    print(
+        f"{config.steps} steps of {config.queries_per_batch} queries x {config.responses_per_query} responses, {mode}, seed {config.seed}"
+    )
     print(f"results will be in {config.output_dir}", flush=True)
 
 
-def watch(supervisor, trainer, board, config: Config, interrupt: Interrupt, until: Callable[[], bool]) -> None:
+def watch(
+    supervisor, trainer, board, config: Config, interrupt: Interrupt, until: Callable[[], bool]
+) -> None:
     """Returns when `until` holds or a signal asks the run to end. Raises RunFailed when the trainer dies or goes silent, or a searcher for good."""
     from processes import log_tail
     from supervisor import RunFailed
@@ -171,9 +208,13 @@ def watch(supervisor, trainer, board, config: Config, interrupt: Interrupt, unti
         time.sleep(0.05)
         supervisor.check()
         if trainer and trainer.exitcode:
-            raise RunFailed(f"the trainer ended with exit code {trainer.exitcode}\n{log_tail(config.output_dir, 'trainer')}")
+            raise RunFailed(
+                f"the trainer ended with exit code {trainer.exitcode}\n{log_tail(config.output_dir, 'trainer')}"
+            )
         if trainer and board.is_silent("trainer", config.searcher_timeout):
-            raise RunFailed(f"the trainer gave no sign of life for {board.silence('trainer'):.0f} s (--searcher_timeout)")
+            raise RunFailed(
+                f"the trainer gave no sign of life for {board.silence('trainer'):.0f} s (--searcher_timeout)"
+            )
 
 
 def stop(supervisor, trainer, board, save_seconds: float) -> None:
@@ -185,7 +226,9 @@ def stop(supervisor, trainer, board, save_seconds: float) -> None:
         trainer.join(save_seconds if board.get("trainer", "ready") else 0.0)
         processes.kill(trainer)
         if sys.stdout.isatty():
-            print("\x1b[?25h", end="", flush=True)  # the live view hides the cursor; a trainer that was killed cannot bring it back
+            print(
+                "\x1b[?25h", end="", flush=True
+            )  # the live view hides the cursor; a trainer that was killed cannot bring it back
     board.stop = True
     supervisor.stop(time.monotonic() + 2.0)
 
@@ -194,13 +237,28 @@ def final_evaluation(config: Config, place, interrupt: Interrupt) -> None:
     """Loads the saved model afresh into an engine of its own and evaluates it there."""
     from evaluation import left_out
 
-    if not (result := evaluate(dataclasses.replace(config, model=str(Path(config.output_dir, "model").resolve())), place, interrupt)):
+    if not (
+        result := evaluate(
+            dataclasses.replace(config, model=str(Path(config.output_dir, "model").resolve())),
+            place,
+            interrupt,
+        )
+    ):
         return
     with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
-        print(json.dumps({"step": config.steps} | {f"final_{name}": value for name, (value, _, _) in result.metrics.items()}), file=file)
+        print(
+            json.dumps(
+                {"step": config.steps}
+                | {f"final_{name}": value for name, (value, _, _) in result.metrics.items()}
+            ),
+            file=file,
+        )
     for name, (value, low, high) in result.metrics.items():
-        print(f"final {name}: {value:.2f} ({value:.4f}, 95 % interval {low:.4f} to {high:.4f}, on {result.queries} test queries{left_out(result)}); "
-              "the saved model, loaded afresh", flush=True)
+        print(
+            f"final {name}: {value:.2f} ({value:.4f}, 95 % interval {low:.4f} to {high:.4f}, on {result.queries} test queries{left_out(result)}); "
+            "the saved model, loaded afresh",
+            flush=True,
+        )
 
 
 def evaluate_only(config: Config) -> int:
@@ -223,7 +281,9 @@ def evaluate_only(config: Config) -> int:
     if not result:
         print("interrupted", file=sys.stderr)
         return 128 + interrupt.signal
-    print(json.dumps(dataclasses.asdict(result) | {"model": config.model}) if config.json else result)
+    print(
+        json.dumps(dataclasses.asdict(result) | {"model": config.model}) if config.json else result
+    )
     return 0
 
 
@@ -235,9 +295,13 @@ def evaluate(config: Config, place, interrupt: Interrupt):
     from supervisor import RunFailed
 
     if place.gpu is None:
-        place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))  # all others have ended
+        place = dataclasses.replace(
+            place, cores=sorted(os.sched_getaffinity(0))
+        )  # all others have ended
     else:
-        config = dataclasses.replace(config, gpu_memory_utilization=config.gpu_memory_utilization or MEMORY_ALONE)
+        config = dataclasses.replace(
+            config, gpu_memory_utilization=config.gpu_memory_utilization or MEMORY_ALONE
+        )
     place = dataclasses.replace(place, name="evaluation")
     receiver, sender = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
     child = processes.start(place, "evaluation:evaluate_model", (config, sender), config.output_dir)

@@ -26,23 +26,43 @@ class SharedWeights:
     reference: also make the slot of the reference policy, in fp32: it is a policy of the trainer's, not rounded to what searchers compute in.
     """
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, readers: int, reference: bool = False):
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        readers: int,
+        reference: bool = False,
+    ):
         self.shapes = shapes
-        self.slots = [torch.empty(elements(shapes), dtype=dtype).share_memory_() for _ in range(SLOTS)]
+        self.slots = [
+            torch.empty(elements(shapes), dtype=dtype).share_memory_() for _ in range(SLOTS)
+        ]
         # Plain int64 words, each with one writer. On one machine an aligned word is read whole or not at all, so none needs a lock.
         self.versions = torch.full((SLOTS,), -1, dtype=torch.int64).share_memory_()
-        self.pins = torch.full((readers,), -1, dtype=torch.int64).share_memory_()  # the slot that reader i reads, or -1
-        self.newest = torch.tensor([-1, -1]).share_memory_()  # the newest slot; the newest version that asks for an evaluation
+        self.pins = torch.full(
+            (readers,), -1, dtype=torch.int64
+        ).share_memory_()  # the slot that reader i reads, or -1
+        self.newest = torch.tensor(
+            [-1, -1]
+        ).share_memory_()  # the newest slot; the newest version that asks for an evaluation
         self.reference = torch.empty(elements(shapes) if reference else 0).share_memory_()
-        self.reference_pins = torch.zeros(readers, dtype=torch.int64).share_memory_()  # 1 while reader i reads the reference
-        self.reference_words = torch.zeros(1, dtype=torch.int64).share_memory_()  # its version; WRITING while it is being written
+        self.reference_pins = torch.zeros(
+            readers, dtype=torch.int64
+        ).share_memory_()  # 1 while reader i reads the reference
+        self.reference_words = torch.zeros(
+            1, dtype=torch.int64
+        ).share_memory_()  # its version; WRITING while it is being written
 
     @staticmethod
-    def required_bytes(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, reference: bool = False) -> int:
+    def required_bytes(
+        shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, reference: bool = False
+    ) -> int:
         return (SLOTS * dtype.itemsize + reference * torch.float32.itemsize) * elements(shapes)
 
     @torch.no_grad()
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], evaluate: bool = False) -> bool:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], evaluate: bool = False
+    ) -> bool:
         """Makes `tensors` the newest version, or returns False, at once, when readers pin every slot that is not the newest.
 
         version: the trainer step of these weights. evaluate: the searcher that serves evaluations should evaluate them.
@@ -77,7 +97,9 @@ class SharedWeights:
         while True:
             slot = int(self.newest[0])
             if slot < 0:
-                raise RuntimeError("no weights have been published yet: check `version` before reading")
+                raise RuntimeError(
+                    "no weights have been published yet: check `version` before reading"
+                )
             self.pins[reader] = slot
             # Still the newest after the pin was set: the writer, which never takes the newest slot, sees the pin before it next looks
             # for a free one. Otherwise it may already be writing here: pin again. It takes a publish in between, so nobody starves.
@@ -122,7 +144,11 @@ class SharedWeights:
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         """For the writer alone: every version that is still whole in a slot, until it publishes again."""
-        return {version: self._views(self.slots[slot]) for slot, version in enumerate(self.versions.tolist()) if version >= 0}
+        return {
+            version: self._views(self.slots[slot])
+            for slot, version in enumerate(self.versions.tolist())
+            if version >= 0
+        }
 
     def unpin(self, reader: int) -> None:
         """Also for whoever finds that reader dead: what it was reading is free again."""
@@ -133,10 +159,14 @@ class SharedWeights:
         target = self._views(memory)
         for name, tensor in tensors:
             if tensor.shape != target[name].shape:  # copy_ would broadcast
-                raise ValueError(f"publish(version={version}): {name} has shape {tuple(tensor.shape)}, not {tuple(target[name].shape)}")
+                raise ValueError(
+                    f"publish(version={version}): {name} has shape {tuple(tensor.shape)}, not {tuple(target[name].shape)}"
+                )
             target.pop(name).copy_(tensor)
         if target:
-            raise KeyError(f"publish(version={version}) lacks {len(target)} of {len(self.shapes)} tensors, first {next(iter(target))!r}")
+            raise KeyError(
+                f"publish(version={version}) lacks {len(target)} of {len(self.shapes)} tensors, first {next(iter(target))!r}"
+            )
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:
         views, start = {}, 0
@@ -156,5 +186,7 @@ def check_shared_memory(needed: int) -> None:
     """Raises MemoryError with what to do: without this check a process dies of SIGBUS at its first touch of the missing page."""
     free = shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
-        raise MemoryError(f"shared memory is too small: the copies of the weights need {needed / 2**20:.0f} MiB, {SHARED_MEMORY} has"
-                          f" {free / 2**20:.0f} MiB free; enlarge it (mount -o remount,size=… {SHARED_MEMORY}, docker run --shm-size=…)")
+        raise MemoryError(
+            f"shared memory is too small: the copies of the weights need {needed / 2**20:.0f} MiB, {SHARED_MEMORY} has"
+            f" {free / 2**20:.0f} MiB free; enlarge it (mount -o remount,size=… {SHARED_MEMORY}, docker run --shm-size=…)"
+        )

@@ -9,7 +9,12 @@ class Length(Task):
     metric = "reward"
 
     def queries(self, split: str) -> list[Query]:
-        return [Query(id=i, prompt=f"Count, starting with {i}.", answer=None) for i in range(100 if split == "train" else 4)]
+        return [
+            Query(id=i, prompt=f"Count, starting with {i}.", answer=None)
+            for i in range(100 if split == "train" else 4)
+        ]
 
-    def score(self, queries: list[Query], responses: list[str], finished: list[bool]) -> list[float]:
+    def score(
+        self, queries: list[Query], responses: list[str], finished: list[bool]
+    ) -> list[float]:
         return [1.0 - abs(response.count("⟨") + 1 - WANTED) / WANTED for response in responses]

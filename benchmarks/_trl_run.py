@@ -25,8 +25,13 @@ def tell(**event) -> None:
     print("EVENT " + json.dumps({"clock": time.monotonic()} | event), flush=True)
 
 
-def reward(completions: list[str], id: list[int], completion_ids: list[list[int]], **_) -> list[float]:
-    finished = [tokenizer.eos_token_id in ids or len(ids) < settings["max_response_tokens"] for ids in completion_ids]
+def reward(
+    completions: list[str], id: list[int], completion_ids: list[list[int]], **_
+) -> list[float]:
+    finished = [
+        tokenizer.eos_token_id in ids or len(ids) < settings["max_response_tokens"]
+        for ids in completion_ids
+    ]
     return task.score([queries[i] for i in id], completions, finished)
 
 
@@ -47,19 +52,42 @@ trainer = GRPOTrainer(
     model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
     reward_funcs=reward,
     args=GRPOConfig(
-        output_dir=settings["output_dir"], per_device_train_batch_size=settings["rows"], num_generations=settings["responses_per_query"],
-        max_completion_length=settings["max_response_tokens"], temperature=1.0, learning_rate=settings["learning_rate"], lr_scheduler_type="linear",
-        warmup_steps=10, max_steps=settings["steps"], max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
-        gradient_checkpointing=False, seed=settings["seed"], disable_tqdm=True,
+        output_dir=settings["output_dir"],
+        per_device_train_batch_size=settings["rows"],
+        num_generations=settings["responses_per_query"],
+        max_completion_length=settings["max_response_tokens"],
+        temperature=1.0,
+        learning_rate=settings["learning_rate"],
+        lr_scheduler_type="linear",
+        warmup_steps=10,
+        max_steps=settings["steps"],
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        seed=settings["seed"],
+        disable_tqdm=True,
     ),
-    train_dataset=Dataset.from_list([{"prompt": query.prompt, "id": query.id} for query in queries.values()]),
+    train_dataset=Dataset.from_list(
+        [{"prompt": query.prompt, "id": query.id} for query in queries.values()]
+    ),
     processing_class=tokenizer,
     callbacks=[Watch()],
-)  # fmt: skip
+)
 trainer.train()
 if settings["evaluate"]:
     with torch.no_grad():
         ids = tokenizer([query.prompt for query in tests], return_tensors="pt", padding=True)
-        out = trainer.model.eval().generate(**ids, do_sample=False, max_new_tokens=settings["max_response_tokens"])[:, ids.input_ids.shape[1] :]
+        out = trainer.model.eval().generate(
+            **ids, do_sample=False, max_new_tokens=settings["max_response_tokens"]
+        )[:, ids.input_ids.shape[1] :]
     finished = (out == tokenizer.eos_token_id).any(1).tolist()
-    tell(accuracy=sum(task.score(tests, tokenizer.batch_decode(out, skip_special_tokens=True), finished)) / len(tests))
+    tell(
+        accuracy=sum(
+            task.score(tests, tokenizer.batch_decode(out, skip_special_tokens=True), finished)
+        )
+        / len(tests)
+    )

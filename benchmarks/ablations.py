@@ -15,9 +15,17 @@ from study import number, run_all, spread
 
 ROWS_PER_STEP, GROUPS_FOUND_PER_STEP = 128, 6
 BASE = dict(
-    task="arithmetic", loss="tb", samples_per_query=16, responses_per_query=8, most_on_policy_prob=0.5, sync_period=2, beta=0.1,
-    reward_inverse_temperature=0.0, learning_rate=1e-3, initial_responses=400,
-)  # fmt: skip
+    task="arithmetic",
+    loss="tb",
+    samples_per_query=16,
+    responses_per_query=8,
+    most_on_policy_prob=0.5,
+    sync_period=2,
+    beta=0.1,
+    reward_inverse_temperature=0.0,
+    learning_rate=1e-3,
+    initial_responses=400,
+)
 VALUES = {
     "most_on_policy_prob": (0.0, 0.25, 0.5, 0.75, 1.0),
     "sync_period": (1, 2, 5, 10, 20),
@@ -25,15 +33,26 @@ VALUES = {
     "beta": (0.03, 0.1, 0.3, 1.0),
     "reward_inverse_temperature": (0.0, 1.0, 5.0),
 }
-NAMES = {"most_on_policy_prob": "m", "sync_period": "k", "responses_per_query": "K", "beta": "β", "reward_inverse_temperature": "prioritisation"}
+NAMES = {
+    "most_on_policy_prob": "m",
+    "sync_period": "k",
+    "responses_per_query": "K",
+    "beta": "β",
+    "reward_inverse_temperature": "prioritisation",
+}
 SEEDS = (0, 1, 2)
 MEASURES = ("accuracy", "reward", "kl")
 
 
 def job(setting: str, value: float, seed: int, steps: int) -> dict:
     settings = BASE | {setting: value} | dict(seed=seed, steps=steps)
-    settings["queries_per_batch"] = settings["queries_per_micro_batch"] = ROWS_PER_STEP // settings["responses_per_query"]
-    return {"settings": settings, "groups_per_sync": GROUPS_FOUND_PER_STEP * settings["sync_period"]}
+    settings["queries_per_batch"] = settings["queries_per_micro_batch"] = (
+        ROWS_PER_STEP // settings["responses_per_query"]
+    )
+    return {
+        "settings": settings,
+        "groups_per_sync": GROUPS_FOUND_PER_STEP * settings["sync_period"],
+    }
 
 
 def main() -> None:
@@ -41,10 +60,24 @@ def main() -> None:
     steps, seeds = (50, SEEDS[:1]) if quick else (100, SEEDS)
     output = (RESULTS / "quick" if quick else RESULTS) / "ablations"
     cells = [(setting, value) for setting, values in VALUES.items() for value in values]
-    lines = run_all([job(*cell, seed, steps) for cell in cells for seed in seeds], output.with_suffix(".jsonl"))
-    results = {cell: [line["result"] for line in lines[i * len(seeds) : (i + 1) * len(seeds)]] for i, cell in enumerate(cells)}
-    rows = [[f"{NAMES[s]} = {v:g}{' (base)' * (v == BASE[s])}"] + [spread([r[m] for r in results[s, v]]) for m in MEASURES] for s, v in cells]
-    save("ablations", quick, f"{steps} steps, mean ± standard deviation of {len(seeds)} seeds", table(["", *MEASURES], rows))
+    lines = run_all(
+        [job(*cell, seed, steps) for cell in cells for seed in seeds], output.with_suffix(".jsonl")
+    )
+    results = {
+        cell: [line["result"] for line in lines[i * len(seeds) : (i + 1) * len(seeds)]]
+        for i, cell in enumerate(cells)
+    }
+    rows = [
+        [f"{NAMES[s]} = {v:g}{' (base)' * (v == BASE[s])}"]
+        + [spread([r[m] for r in results[s, v]]) for m in MEASURES]
+        for s, v in cells
+    ]
+    save(
+        "ablations",
+        quick,
+        f"{steps} steps, mean ± standard deviation of {len(seeds)} seeds",
+        table(["", *MEASURES], rows),
+    )
     draw(results, output.with_suffix(".png"))
 
 
@@ -54,15 +87,27 @@ def draw(results: dict, path: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(MEASURES), len(VALUES), figsize=(3 * len(VALUES), 2.2 * len(MEASURES)), sharey="row", constrained_layout=True)
+    figure, axes = plt.subplots(
+        len(MEASURES),
+        len(VALUES),
+        figsize=(3 * len(VALUES), 2.2 * len(MEASURES)),
+        sharey="row",
+        constrained_layout=True,
+    )
     for row, measure in zip(axes, MEASURES):
         row[0].set_ylabel(measure)
         for axis, (setting, values) in zip(row, VALUES.items()):
-            means, deviations = zip(*(number([r[measure] for r in results[setting, value]]) for value in values))
+            means, deviations = zip(
+                *(number([r[measure] for r in results[setting, value]]) for value in values)
+            )
             axis.errorbar(range(len(values)), means, yerr=deviations, marker="o", capsize=3)
             axis.set_xticks(range(len(values)), [f"{value:g}" for value in values])
     for axis, setting in zip(axes[-1], VALUES):
-        axis.set_xlabel("reward softmax (0: uniform)" if setting == "reward_inverse_temperature" else NAMES[setting])
+        axis.set_xlabel(
+            "reward softmax (0: uniform)"
+            if setting == "reward_inverse_temperature"
+            else NAMES[setting]
+        )
     figure.savefig(path, dpi=80)
 
 

@@ -24,11 +24,20 @@ GROUPS = 4  # a query holds
 def group(query: int, rng: np.random.Generator) -> Group:
     size = RESPONSES * TOKENS
     return Group(
-        query_id=query, version=0, last_version=0, reference_version=0, batch=None, prompt=np.zeros(PROMPT, np.int32),
-        lengths=np.full(RESPONSES, TOKENS, np.int32), tokens=rng.integers(0, 32_000, size, dtype=np.int32),
-        ref_logprobs=np.zeros(size, np.float32), behavior_logprobs=np.zeros(size, np.float32),
-        rewards=rng.integers(0, 2, RESPONSES).astype(np.float32), finished=np.ones(RESPONSES, bool), temperature=1.0,
-    )  # fmt: skip
+        query_id=query,
+        version=0,
+        last_version=0,
+        reference_version=0,
+        batch=None,
+        prompt=np.zeros(PROMPT, np.int32),
+        lengths=np.full(RESPONSES, TOKENS, np.int32),
+        tokens=rng.integers(0, 32_000, size, dtype=np.int32),
+        ref_logprobs=np.zeros(size, np.float32),
+        behavior_logprobs=np.zeros(size, np.float32),
+        rewards=rng.integers(0, 2, RESPONSES).astype(np.float32),
+        finished=np.ones(RESPONSES, bool),
+        temperature=1.0,
+    )
 
 
 def main() -> None:
@@ -54,10 +63,29 @@ def main() -> None:
             assert len(rows) == QUERIES * 20
         medians = np.median(times, axis=1) * 1000
         first = medians if first is None else first
-        lines.append([f"{buffer.responses:,}", *(f"{value:.3f}" for value in medians), *(f"{value:.2f}" for value in medians[:2] / first[:2])])
-    save("buffer_ops", quick, f"A group: {RESPONSES} responses of {TOKENS} tokens. A sample: {QUERIES} x 20 responses.",
-         table(["responses held", "add a group, ms", "sample, ms", "copy of a group's bytes, ms", "add, times the first", "sample, times the first"],
-               lines))  # fmt: skip
+        lines.append(
+            [
+                f"{buffer.responses:,}",
+                *(f"{value:.3f}" for value in medians),
+                *(f"{value:.2f}" for value in medians[:2] / first[:2]),
+            ]
+        )
+    save(
+        "buffer_ops",
+        quick,
+        f"A group: {RESPONSES} responses of {TOKENS} tokens. A sample: {QUERIES} x 20 responses.",
+        table(
+            [
+                "responses held",
+                "add a group, ms",
+                "sample, ms",
+                "copy of a group's bytes, ms",
+                "add, times the first",
+                "sample, times the first",
+            ],
+            lines,
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ sys.path.insert(0, str(ROOT))
 
 def arguments(description: str, *more: tuple[str, str]) -> argparse.Namespace:
     """--quick, and each of `more`: (flag, its default)."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     for flag, default in more:
         parser.add_argument(flag, default=default)
@@ -26,7 +28,10 @@ def machine() -> str:
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    processor = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return f"{len(os.sched_getaffinity(0))} cores of an {processor}, {gpus or 'no GPU'}, {datetime.date.today()}"
 
@@ -35,14 +40,19 @@ def save(name: str, quick: bool, *parts: str) -> None:
     """Prints the parts and writes them to benchmarks/results/<name>.md, behind the command and the machine; with `quick` to results/quick/."""
     directory = RESULTS / "quick" if quick else RESULTS
     directory.mkdir(exist_ok=True)
-    text = "\n\n".join([f"`python benchmarks/{name}.py{' --quick' * quick}` on {machine()}", *parts]) + "\n"
+    text = (
+        "\n\n".join([f"`python benchmarks/{name}.py{' --quick' * quick}` on {machine()}", *parts])
+        + "\n"
+    )
     (directory / f"{name}.md").write_text(text)
     print(text)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Markdown."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
+    return "\n".join(
+        "| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows]
+    )
 
 
 def mean_and_values(values, digits: int = 3) -> str:
@@ -74,20 +84,46 @@ def gsm8k(data_dir: str, vocabulary: int) -> tuple[list[str], list[str], object]
     from tasks.gsm8k import PROMPT
 
     try:
-        rows = [row for _, row in read_rows(data_dir, "train", ("question", "answer"), hub=("openai/gsm8k", "main", "train"))]
+        rows = [
+            row
+            for _, row in read_rows(
+                data_dir, "train", ("question", "answer"), hub=("openai/gsm8k", "main", "train")
+            )
+        ]
     except UserError as error:
         sys.exit(f"error: {error}")
-    prompts, solutions = [PROMPT.format(question=row["question"]) for row in rows], [row["answer"] for row in rows]
+    prompts, solutions = (
+        [PROMPT.format(question=row["question"]) for row in rows],
+        [row["answer"] for row in rows],
+    )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(prompts + solutions, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<eos>"], initial_alphabet=alphabet,
-                                                                          show_progress=False))  # fmt: skip
-    return prompts, solutions, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    tokenizer.train_from_iterator(
+        prompts + solutions,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=["<eos>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
+    return (
+        prompts,
+        solutions,
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"),
+    )
 
 
-def counting_model(directory: Path, lengths: list[int], tokenizer, layers: int, intermediate: int) -> None:
+def counting_model(
+    directory: Path, lengths: list[int], tokenizer, layers: int, intermediate: int
+) -> None:
     """A Llama whose responses have these lengths, end-of-sequence included, whatever the prompt: token i of a response is "i", and then it goes on or
     ends as often as they do. It computes as much as any model of its size; its attention and MLPs add nothing, until they are trained. The tokenizer
     gets a token for each number."""
@@ -98,13 +134,24 @@ def counting_model(directory: Path, lengths: list[int], tokenizer, layers: int, 
     longest = max(lengths)
     tokenizer.add_tokens([f"⟨{i}⟩" for i in range(1, longest)])
     hidden = 512
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=8,
-                         max_position_embeddings=2048, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=None)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
+    )
     assert longest <= hidden, "each number has a dimension of its own"
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     numbers = len(tokenizer) - longest  # the token of number i is numbers + i
-    ending = np.bincount(lengths, minlength=longest + 1)[1:] / np.maximum(np.cumsum(np.bincount(lengths, minlength=longest + 1)[::-1])[::-1][1:], 1)
+    ending = np.bincount(lengths, minlength=longest + 1)[1:] / np.maximum(
+        np.cumsum(np.bincount(lengths, minlength=longest + 1)[::-1])[::-1][1:], 1
+    )
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -113,7 +160,9 @@ def counting_model(directory: Path, lengths: list[int], tokenizer, layers: int, 
         embedding.zero_()
         embedding[:, 0] = 1.0  # a prompt's last token is number 0
         head.fill_(-30.0)
-        for i in range(longest):  # ending[i]: the share of the responses with i numbers that end there
+        for i in range(
+            longest
+        ):  # ending[i]: the share of the responses with i numbers that end there
             if i:
                 embedding[numbers + i, 0], embedding[numbers + i, i] = 0.0, 1.0
             head[tokenizer.eos_token_id, i] = float(np.log(max(ending[i], 1e-9)))
@@ -131,8 +180,19 @@ def byte_model(directory: str, **architecture) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={
+                c: i for i, c in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+            },
+            merges=[],
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(directory)
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**architecture, bos_token_id=None, eos_token_id=0)).save_pretrained(directory)
+    LlamaForCausalLM(
+        LlamaConfig(**architecture, bos_token_id=None, eos_token_id=0)
+    ).save_pretrained(directory)

@@ -19,14 +19,27 @@ from loss import LOSSES, LossInputs
 LETTERS, LENGTH, QUERIES, K, BETA = 2, 4, 3, 16, 0.5
 EOS = LETTERS
 STEPS, MEASURE, SEEDS = 3000, 50, 3
-LEARNING_RATES = (0.1, 0.03, 0.01)  # of Adam, decayed linearly to 0; each objective is shown with the one that ends nearest to pi*
+LEARNING_RATES = (
+    0.1,
+    0.03,
+    0.01,
+)  # of Adam, decayed linearly to 0; each objective is shown with the one that ends nearest to pi*
 
 
 def language() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All R responses: tokens (R, T), mask (R, T), and the row of the logit table from which each token is drawn (R, T)."""
-    prefixes = {prefix: i for i, prefix in enumerate(p for n in range(LENGTH) for p in itertools.product(range(LETTERS), repeat=n))}
-    responses = [p + (EOS,) for n in range(LENGTH) for p in itertools.product(range(LETTERS), repeat=n)]
-    responses += list(itertools.product(range(LETTERS), repeat=LENGTH))  # cut off at the length limit
+    prefixes = {
+        prefix: i
+        for i, prefix in enumerate(
+            p for n in range(LENGTH) for p in itertools.product(range(LETTERS), repeat=n)
+        )
+    }
+    responses = [
+        p + (EOS,) for n in range(LENGTH) for p in itertools.product(range(LETTERS), repeat=n)
+    ]
+    responses += list(
+        itertools.product(range(LETTERS), repeat=LENGTH)
+    )  # cut off at the length limit
     tokens, mask, states = (torch.zeros(len(responses), LENGTH, dtype=torch.long) for _ in range(3))
     for i, response in enumerate(responses):
         for t, token in enumerate(response):
@@ -46,9 +59,18 @@ def train(objective: str, learning_rate: float, seed: int) -> dict:
     """KL(pi || pi*) and the error of log Z, means over queries, every MEASURE steps."""
     generator = torch.Generator().manual_seed(seed)
     prefixes = int(STATES.max()) + 1
-    reference, behavior = (torch.randn(QUERIES, prefixes, LETTERS + 1, generator=generator, dtype=torch.float64) for _ in range(2))
-    rewards = 2 * torch.rand(QUERIES, len(TOKENS), generator=generator, dtype=torch.float64) + torch.arange(QUERIES)[:, None]
-    ref_logprobs, behavior_logprobs = token_logprobs(reference), token_logprobs(behavior)  # (Q, R, T)
+    reference, behavior = (
+        torch.randn(QUERIES, prefixes, LETTERS + 1, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
+    rewards = (
+        2 * torch.rand(QUERIES, len(TOKENS), generator=generator, dtype=torch.float64)
+        + torch.arange(QUERIES)[:, None]
+    )
+    ref_logprobs, behavior_logprobs = (
+        token_logprobs(reference),
+        token_logprobs(behavior),
+    )  # (Q, R, T)
     unnormalised = (ref_logprobs * MASK).sum(-1) + rewards / BETA  # (Q, R)
     true_log_z = unnormalised.logsumexp(-1)
     best = unnormalised - true_log_z[:, None]  # log pi*
@@ -63,14 +85,21 @@ def train(objective: str, learning_rate: float, seed: int) -> dict:
             with torch.no_grad():
                 log_pi = (token_logprobs(tables) * MASK).sum(-1)
                 history["kl"].append(float((log_pi.exp() * (log_pi - best)).sum(-1).mean()))
-                history["log_z_error"].append(float(((unnormalised - log_pi).mean(-1) - true_log_z).abs().mean()))
+                history["log_z_error"].append(
+                    float(((unnormalised - log_pi).mean(-1) - true_log_z).abs().mean())
+                )
         drawn = torch.multinomial(sampling, K, replacement=True, generator=generator)  # (Q, K)
         rows = drawn[..., None].expand(-1, -1, LENGTH)
         inputs = LossInputs(
-            logprobs=token_logprobs(tables).gather(1, rows).flatten(0, 1), ref_logprobs=ref_logprobs.gather(1, rows).flatten(0, 1),
-            behavior_logprobs=behavior_logprobs.gather(1, rows).flatten(0, 1), mask=MASK[drawn].flatten(0, 1),
-            rewards=rewards.gather(1, drawn).flatten(), group_size=K, beta=BETA, max_response_length=LENGTH,
-        )  # fmt: skip
+            logprobs=token_logprobs(tables).gather(1, rows).flatten(0, 1),
+            ref_logprobs=ref_logprobs.gather(1, rows).flatten(0, 1),
+            behavior_logprobs=behavior_logprobs.gather(1, rows).flatten(0, 1),
+            mask=MASK[drawn].flatten(0, 1),
+            rewards=rewards.gather(1, drawn).flatten(),
+            group_size=K,
+            beta=BETA,
+            max_response_length=LENGTH,
+        )
         loss, _ = LOSSES[objective](inputs)
         optimizer.zero_grad()
         loss.backward()
@@ -83,12 +112,17 @@ def main() -> None:
     torch.set_num_threads(1)
     results = {}
     for objective in LOSSES:
-        runs = {rate: [train(objective, rate, seed) for seed in range(SEEDS)] for rate in LEARNING_RATES}
+        runs = {
+            rate: [train(objective, rate, seed) for seed in range(SEEDS)] for rate in LEARNING_RATES
+        }
         rate = min(runs, key=lambda rate: sum(run["kl"][-1] for run in runs[rate]))
         results[objective] = {"learning_rate": rate, "runs": runs[rate]}
         kl, error = ([run[name][-1] for run in runs[rate]] for name in ("kl", "log_z_error"))
         shown = "  ".join(f"{value:.1e}" for value in kl)
-        print(f"{objective:16} learning rate {rate:<5}  KL to pi* after {STEPS} steps: {shown}  log Z off by {max(error):.1e} at most", flush=True)
+        print(
+            f"{objective:16} learning rate {rate:<5}  KL to pi* after {STEPS} steps: {shown}  log Z off by {max(error):.1e} at most",
+            flush=True,
+        )
     output = RESULTS / "exact_posterior"
     output.with_suffix(".json").write_text(json.dumps(results))
     draw(results, output.with_suffix(".png"))
@@ -102,13 +136,26 @@ def draw(results: dict, path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(9, 5), constrained_layout=True)
     for i, (objective, result) in enumerate(results.items()):
-        kl = torch.tensor([run["kl"] for run in result["runs"]]).clamp(min=1e-16)  # (SEEDS, measurements)
+        kl = torch.tensor([run["kl"] for run in result["runs"]]).clamp(
+            min=1e-16
+        )  # (SEEDS, measurements)
         steps = [MEASURE * m for m in range(kl.shape[1])]
         # tb and tba_prime coincide: dashes on top let both be seen.
         style = dict(linestyle="--", zorder=3) if objective == "tb" else dict(zorder=2)
-        axis.plot(steps, kl.log().mean(0).exp(), label=f"{objective} ({result['learning_rate']})", color=f"C{i}", **style)
+        axis.plot(
+            steps,
+            kl.log().mean(0).exp(),
+            label=f"{objective} ({result['learning_rate']})",
+            color=f"C{i}",
+            **style,
+        )
         axis.fill_between(steps, kl.amin(0), kl.amax(0), color=f"C{i}", alpha=0.15, linewidth=0)
-    axis.set(yscale="log", xlabel="step", ylabel="KL(pi || pi*), mean over queries", title="Distance to the best policy, trained on fixed stale data")
+    axis.set(
+        yscale="log",
+        xlabel="step",
+        ylabel="KL(pi || pi*), mean over queries",
+        title="Distance to the best policy, trained on fixed stale data",
+    )
     axis.legend(title="objective (learning rate)", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=80)
 

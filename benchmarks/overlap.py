@@ -65,10 +65,19 @@ def measure(run_dir: Path) -> dict[str, float]:
     new = np.diff([0] + [line["received"] for line in steps])  # responses
     if config["synchronous"]:  # each step has a batch of its own
         new[:] = config["queries_per_batch"] * config["responses_per_query"]
-    reached = first_right([(clock, count, line["reward"]) for clock, count, line in zip(ends, new, steps) if count], TARGET)
+    reached = first_right(
+        [(clock, count, line["reward"]) for clock, count, line in zip(ends, new, steps) if count],
+        TARGET,
+    )
     work = ("step", "search", "score", "reference")
-    working = {process: sum(stop - start for name, start, stop in rows if name in work and begin <= start and stop <= end)
-               for process, rows in spans.items()}  # fmt: skip
+    working = {
+        process: sum(
+            stop - start
+            for name, start, stop in rows
+            if name in work and begin <= start and stop <= end
+        )
+        for process, rows in spans.items()
+    }
     return {
         "rate": (len(steady) - 1) / (steady[-1]["seconds"] - steady[0]["seconds"]),
         "reached": reached - first,
@@ -106,16 +115,24 @@ def beside_a_searcher(run_dir: Path, *flags: str) -> float:
     for stopped, begin, end in windows:
         if end < ends[-1]:
             rates[stopped].append(np.sum((begin < ends) & (ends <= end)) / (end - begin))
-    pairs = min(len(rates[False]), len(rates[True]))  # a window with the searcher, and the one without it that comes next
+    pairs = min(
+        len(rates[False]), len(rates[True])
+    )  # a window with the searcher, and the one without it that comes next
     if not pairs:
-        sys.exit(f"the run was over before its searcher had been stopped for {PERIOD} s: give it more steps")
+        sys.exit(
+            f"the run was over before its searcher had been stopped for {PERIOD} s: give it more steps"
+        )
     return float(np.mean(rates[False][:pairs]) / np.mean(rates[True][:pairs]))
 
 
 def record(config: Config, directory: Path, count: int) -> tuple[list[Group], float]:
     """What a searcher alone finds, at its place in a run: so many groups, and how many a second it found behind the first half. Sets config.model."""
     (directory / "logs").mkdir(parents=True)
-    config.model, config.output_dir, config.searchers = str(load_task(config.task).base_model()), str(directory), 1
+    config.model, config.output_dir, config.searchers = (
+        str(load_task(config.task).base_model()),
+        str(directory),
+        1,
+    )
     places = processes.places(config)
     board = Board([place.name for place in places])
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
@@ -152,15 +169,34 @@ def main() -> None:
         for seed in seeds:  # in turns, since the machine may be faster now than then
             flags = ("--seed", str(seed), "--checkpoint_every", "0")
             synchronous = ("--synchronous", "--steps", str(few), "--eval_every", "0")
-            for mode, more in ("asynchronous", ("--steps", str(steps), "--eval_every", "0")), ("synchronous", synchronous):
-                results.setdefault(mode, []).append(measure(run(directory, f"{mode} {seed}", *flags, *more)))
+            for mode, more in (
+                ("asynchronous", ("--steps", str(steps), "--eval_every", "0")),
+                ("synchronous", synchronous),
+            ):
+                results.setdefault(mode, []).append(
+                    measure(run(directory, f"{mode} {seed}", *flags, *more))
+                )
             processes.places = lambda config: [place_on_all_cores(place) for place in split(config)]
             mode = "synchronous, all cores"
-            results.setdefault(mode, []).append(measure(run(directory, f"{mode} {seed}", *flags, *synchronous)))
+            results.setdefault(mode, []).append(
+                measure(run(directory, f"{mode} {seed}", *flags, *synchronous))
+            )
             processes.places = split
-            beside.append(beside_a_searcher(directory / f"beside {seed}", *flags, "--steps", str(2 * steps), "--eval_every", "0"))
+            beside.append(
+                beside_a_searcher(
+                    directory / f"beside {seed}",
+                    *flags,
+                    "--steps",
+                    str(2 * steps),
+                    "--eval_every",
+                    "0",
+                )
+            )
             alone.append(searcher_alone(seed, directory / f"alone {seed}"))
-        draw({mode: directory / f"{mode} 0" for mode in results}, (RESULTS / "quick" if quick else RESULTS) / "overlap.png")
+        draw(
+            {mode: directory / f"{mode} 0" for mode in results},
+            (RESULTS / "quick" if quick else RESULTS) / "overlap.png",
+        )
 
     def values(mode: str, key: str) -> np.ndarray:
         return np.array([result[key] for result in results[mode]])
@@ -168,14 +204,34 @@ def main() -> None:
     t_train, t_search = values("synchronous", "t_train"), values("synchronous", "t_search")
     ideal = (t_train + t_search) / np.maximum(t_train, t_search)
     gain = values("asynchronous", "rate") / values("synchronous", "rate")
-    rows = [[mode, mean_and_values(values(mode, "rate")), mean_and_values(values(mode, "reached")), mean_and_values(values(mode, "busy"))] for mode in results]
-    save("overlap", quick, f"Mean, and the values of {len(seeds)} seeds.",
-         table(["", "steps/s", f"seconds from the first step to {TARGET} right samples", "trainer busy"], rows),
-         f"- asynchronous steps/s, of the trainer alone: {mean_and_values(beside)}\n"
-         f"- asynchronous steps/s, of synchronous on the same cores: {mean_and_values(gain)}; ideal: {mean_and_values(ideal)}; of the ideal: {mean_and_values(gain / ideal)}\n"
-         f"- a synchronous step: t_train {mean_and_values(t_train)} s, t_search {mean_and_values(t_search)} s\n"
-         f"- the searcher alone: {mean_and_values(alone)} responses/s",
-         "![timelines](overlap.png)")  # fmt: skip
+    rows = [
+        [
+            mode,
+            mean_and_values(values(mode, "rate")),
+            mean_and_values(values(mode, "reached")),
+            mean_and_values(values(mode, "busy")),
+        ]
+        for mode in results
+    ]
+    save(
+        "overlap",
+        quick,
+        f"Mean, and the values of {len(seeds)} seeds.",
+        table(
+            [
+                "",
+                "steps/s",
+                f"seconds from the first step to {TARGET} right samples",
+                "trainer busy",
+            ],
+            rows,
+        ),
+        f"- asynchronous steps/s, of the trainer alone: {mean_and_values(beside)}\n"
+        f"- asynchronous steps/s, of synchronous on the same cores: {mean_and_values(gain)}; ideal: {mean_and_values(ideal)}; of the ideal: {mean_and_values(gain / ideal)}\n"
+        f"- a synchronous step: t_train {mean_and_values(t_train)} s, t_search {mean_and_values(t_search)} s\n"
+        f"- the searcher alone: {mean_and_values(alone)} responses/s",
+        "![timelines](overlap.png)",
+    )
 
 
 def place_on_all_cores(place: processes.Place) -> processes.Place:
@@ -189,7 +245,9 @@ def draw(runs: dict[str, Path], path: Path, seconds: float = 1.0) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(runs), 1, figsize=(10, 1.3 * len(runs)), sharex=True, constrained_layout=True)
+    figure, axes = plt.subplots(
+        len(runs), 1, figsize=(10, 1.3 * len(runs)), sharex=True, constrained_layout=True
+    )
     used = set()
     for axis, (mode, run_dir) in zip(axes, runs.items()):
         spans = read_spans(str(run_dir))
@@ -199,11 +257,20 @@ def draw(runs: dict[str, Path], path: Path, seconds: float = 1.0) -> None:
             for name, start, stop in rows:
                 if stop > begin and start < begin + seconds:
                     used.add(name)
-                    axis.barh(y, min(stop, begin + seconds) - max(start, begin), left=max(start, begin) - begin, color=COLORS.get(name, "black"))
+                    axis.barh(
+                        y,
+                        min(stop, begin + seconds) - max(start, begin),
+                        left=max(start, begin) - begin,
+                        color=COLORS.get(name, "black"),
+                    )
         axis.set(yticks=range(len(spans)), yticklabels=list(spans), title=mode, xlim=(0, seconds))
         axis.invert_yaxis()
     axes[-1].set_xlabel("seconds")
-    figure.legend([plt.Rectangle((0, 0), 1, 1, color=COLORS.get(name, "black")) for name in sorted(used)], sorted(used), loc="outside right upper")
+    figure.legend(
+        [plt.Rectangle((0, 0), 1, 1, color=COLORS.get(name, "black")) for name in sorted(used)],
+        sorted(used),
+        loc="outside right upper",
+    )
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=80)
 

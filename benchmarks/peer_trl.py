@@ -42,11 +42,26 @@ def trl_python() -> str:
     if not (home / "whole").exists():
         print("installing TRL …", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
-        find_links = subprocess.run([python, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True).stdout.strip()
+        find_links = subprocess.run(
+            [python, "-m", "pip", "config", "get", "global.find-links"],
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
         environment = os.environ | ({"UV_FIND_LINKS": find_links} if find_links else {})
-        install = [str(Path(sys.prefix, "bin", "uv")), "pip", "install", "--quiet", "--compile-bytecode", "--system-certs", "--python", str(python)]
+        install = [
+            str(Path(sys.prefix, "bin", "uv")),
+            "pip",
+            "install",
+            "--quiet",
+            "--compile-bytecode",
+            "--system-certs",
+            "--python",
+            str(python),
+        ]
         if subprocess.run([*install, *REQUIREMENTS], env=environment).returncode:
-            subprocess.run([*install, *REQUIREMENTS, "--torch-backend=cpu"], env=environment, check=True)
+            subprocess.run(
+                [*install, *REQUIREMENTS, "--torch-backend=cpu"], env=environment, check=True
+            )
         (home / "whole").touch()
     return str(python)
 
@@ -54,19 +69,42 @@ def trl_python() -> str:
 def run_trl(directory: str, seconds: float = 1200, **settings) -> tuple[float, list[dict]]:
     """When it was started, and its events."""
     start = time.monotonic()
-    settings = settings | {"output_dir": directory, "threads": len(os.sched_getaffinity(0)), "until": start + seconds}
-    out = subprocess.run([trl_python(), str(ROOT / "benchmarks" / "_trl_run.py"), json.dumps(settings)], capture_output=True, text=True, timeout=seconds + 600)
-    events = [json.loads(line.removeprefix("EVENT ")) for line in out.stdout.splitlines() if line.startswith("EVENT ")]
+    settings = settings | {
+        "output_dir": directory,
+        "threads": len(os.sched_getaffinity(0)),
+        "until": start + seconds,
+    }
+    out = subprocess.run(
+        [trl_python(), str(ROOT / "benchmarks" / "_trl_run.py"), json.dumps(settings)],
+        capture_output=True,
+        text=True,
+        timeout=seconds + 600,
+    )
+    events = [
+        json.loads(line.removeprefix("EVENT "))
+        for line in out.stdout.splitlines()
+        if line.startswith("EVENT ")
+    ]
     if out.returncode or not events:
         sys.exit(f"TRL failed:\n{out.stderr[-3000:]}")
     return start, events
 
 
-def run_ours(directory: str, *flags, seconds: float | None = None) -> tuple[float, list[dict], float]:
+def run_ours(
+    directory: str, *flags, seconds: float | None = None
+) -> tuple[float, list[dict], float]:
     """When it was started, the lines of metrics.jsonl with their "clock", and when the searcher began to search."""
     output = Path(directory) / f"ours-{time.monotonic()}"
     start = time.monotonic()
-    command = [sys.executable, str(ROOT / "tba.py"), *map(str, flags), "--output_dir", str(output), "--checkpoint_every", "0"]
+    command = [
+        sys.executable,
+        str(ROOT / "tba.py"),
+        *map(str, flags),
+        "--output_dir",
+        str(output),
+        "--checkpoint_every",
+        "0",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         text, _ = process.communicate(timeout=seconds)
@@ -77,24 +115,60 @@ def run_ours(directory: str, *flags, seconds: float | None = None) -> tuple[floa
         process.communicate(timeout=120)
     spans = read_spans(str(output))
     ends = [stop for name, _, stop in spans["trainer"] if name == "step"]
-    lines = [line | {"clock": ends[line["step"] - 1]} for line in read_lines(output / "metrics.jsonl")
-             if 0 < line["step"] <= len(ends)]  # fmt: skip
-    return start, lines, min(begin for name, begin, _ in spans["searcher-0"] if name in ("search", "eval"))
+    lines = [
+        line | {"clock": ends[line["step"] - 1]}
+        for line in read_lines(output / "metrics.jsonl")
+        if 0 < line["step"] <= len(ends)
+    ]
+    return (
+        start,
+        lines,
+        min(begin for name, begin, _ in spans["searcher-0"] if name in ("search", "eval")),
+    )
 
 
 def to_target_ours(directory: str, rate: float, seed: int) -> tuple[float, float, float]:
     """Seconds to TARGET without and with start-up; held-out accuracy at the end."""
-    start, lines, begin = run_ours(directory, "arithmetic", "--steps", STEPS["ours"], "--eval_every", 0, "--learning_rate", rate, "--seed", seed)
+    start, lines, begin = run_ours(
+        directory,
+        "arithmetic",
+        "--steps",
+        STEPS["ours"],
+        "--eval_every",
+        0,
+        "--learning_rate",
+        rate,
+        "--seed",
+        seed,
+    )
     steps = [line for line in lines if "loss" in line]
     new = np.diff([0] + [line["received"] for line in steps])
-    reached = first_right([(line["clock"], count, line["reward"]) for line, count in zip(steps, new) if count], TARGET)
-    return reached - begin, reached - start, next(line["accuracy"] for line in reversed(lines) if "accuracy" in line)
+    reached = first_right(
+        [(line["clock"], count, line["reward"]) for line, count in zip(steps, new) if count], TARGET
+    )
+    return (
+        reached - begin,
+        reached - start,
+        next(line["accuracy"] for line in reversed(lines) if "accuracy" in line),
+    )
 
 
 def to_target_trl(directory: str, rate: float, seed: int, model: str) -> tuple[float, float, float]:
-    start, events = run_trl(directory, task="arithmetic", model=model, rows=ROWS, responses_per_query=8, max_response_tokens=8, learning_rate=rate,
-                            steps=STEPS["trl"], evaluate=True, seed=seed)  # fmt: skip
-    reached = first_right([(event["clock"], ROWS, event["reward"]) for event in events if "reward" in event], TARGET)
+    start, events = run_trl(
+        directory,
+        task="arithmetic",
+        model=model,
+        rows=ROWS,
+        responses_per_query=8,
+        max_response_tokens=8,
+        learning_rate=rate,
+        steps=STEPS["trl"],
+        evaluate=True,
+        seed=seed,
+    )
+    reached = first_right(
+        [(event["clock"], ROWS, event["reward"]) for event in events if "reward" in event], TARGET
+    )
     return reached - events[0]["clock"], reached - start, events[-1]["accuracy"]
 
 
@@ -107,7 +181,10 @@ def arithmetic(directory: str, quick: bool) -> str:
     }
     search, lines = {}, []
     for name, run in contestants.items():
-        search[name] = {rate: run(rate, SEARCH_SEED)[0] for rate in (LEARNING_RATES[1:2] if quick else LEARNING_RATES)}
+        search[name] = {
+            rate: run(rate, SEARCH_SEED)[0]
+            for rate in (LEARNING_RATES[1:2] if quick else LEARNING_RATES)
+        }
         print(name, search[name], flush=True)
     times = {name: [] for name in contestants}
     for seed in SEEDS[:1] if quick else SEEDS:
@@ -116,13 +193,33 @@ def arithmetic(directory: str, quick: bool) -> str:
             print(name, times[name][-1], flush=True)
     for name, values in times.items():
         rate = min(search[name], key=search[name].get)
-        lines.append([{"ours": "this implementation", "trl": "TRL GRPOTrainer"}[name], f"{rate:g}", *map(mean_and_values, zip(*values))])
+        lines.append(
+            [
+                {"ours": "this implementation", "trl": "TRL GRPOTrainer"}[name],
+                f"{rate:g}",
+                *map(mean_and_values, zip(*values)),
+            ]
+        )
     ratios = np.mean(times["trl"], axis=0) / np.mean(times["ours"], axis=0)
-    searched = "; ".join(f"{name}: " + ", ".join(f"{rate:g} {seconds:.1f}" for rate, seconds in found.items()) for name, found in search.items())
-    return (f"Arithmetic, seconds to {TARGET} right samples (mean, and the values of the seeds):\n\n"
-            + table(["", "learning rate", "without start-up", "with start-up", "held-out accuracy at the end"], lines)
-            + f"\n\nTRL takes {ratios[0]:.2f} times as long without start-up, {ratios[1]:.2f} times with it. "
-              f"The search, seconds without start-up: {searched}.")  # fmt: skip
+    searched = "; ".join(
+        f"{name}: " + ", ".join(f"{rate:g} {seconds:.1f}" for rate, seconds in found.items())
+        for name, found in search.items()
+    )
+    return (
+        f"Arithmetic, seconds to {TARGET} right samples (mean, and the values of the seeds):\n\n"
+        + table(
+            [
+                "",
+                "learning rate",
+                "without start-up",
+                "with start-up",
+                "held-out accuracy at the end",
+            ],
+            lines,
+        )
+        + f"\n\nTRL takes {ratios[0]:.2f} times as long without start-up, {ratios[1]:.2f} times with it. "
+        f"The search, seconds without start-up: {searched}."
+    )
 
 
 def long_responses(directory: str, data_dir: str) -> str:
@@ -131,28 +228,98 @@ def long_responses(directory: str, data_dir: str) -> str:
     model, task = str(Path(directory) / "counting"), str(ROOT / "benchmarks" / "_length_task.py")
     counting_model(Path(model), lengths, tokenizer, layers=6, intermediate=1408)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "8"  # GiB, for 256 rows of 6 layers
-    curves: dict[str, list] = {"this implementation": [], "TRL GRPOTrainer": []}  # of each seed (seconds, reward)
+    curves: dict[str, list] = {
+        "this implementation": [],
+        "TRL GRPOTrainer": [],
+    }  # of each seed (seconds, reward)
     for seed in SEEDS:
         _, lines, begin = run_ours(
-            directory, task, "--model", model, "--steps", 1000, "--queries_per_batch", 4, "--queries_per_micro_batch", 4, "--responses_per_query", 8,
-            "--samples_per_query", 8, "--max_prompt_tokens", 64, "--max_response_tokens", 512, "--temperature", 1.0, "--beta", 0.01, "--sync_period", 1,
-            "--initial_responses", 32, "--most_on_policy_prob", 1.0, "--learning_rate", LONG_RATE, "--max_grad_norm", 1.0, "--loss", "tb",
-            "--seed", seed, seconds=MARKS[-1] + 40,
-        )  # fmt: skip
-        curves["this implementation"].append([(line["clock"] - begin, line["reward"]) for line in lines if "loss" in line])
-        _, events = run_trl(directory, task=task, model=model, rows=32, responses_per_query=8, max_response_tokens=512, learning_rate=LONG_RATE,
-                            steps=1000, evaluate=False, seed=seed, seconds=MARKS[-1] + 40)  # fmt: skip
-        curves["TRL GRPOTrainer"].append([(event["clock"] - events[0]["clock"], event["reward"]) for event in events if "reward" in event])
+            directory,
+            task,
+            "--model",
+            model,
+            "--steps",
+            1000,
+            "--queries_per_batch",
+            4,
+            "--queries_per_micro_batch",
+            4,
+            "--responses_per_query",
+            8,
+            "--samples_per_query",
+            8,
+            "--max_prompt_tokens",
+            64,
+            "--max_response_tokens",
+            512,
+            "--temperature",
+            1.0,
+            "--beta",
+            0.01,
+            "--sync_period",
+            1,
+            "--initial_responses",
+            32,
+            "--most_on_policy_prob",
+            1.0,
+            "--learning_rate",
+            LONG_RATE,
+            "--max_grad_norm",
+            1.0,
+            "--loss",
+            "tb",
+            "--seed",
+            seed,
+            seconds=MARKS[-1] + 40,
+        )
+        curves["this implementation"].append(
+            [(line["clock"] - begin, line["reward"]) for line in lines if "loss" in line]
+        )
+        _, events = run_trl(
+            directory,
+            task=task,
+            model=model,
+            rows=32,
+            responses_per_query=8,
+            max_response_tokens=512,
+            learning_rate=LONG_RATE,
+            steps=1000,
+            evaluate=False,
+            seed=seed,
+            seconds=MARKS[-1] + 40,
+        )
+        curves["TRL GRPOTrainer"].append(
+            [
+                (event["clock"] - events[0]["clock"], event["reward"])
+                for event in events
+                if "reward" in event
+            ]
+        )
         print({name: found[-1] for name, found in curves.items()}, flush=True)
     rows = []
     for name, found in curves.items():
         if min(map(len, found)) < 2 or max(curve[0][0] for curve in found) > MARKS[0]:
-            sys.exit(f"{name} is too slow here: with a seed it made {min(map(len, found))} steps in {MARKS[-1] + 40} s, or none in {MARKS[0]} s")
+            sys.exit(
+                f"{name} is too slow here: with a seed it made {min(map(len, found))} steps in {MARKS[-1] + 40} s, or none in {MARKS[0]} s"
+            )
         rates = [(len(curve) - 1) / (curve[-1][0] - curve[0][0]) for curve in found]
-        at = [[np.mean([reward for clock, reward in curve if clock <= mark][-3:]) for curve in found] for mark in MARKS]
-        rows.append([name, mean_and_values(rates), mean_and_values([curve[0][1] for curve in found]), *map(mean_and_values, at)])
-    return (f"Long responses, reward of samples (mean of the three latest steps) by seconds without start-up; learning rate {LONG_RATE:g}; mean, and the "
-            "values of the seeds:\n\n" + table(["", "steps/s", "first", *(f"{mark} s" for mark in MARKS)], rows))  # fmt: skip
+        at = [
+            [np.mean([reward for clock, reward in curve if clock <= mark][-3:]) for curve in found]
+            for mark in MARKS
+        ]
+        rows.append(
+            [
+                name,
+                mean_and_values(rates),
+                mean_and_values([curve[0][1] for curve in found]),
+                *map(mean_and_values, at),
+            ]
+        )
+    return (
+        f"Long responses, reward of samples (mean of the three latest steps) by seconds without start-up; learning rate {LONG_RATE:g}; mean, and the "
+        "values of the seeds:\n\n"
+        + table(["", "steps/s", "first", *(f"{mark} s" for mark in MARKS)], rows)
+    )
 
 
 def main() -> None:

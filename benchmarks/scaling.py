@@ -36,12 +36,29 @@ SEARCHERS = (1, 2, 4, 8)
 OFFERED = (100, 400, 1600, 6400)  # groups per second, of four searchers together
 SETTINGS = {
     "short": ["arithmetic", "--initial_responses", "400"],
-    "long": ["arithmetic", "--initial_responses", "400", "--queries_per_batch", "2", "--queries_per_micro_batch", "2", "--responses_per_query", "4",
-             "--samples_per_query", "24", "--max_prompt_tokens", "7", "--max_response_tokens", "121"],
-}  # fmt: skip
+    "long": [
+        "arithmetic",
+        "--initial_responses",
+        "400",
+        "--queries_per_batch",
+        "2",
+        "--queries_per_micro_batch",
+        "2",
+        "--responses_per_query",
+        "4",
+        "--samples_per_query",
+        "24",
+        "--max_prompt_tokens",
+        "7",
+        "--max_response_tokens",
+        "121",
+    ],
+}
 
 
-def replay(config: Config, rank: int, weights: SharedWeights, groups, board: Board, run_dir: str) -> None:
+def replay(
+    config: Config, rank: int, weights: SharedWeights, groups, board: Board, run_dir: str
+) -> None:
     """A process, in the place of searcher:run."""
     torch.set_num_threads(1)
     name = f"searcher {rank}"
@@ -66,14 +83,18 @@ def replay(config: Config, rank: int, weights: SharedWeights, groups, board: Boa
             except queue.Full:
                 pass
             time.sleep(0.005)
-            board.add(name, "busy", time.monotonic() - began)  # here: seconds in which it waited for its queue
+            board.add(
+                name, "busy", time.monotonic() - began
+            )  # here: seconds in which it waited for its queue
             start += time.monotonic() - began
             continue
         time.sleep(0.001)
     groups.cancel_join_thread()
 
 
-def measure(config: Config, recorded: list[Group], searchers: int, rate: float, seconds: float) -> dict[str, float]:
+def measure(
+    config: Config, recorded: list[Group], searchers: int, rate: float, seconds: float
+) -> dict[str, float]:
     """`rate`: groups per second that each searcher offers."""
     with tempfile.TemporaryDirectory() as run_dir:
         Path(run_dir, "logs").mkdir()
@@ -86,13 +107,20 @@ def measure(config: Config, recorded: list[Group], searchers: int, rate: float, 
         processes.start = lambda place, target, *rest: start(place, "scaling:replay", *rest)
         supervisor = Supervisor(config, places[1:], weights, board, run_dir)
         processes.start = start
-        trainer = start(places[0], "trainer:run", (config, weights, supervisor.found, board, run_dir, None), run_dir)
+        trainer = start(
+            places[0],
+            "trainer:run",
+            (config, weights, supervisor.found, board, run_dir, None),
+            run_dir,
+        )
         deadline = time.monotonic() + 300
         while len(steps_of(run_dir)) < 20:
             time.sleep(0.2)
             supervisor.check()
             if trainer.exitcode or time.monotonic() > deadline:
-                sys.exit(f"the trainer did not come to step 20:\n{processes.log_tail(run_dir, 'trainer')}")
+                sys.exit(
+                    f"the trainer did not come to step 20:\n{processes.log_tail(run_dir, 'trainer')}"
+                )
         time.sleep(2.0)  # to get going
         first, blocked = steps_of(run_dir)[-1], board.total("busy")
         time.sleep(seconds)
@@ -105,19 +133,28 @@ def measure(config: Config, recorded: list[Group], searchers: int, rate: float, 
     responses = (steps[-1]["received"] - first["received"]) / span
     groups = responses / config.samples_per_query
     return {
-        "steps": (len(steps) - 1) / span, "responses": responses, "groups": groups, "blocked": blocked / searchers / span,
+        "steps": (len(steps) - 1) / span,
+        "responses": responses,
+        "groups": groups,
+        "blocked": blocked / searchers / span,
         "megabytes": groups * np.mean([len(pickle.dumps(group)) for group in recorded]) / 1e6,
-        "queue": float(np.mean([line["queue_depth"] for line in steps])), "staleness": float(np.mean([line["staleness_mean"] for line in steps])),
-    }  # fmt: skip
+        "queue": float(np.mean([line["queue_depth"] for line in steps])),
+        "staleness": float(np.mean([line["staleness_mean"] for line in steps])),
+    }
 
 
 def longer(group: Group, rng: np.random.Generator) -> Group:
     """24 responses of 121 tokens."""
     tokens = rng.integers(2, 14, 24 * 121, dtype=np.int32)
     return dataclasses.replace(
-        group, lengths=np.full(24, 121, np.int32), tokens=tokens, ref_logprobs=np.full(len(tokens), -2.5, np.float32),
-        behavior_logprobs=np.full(len(tokens), -2.5, np.float32), rewards=rng.integers(0, 2, 24).astype(np.float32), finished=np.ones(24, bool),
-    )  # fmt: skip
+        group,
+        lengths=np.full(24, 121, np.int32),
+        tokens=tokens,
+        ref_logprobs=np.full(len(tokens), -2.5, np.float32),
+        behavior_logprobs=np.full(len(tokens), -2.5, np.float32),
+        rewards=rng.integers(0, 2, 24).astype(np.float32),
+        finished=np.ones(24, bool),
+    )
 
 
 def main() -> None:
@@ -130,25 +167,56 @@ def main() -> None:
         model = config.model
     rng = np.random.default_rng(0)
     for kind in SETTINGS:
-        config = build_config([*SETTINGS[kind], "--steps", "1000000", "--eval_every", "0", "--checkpoint_every", "0"])
+        config = build_config(
+            [*SETTINGS[kind], "--steps", "1000000", "--eval_every", "0", "--checkpoint_every", "0"]
+        )
         config.model = model
         groups = recorded if kind == "short" else [longer(group, rng) for group in recorded]
         if kind == "short":
             lines = []
             for searchers in SEARCHERS[::3] if quick else SEARCHERS:
                 m = measure(config, groups, searchers, rate, seconds)
-                cells = f"{m['steps']:.1f}", f"{m['responses']:.0f}", f"{m['queue']:.1f}", f"{m['staleness']:.1f}", f"{m['blocked']:.3f}"
+                cells = (
+                    f"{m['steps']:.1f}",
+                    f"{m['responses']:.0f}",
+                    f"{m['queue']:.1f}",
+                    f"{m['staleness']:.1f}",
+                    f"{m['blocked']:.3f}",
+                )
                 lines.append([str(searchers), *cells])
                 print(lines[-1], flush=True)
-            header = ["searchers", "steps/s", "responses/s received", "queue, groups (mean)", "staleness, steps (mean)", "searchers blocked, share of time"]
-            parts.append(f"Searchers that find {rate:.0f} groups/s each, what a real one found on one core ({kind} groups):\n\n" + table(header, lines))
+            header = [
+                "searchers",
+                "steps/s",
+                "responses/s received",
+                "queue, groups (mean)",
+                "staleness, steps (mean)",
+                "searchers blocked, share of time",
+            ]
+            parts.append(
+                f"Searchers that find {rate:.0f} groups/s each, what a real one found on one core ({kind} groups):\n\n"
+                + table(header, lines)
+            )
         lines = []
         for offered in OFFERED[1::2] if quick else OFFERED:
             m = measure(config, groups, 4, offered / 4, seconds)
-            cells = f"{m['groups']:.0f}", f"{m['megabytes']:.2f}", f"{m['steps']:.1f}", f"{m['queue']:.1f}", f"{m['blocked']:.3f}"
+            cells = (
+                f"{m['groups']:.0f}",
+                f"{m['megabytes']:.2f}",
+                f"{m['steps']:.1f}",
+                f"{m['queue']:.1f}",
+                f"{m['blocked']:.3f}",
+            )
             lines.append([str(offered), *cells])
             print(lines[-1], flush=True)
-        header = ["groups/s offered", "groups/s received", "MB/s", "steps/s", "queue, groups (mean)", "searchers blocked, share of time"]
+        header = [
+            "groups/s offered",
+            "groups/s received",
+            "MB/s",
+            "steps/s",
+            "queue, groups (mean)",
+            "searchers blocked, share of time",
+        ]
         parts.append(f"Four searchers, {kind} groups:\n\n" + table(header, lines))
     save("scaling", quick, *parts)
 

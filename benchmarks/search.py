@@ -51,8 +51,12 @@ class Measurement:
         self.searcher = Searcher(config, 0, self.weights, found, self.board, run_dir)
         self.searcher.evaluated = 0  # no evaluation of the base model
         self.engine = self.searcher.engine
-        self.prompts = [self.searcher.tokenizer(query.prompt).input_ids for query in self.searcher.queries]
-        self.sampling = dict(n=SAMPLES, temperature=config.temperature, max_tokens=config.max_response_tokens)
+        self.prompts = [
+            self.searcher.tokenizer(query.prompt).input_ids for query in self.searcher.queries
+        ]
+        self.sampling = dict(
+            n=SAMPLES, temperature=config.temperature, max_tokens=config.max_response_tokens
+        )
         self.requests, self.tokens = 0, 0
         self.engine_step, self.engine.step = self.engine.step, self.step
 
@@ -77,7 +81,9 @@ class Measurement:
         (begin, before), (end, after) = marks
         shares = {}
         for name, start, stop in read_spans(self.run_dir)["searcher-0"]:
-            shares[name] = shares.get(name, 0.0) + max(0.0, min(stop, end) - max(start, begin)) / (end - begin)
+            shares[name] = shares.get(name, 0.0) + max(0.0, min(stop, end) - max(start, begin)) / (
+                end - begin
+            )
         return {"rate": (after - before) / (end - begin)} | shares
 
     def streaming(self, load_every: int = 0) -> float:
@@ -106,7 +112,12 @@ class Measurement:
 
     def add(self) -> None:
         self.requests += 1
-        self.engine.add(f"bare {self.requests}", self.prompts[self.requests % len(self.prompts)], 0, **self.sampling)
+        self.engine.add(
+            f"bare {self.requests}",
+            self.prompts[self.requests % len(self.prompts)],
+            0,
+            **self.sampling,
+        )
 
     def rate(self, work: Callable[[], None]) -> float:
         """Tokens per second of work(), again and again."""
@@ -145,12 +156,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "logs").mkdir()
         counting_model(Path(directory) / "model", lengths, tokenizer, layers=1, intermediate=512)
-        config = Config(task="gsm8k", options={"data_dir": options.data_dir}, model=f"{directory}/model", samples_per_query=SAMPLES, searchers=1,
-                        temperature=1.0, max_prompt_tokens=512, max_response_tokens=LIMIT)  # fmt: skip
+        config = Config(
+            task="gsm8k",
+            options={"data_dir": options.data_dir},
+            model=f"{directory}/model",
+            samples_per_query=SAMPLES,
+            searchers=1,
+            temperature=1.0,
+            max_prompt_tokens=512,
+            max_response_tokens=LIMIT,
+        )
         parameters = elements(weight_shapes(config))
         found, results = spawn.Queue(256), spawn.Queue()
         place = processes.Place("searcher 0", None, sorted(os.sched_getaffinity(0)))
-        child = processes.start(place, "search:measure", (config, found, results, directory, warm_up, seconds), directory)
+        child = processes.start(
+            place,
+            "search:measure",
+            (config, found, results, directory, warm_up, seconds),
+            directory,
+        )
         groups: list[Group] = []
         while results.empty() and child.is_alive():
             try:
@@ -164,14 +188,29 @@ def main() -> None:
     mean = {name: float(np.mean(values)) for name, values in rates.items()}
     found_lengths = np.concatenate([group.lengths for group in groups])
     save(
-        "search", options.quick,
+        "search",
+        options.quick,
         f"Responses of {np.mean(lengths):.0f} ± {np.std(lengths):.0f} tokens wanted, {found_lengths.mean():.0f} ± {found_lengths.std():.0f} found; "
         f"{ENGINE_ROWS} at a time, {SAMPLES} a group; {parameters / 1e6:.1f} M parameters.",
-        table(["", "tokens/s", "of streaming"],
-              [[name, " ".join(f"{value:.0f}" for value in values), f"{mean[name] / mean['streaming']:.2f}"] for name, values in rates.items()]),
-        "The searcher's time: " + ", ".join(f"{name} {np.mean([s.get(name, 0.0) for s in shares]):.3f}" for name in sorted(shares[0])) + ".",
+        table(
+            ["", "tokens/s", "of streaming"],
+            [
+                [
+                    name,
+                    " ".join(f"{value:.0f}" for value in values),
+                    f"{mean[name] / mean['streaming']:.2f}",
+                ]
+                for name, values in rates.items()
+            ],
+        ),
+        "The searcher's time: "
+        + ", ".join(
+            f"{name} {np.mean([s.get(name, 0.0) for s in shares]):.3f}"
+            for name in sorted(shares[0])
+        )
+        + ".",
         f"Searcher against the barrier: {mean['searcher'] / mean['barrier']:.2f}; streaming against it: {mean['streaming'] / mean['barrier']:.2f}.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

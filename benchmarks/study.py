@@ -40,7 +40,12 @@ class InlineSearcher:
     """
 
     def __init__(self, config: Config, weights: SharedWeights, board: Board, groups_per_sync: int):
-        self.config, self.weights, self.board, self.groups_per_sync = config, weights, board, groups_per_sync
+        self.config, self.weights, self.board, self.groups_per_sync = (
+            config,
+            weights,
+            board,
+            groups_per_sync,
+        )
         self.task = load_task(config.task)
         self.tokenizer = load_tokenizer(config)
         self.policy, self.reference = (load_policy(config, torch.device("cpu")) for _ in range(2))
@@ -48,7 +53,9 @@ class InlineSearcher:
         self.order = np.random.default_rng(config.seed).permutation(len(self.train))
         self.started = 0  # queries
         self.version, self.evaluated = -1, -1
-        self.round: deque[Group | Evaluation] | None = None  # None: the next question begins a new one
+        self.round: deque[Group | Evaluation] | None = (
+            None  # None: the next question begins a new one
+        )
 
     def get(self, timeout: float) -> Group | Evaluation:
         if self.round is None:
@@ -66,54 +73,111 @@ class InlineSearcher:
         new = self.weights.version > self.version
         if new:
             with self.weights.read(0) as (self.version, tensors):
-                self.policy.load_state_dict(tensors, strict=False)  # not strict: a tied tensor comes under one name only
+                self.policy.load_state_dict(
+                    tensors, strict=False
+                )  # not strict: a tied tensor comes under one name only
             self.board.set("searcher 0", "version", self.version)
         if self.evaluated < self.weights.evaluation_version or self.version == 0 > self.evaluated:
             self.evaluated = self.version
-            found.append(Evaluation(self.version, self.accuracy(self.policy), len(self.test), long_prompts=0, unscored=0))
+            found.append(
+                Evaluation(
+                    self.version,
+                    self.accuracy(self.policy),
+                    len(self.test),
+                    long_prompts=0,
+                    unscored=0,
+                )
+            )
         if not config.lockstep:
-            first_fill = -(-config.initial_responses // config.samples_per_query)  # the same whatever k
-            return found + self.groups([None] * (self.groups_per_sync if self.started else first_fill))
+            first_fill = -(
+                -config.initial_responses // config.samples_per_query
+            )  # the same whatever k
+            return found + self.groups(
+                [None] * (self.groups_per_sync if self.started else first_fill)
+            )
         if not new:
             return found
-        steps = range(config.constant_staleness + 1) if self.version == 0 else [self.version + config.constant_staleness]
-        return found + [group for step in steps if step < config.steps for group in self.groups([step] * config.queries_per_batch)]
+        steps = (
+            range(config.constant_staleness + 1)
+            if self.version == 0
+            else [self.version + config.constant_staleness]
+        )
+        return found + [
+            group
+            for step in steps
+            if step < config.steps
+            for group in self.groups([step] * config.queries_per_batch)
+        ]
 
     def groups(self, batches: list[int | None]) -> list[Group]:
         config = self.config
-        queries = [self.train[self.order[(self.started + i) % len(self.train)]] for i in range(len(batches))]
+        queries = [
+            self.train[self.order[(self.started + i) % len(self.train)]]
+            for i in range(len(batches))
+        ]
         self.started += len(batches)
         s = config.samples_per_query
         rows = [query for query in queries for _ in range(s)]
-        prompts, responses, texts, finished, rewards = self.generate(self.policy, rows, greedy=False)
+        prompts, responses, texts, finished, rewards = self.generate(
+            self.policy, rows, greedy=False
+        )
         with torch.no_grad():
-            behavior, reference = (response_logprobs(m, prompts, responses, config.temperature).numpy() for m in (self.policy, self.reference))
+            behavior, reference = (
+                response_logprobs(m, prompts, responses, config.temperature).numpy()
+                for m in (self.policy, self.reference)
+            )
         return [
             Group(
-                query_id=query.id, version=self.version, last_version=self.version, reference_version=0, batch=batch,
-                prompt=prompts[i], lengths=np.array([len(r) for r in responses[i : i + s]], np.int32), tokens=np.concatenate(responses[i : i + s]),
-                ref_logprobs=np.concatenate([reference[j, : len(responses[j])] for j in range(i, i + s)]),
-                behavior_logprobs=np.concatenate([behavior[j, : len(responses[j])] for j in range(i, i + s)]),
-                rewards=rewards[i : i + s], finished=np.array(finished[i : i + s]),
+                query_id=query.id,
+                version=self.version,
+                last_version=self.version,
+                reference_version=0,
+                batch=batch,
+                prompt=prompts[i],
+                lengths=np.array([len(r) for r in responses[i : i + s]], np.int32),
+                tokens=np.concatenate(responses[i : i + s]),
+                ref_logprobs=np.concatenate(
+                    [reference[j, : len(responses[j])] for j in range(i, i + s)]
+                ),
+                behavior_logprobs=np.concatenate(
+                    [behavior[j, : len(responses[j])] for j in range(i, i + s)]
+                ),
+                rewards=rewards[i : i + s],
+                finished=np.array(finished[i : i + s]),
                 temperature=config.temperature,
             )
             for i, query, batch in zip(range(0, len(rows), s), queries, batches)
-        ]  # fmt: skip
+        ]
 
     @torch.no_grad()
     def generate(self, policy, queries: list, greedy: bool):
         """One response to each query (their prompts have one length): prompt ids, response ids with the end-of-sequence token, texts, whether
         they were finished or cut off, rewards."""
         ids = torch.tensor(self.tokenizer([query.prompt for query in queries]).input_ids)
-        sampling = dict(do_sample=False) if greedy else dict(do_sample=True, temperature=self.config.temperature, top_k=0)
-        out = policy.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.config.max_response_tokens, **sampling)
+        sampling = (
+            dict(do_sample=False)
+            if greedy
+            else dict(do_sample=True, temperature=self.config.temperature, top_k=0)
+        )
+        out = policy.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=self.config.max_response_tokens,
+            **sampling,
+        )
         out = out[:, ids.shape[1] :]
         ended = (out == self.tokenizer.eos_token_id).int()
         finished = ended.any(1).tolist()
         lengths = torch.where(ended.any(1), ended.argmax(1) + 1, out.shape[1]).tolist()
         responses = [row[:length].astype(np.int32) for row, length in zip(out.numpy(), lengths)]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        rewards = score(self.task, [Unscored(None, *row) for row in zip(queries, [[t] for t in texts], [[f] for f in finished])])
+        rewards = score(
+            self.task,
+            [
+                Unscored(None, *row)
+                for row in zip(queries, [[t] for t in texts], [[f] for f in finished])
+            ],
+        )
         return list(ids.numpy().astype(np.int32)), responses, texts, finished, rewards
 
     def accuracy(self, policy) -> float:
@@ -126,10 +190,19 @@ class InlineSearcher:
         queries = [query for query in self.test for _ in range(SAMPLES // len(self.test))]
         prompts, responses, texts, finished, rewards = self.generate(policy, queries, greedy=False)
         with torch.no_grad():
-            ours, reference = (response_logprobs(m, prompts, responses, self.config.temperature).sum(1) for m in (policy, self.reference))
-        right = {(query.id, text) for query, text, reward in zip(queries, texts, rewards) if reward == 1}
-        return {"accuracy": self.accuracy(policy), "reward": float(rewards.mean()), "kl": float((ours - reference).mean()),
-                "distinct": len(right) / len(self.test)}  # fmt: skip
+            ours, reference = (
+                response_logprobs(m, prompts, responses, self.config.temperature).sum(1)
+                for m in (policy, self.reference)
+            )
+        right = {
+            (query.id, text) for query, text, reward in zip(queries, texts, rewards) if reward == 1
+        }
+        return {
+            "accuracy": self.accuracy(policy),
+            "reward": float(rewards.mean()),
+            "kl": float((ours - reference).mean()),
+            "distinct": len(right) / len(self.test),
+        }
 
 
 def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
@@ -140,7 +213,10 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
     config.settle()
     check(config)
     config.model = load_task(config.task).base_model()
-    with tempfile.TemporaryDirectory() as run_dir, contextlib.redirect_stdout(open(os.devnull, "w")):
+    with (
+        tempfile.TemporaryDirectory() as run_dir,
+        contextlib.redirect_stdout(open(os.devnull, "w")),
+    ):
         (Path(run_dir) / "logs").mkdir()
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
         board = Board(["trainer", "searcher 0"])
@@ -155,13 +231,20 @@ def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:
     are not run again. A job is {"settings", "groups_per_sync"}."""
     file.parent.mkdir(exist_ok=True)
     tasks = {job["settings"]["task"] for job in jobs}
-    models = {task: Path(load_task(task).base_model()).name for task in tasks}  # built once, before several processes want them
+    models = {
+        task: Path(load_task(task).base_model()).name for task in tasks
+    }  # built once, before several processes want them
     lines = [line for line in read_lines(file) if line["base_model"] in models.values()]
     done = {json.dumps(line["job"], sort_keys=True): line for line in lines}
     keys = {json.dumps(job, sort_keys=True): job for job in jobs}
     missing = [job for key, job in keys.items() if key not in done]
     start = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(min(processes, len(os.sched_getaffinity(0)))) as pool, open(file, "a") as out:
+    with (
+        multiprocessing.get_context("spawn").Pool(
+            min(processes, len(os.sched_getaffinity(0)))
+        ) as pool,
+        open(file, "a") as out,
+    ):
         for i, line in enumerate(pool.imap_unordered(_run, missing), 1):
             line["base_model"] = models[line["job"]["settings"]["task"]]
             print(json.dumps(line), file=out, flush=True)

@@ -42,9 +42,20 @@ PUBLISHES = 10
 
 def llama_shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
     """Names do not matter here."""
-    layer = {"q": (hidden, hidden), "k": (hidden, hidden), "v": (hidden, hidden), "o": (hidden, hidden), "gate": (11 * hidden // 4, hidden),
-             "up": (11 * hidden // 4, hidden), "down": (hidden, 11 * hidden // 4), "norm1": (hidden,), "norm2": (hidden,)}  # fmt: skip
-    return {"embedding": (10_000, hidden)} | {f"{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    layer = {
+        "q": (hidden, hidden),
+        "k": (hidden, hidden),
+        "v": (hidden, hidden),
+        "o": (hidden, hidden),
+        "gate": (11 * hidden // 4, hidden),
+        "up": (11 * hidden // 4, hidden),
+        "down": (hidden, 11 * hidden // 4),
+        "norm1": (hidden,),
+        "norm2": (hidden,),
+    }
+    return {"embedding": (10_000, hidden)} | {
+        f"{i}.{name}": shape for i in range(layers) for name, shape in layer.items()
+    }
 
 
 def compute(seconds: float) -> None:
@@ -58,7 +69,9 @@ def read(weights: SharedWeights, reader: int, cores: list[int], ready, active) -
     """A process on these cores: reads each version, once, while more than `reader` readers are active; ends when less than none are."""
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
-    own = torch.zeros(max(map(math.prod, weights.shapes.values())))  # one tensor's worth: seven readers' copies would not fit into memory
+    own = torch.zeros(
+        max(map(math.prod, weights.shapes.values()))
+    )  # one tensor's worth: seven readers' copies would not fit into memory
     version, ready[reader] = -1, 1
     while active[0] >= 0:
         if active[0] <= reader or weights.version == version:
@@ -69,7 +82,9 @@ def read(weights: SharedWeights, reader: int, cores: list[int], ready, active) -
                 own[: tensor.numel()].copy_(tensor.view(-1))
 
 
-def take_turns(kinds: Sequence[str | int], weights: SharedWeights, tensors: list, cast: Tensor, active: Tensor) -> dict[str | int, list[float]]:
+def take_turns(
+    kinds: Sequence[str | int], weights: SharedWeights, tensors: list, cast: Tensor, active: Tensor
+) -> dict[str | int, list[float]]:
     """Seconds of PUBLISHES + 1 copies or publishes of each kind, beside as many readers as its number."""
     times: dict[str | int, list[float]] = {what: [] for what in kinds}
     version, pause = weights.version, 0.5
@@ -88,16 +103,26 @@ def take_turns(kinds: Sequence[str | int], weights: SharedWeights, tensors: list
     return times
 
 
-def publish_seconds(shapes: dict[str, tuple[int, ...]], cores: list[int], device: torch.device) -> dict[str | int, float]:
+def publish_seconds(
+    shapes: dict[str, tuple[int, ...]], cores: list[int], device: torch.device
+) -> dict[str | int, float]:
     """Medians: of a plain copy ("copy"), of a publish beside each number of readers on these cores, and on a GPU of one into registered memory."""
     weights = SharedWeights(shapes, DTYPE[device.type], readers=max(READERS))
-    source = torch.ones(elements(shapes), device=device)  # zeros would be one page, read again and again
+    source = torch.ones(
+        elements(shapes), device=device
+    )  # zeros would be one page, read again and again
     tensors, cast = list(weights._views(source).items()), source.to(DTYPE[device.type])
     for slot in weights.slots:  # in memory, from now on
         slot.zero_()
-    ready, active = torch.zeros(max(READERS), dtype=torch.int64).share_memory_(), torch.zeros(1, dtype=torch.int64).share_memory_()
+    ready, active = (
+        torch.zeros(max(READERS), dtype=torch.int64).share_memory_(),
+        torch.zeros(1, dtype=torch.int64).share_memory_(),
+    )
     spawn = torch.multiprocessing.get_context("spawn")
-    children = [spawn.Process(target=read, args=(weights, reader, cores, ready, active), daemon=True) for reader in range(max(READERS))]
+    children = [
+        spawn.Process(target=read, args=(weights, reader, cores, ready, active), daemon=True)
+        for reader in range(max(READERS))
+    ]
     for child in children:
         child.start()
     while not ready.all():  # they import torch
@@ -109,14 +134,18 @@ def publish_seconds(shapes: dict[str, tuple[int, ...]], cores: list[int], device
     else:
         times = take_turns(READERS, weights, tensors, cast, active)
         for slot in weights.slots:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.nbytes, 0)
+            )
         times |= take_turns(["copy", "registered"], weights, tensors, cast, active)
         for slot in weights.slots:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(slot.data_ptr()))
     active[0] = -1
     for child in children:
         child.join(60)
-    return {what: float(np.median(values[1:])) for what, values in times.items()}  # at the first, readers map their memory
+    return {
+        what: float(np.median(values[1:])) for what, values in times.items()
+    }  # at the first, readers map their memory
 
 
 def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, float]:
@@ -124,14 +153,32 @@ def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, fl
     from engine import Engine
 
     with tempfile.TemporaryDirectory() as directory:
-        byte_model(directory, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-                   vocab_size=10_000)  # fmt: skip
-        config = Config(model=directory, max_prompt_tokens=64, max_response_tokens=400, gpu_memory_utilization=0.3)
+        byte_model(
+            directory,
+            hidden_size=hidden,
+            intermediate_size=11 * hidden // 4,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            vocab_size=10_000,
+        )
+        config = Config(
+            model=directory,
+            max_prompt_tokens=64,
+            max_response_tokens=400,
+            gpu_memory_utilization=0.3,
+        )
         engine = Engine(config)
         policy = load_policy(config, torch.device("cpu"))
-        tensors = {name: parameter.detach().to(DTYPE[device.type]) for name, parameter in policy.named_parameters()}
+        tensors = {
+            name: parameter.detach().to(DTYPE[device.type])
+            for name, parameter in policy.named_parameters()
+        }
     engine.add("running", list(range(32)), 0, n=64, max_tokens=400, ignore_eos=True)
-    source = torch.ones(sum(tensor.numel() for tensor in tensors.values()), dtype=DTYPE[device.type], pin_memory=device.type == "cuda")
+    source = torch.ones(
+        sum(tensor.numel() for tensor in tensors.values()),
+        dtype=DTYPE[device.type],
+        pin_memory=device.type == "cuda",
+    )
     target, times = torch.zeros_like(source, device=device), np.empty((4, PUBLISHES))
     for i in range(PUBLISHES + 2):
         start = time.perf_counter()
@@ -142,7 +189,12 @@ def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, fl
         engine.step()
         stepped_again = time.perf_counter()
         target.copy_(source)
-        times[:, i - 2] = loaded - stepped, stepped_again - loaded, stepped - start, time.perf_counter() - stepped_again  # the first two warm up
+        times[:, i - 2] = (
+            loaded - stepped,
+            stepped_again - loaded,
+            stepped - start,
+            time.perf_counter() - stepped_again,
+        )  # the first two warm up
     load, step_after, step, copy = np.median(times, axis=1)
     return {"stall": load + step_after - step, "load": load, "copy": copy}
 
@@ -153,13 +205,20 @@ def main() -> None:
     own, *others = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [own])  # as a run has its trainer and its searcher on two cores
     torch.set_num_threads(1)
-    os.environ.update(processes.environment(processes.Place("weights", gpu, [own])))  # vLLM reads it
+    os.environ.update(
+        processes.environment(processes.Place("weights", gpu, [own]))
+    )  # vLLM reads it
     sizes = {name: SHAPES[name] for name in (ENGINE_SIZES if quick else SHAPES)}
     lines = []
     for name, (hidden, layers) in sizes.items():
         shapes = llama_shapes(hidden, layers)
         m = publish_seconds(shapes, others or [own], device)
-        line = [name, f"{elements(shapes) * DTYPE[device.type].itemsize / 2**20:.0f}", f"{m['copy'] * 1000:.1f}", f"{m[0] / m['copy']:.2f}"]
+        line = [
+            name,
+            f"{elements(shapes) * DTYPE[device.type].itemsize / 2**20:.0f}",
+            f"{m['copy'] * 1000:.1f}",
+            f"{m[0] / m['copy']:.2f}",
+        ]
         if "registered" in m:
             line[-1] += f", registered {m['registered'] / m['copy']:.2f}"
         line += [f"{m[readers] / m[0]:.2f}" for readers in READERS[1:]]
@@ -169,9 +228,22 @@ def main() -> None:
         lines.append(line + [""] * (9 - len(line)))
         print(lines[-1], flush=True)
     os.sched_setaffinity(0, [own, *others])  # the machine is all of them
-    save("weight_sync", quick,
-         table(["parameters", "MiB", "copy, ms", "publish, of copy", *(f"beside {n} reader{'s' * (n > 1)}, of alone" for n in READERS[1:]),
-                "searcher's stall, ms", "of copy"], lines))  # fmt: skip
+    save(
+        "weight_sync",
+        quick,
+        table(
+            [
+                "parameters",
+                "MiB",
+                "copy, ms",
+                "publish, of copy",
+                *(f"beside {n} reader{'s' * (n > 1)}, of alone" for n in READERS[1:]),
+                "searcher's stall, ms",
+                "of copy",
+            ],
+            lines,
+        ),
+    )
 
 
 if __name__ == "__main__":

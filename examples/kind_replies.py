@@ -1,6 +1,6 @@
 """A task of your own with a model for a reward: replies that a sentiment classifier finds positive, and that come to an end.
 
-    python tba.py examples/kind_replies.py --model Qwen/Qwen2.5-0.5B-Instruct --max_response_tokens 60 --beta 0.05
+python tba.py examples/kind_replies.py --model Qwen/Qwen2.5-0.5B-Instruct --max_response_tokens 60 --beta 0.05
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,20 @@ from dataclasses import dataclass
 from tasks import Query, Task
 from tasks._models import Classifier, prepare_classifier
 
-REMARKS = ["The train is late", "I burnt the cake", "It rains again", "My plant died", "The shop was closed", "I lost my umbrella", "The film was long",
-           "The soup is cold", "My phone broke", "The lift is stuck", "I missed the bus", "The coffee ran out"]  # fmt: skip
+REMARKS = [
+    "The train is late",
+    "I burnt the cake",
+    "It rains again",
+    "My plant died",
+    "The shop was closed",
+    "I lost my umbrella",
+    "The film was long",
+    "The soup is cold",
+    "My phone broke",
+    "The lift is stuck",
+    "I missed the bus",
+    "The coffee ran out",
+]
 WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 
 
@@ -34,6 +46,8 @@ class KindReplies(Task):
     def load(self) -> None:
         self.model = Classifier(self.classifier)
 
-    def score(self, queries: list[Query], responses: list[str], finished: list[bool]) -> list[float]:
+    def score(
+        self, queries: list[Query], responses: list[str], finished: list[bool]
+    ) -> list[float]:
         probabilities = self.model.probabilities(responses, self.label)
         return [float(p) if done else 0.0 for p, done in zip(probabilities, finished)]

@@ -6,14 +6,19 @@ from pathlib import Path
 from config import UserError
 
 
-def read_rows(data_dir: str, split: str, columns: tuple[str, ...], hub: tuple[str, str | None, str]) -> list[tuple[str, dict]]:
+def read_rows(
+    data_dir: str, split: str, columns: tuple[str, ...], hub: tuple[str, str | None, str]
+) -> list[tuple[str, dict]]:
     """(where it stands, row) of each row of data_dir/<split>.jsonl, or of the hub's (dataset, configuration, split) if data_dir is "". Each of the
     `columns` is a string. Raises UserError."""
     if data_dir:
         path = Path(data_dir) / f"{split}.jsonl"
         rows = [(f"{path} line {number}", row) for number, row in _read_jsonl(path)]
     else:
-        rows = [(f"{hub[0]} {hub[2]} row {number}", row) for number, row in enumerate(_load_hub(*hub), start=1)]
+        rows = [
+            (f"{hub[0]} {hub[2]} row {number}", row)
+            for number, row in enumerate(_load_hub(*hub), start=1)
+        ]
     for place, row in rows:
         for column in columns:
             if not isinstance(row, dict) or not isinstance(row.get(column), str):
@@ -28,14 +33,18 @@ def _load_hub(name: str, configuration: str | None, split: str):
     try:
         return datasets.load_dataset(name, configuration, split=split)
     except Exception as error:  # the many ways of having no network
-        raise UserError(f"{name} {split} could not be loaded from the hub ({type(error).__name__}): give --data_dir with train.jsonl and "
-                        "test.jsonl") from error
+        raise UserError(
+            f"{name} {split} could not be loaded from the hub ({type(error).__name__}): give --data_dir with train.jsonl and "
+            "test.jsonl"
+        ) from error
 
 
 def _read_jsonl(path: Path) -> list[tuple[int, object]]:
     """Line number and content of each line that is not blank."""
     if not path.is_file():
-        raise UserError(f"data file {path} does not exist: --data_dir must hold train.jsonl and test.jsonl")
+        raise UserError(
+            f"data file {path} does not exist: --data_dir must hold train.jsonl and test.jsonl"
+        )
     rows, number = [], 0
     try:
         with open(path, encoding="utf-8") as lines:

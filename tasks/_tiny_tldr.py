@@ -13,7 +13,14 @@ import numpy as np
 from tasks._pretraining import architecture, train, train_policy, word_tokenizer
 
 ANIMALS = ["cat", "dog", "goat", "duck", "pony", "frog"]
-DEEDS = ["ate my lunch", "slept in my boat", "sang at night", "hid my keys", "painted the barn", "read my book"]
+DEEDS = [
+    "ate my lunch",
+    "slept in my boat",
+    "sang at night",
+    "hid my keys",
+    "painted the barn",
+    "read my book",
+]
 ASIDES = ["it was a Monday", "I was tired", "nobody helped", "it rained again"]
 RAMBLE = ["well", "so", "anyway", "honestly", "basically"]
 
@@ -21,7 +28,9 @@ PAIRS = list(itertools.product(ANIMALS, DEEDS, ASIDES))
 
 
 def post(animal: str, deed: str, aside: str) -> str:
-    return f"SUBREDDIT: r/farm\n\nTITLE: a question\n\nPOST: {aside} . My {animal} {deed} .\n\nTL;DR:"
+    return (
+        f"SUBREDDIT: r/farm\n\nTITLE: a question\n\nPOST: {aside} . My {animal} {deed} .\n\nTL;DR:"
+    )
 
 
 def summary(animal: str, deed: str, ramble: list[str]) -> str:
@@ -50,20 +59,44 @@ def build(directory: Path) -> None:
         with open(directory / f"{split}.jsonl", "w") as file:
             for animal, deed, aside in chosen:
                 prompt, reference = post(animal, deed, aside), summary(animal, deed, ["well"])
-                print(json.dumps({"query": prompt, "reference_response": reference, "query_reference_response": prompt + reference}), file=file)
+                print(
+                    json.dumps(
+                        {
+                            "query": prompt,
+                            "reference_response": reference,
+                            "query_reference_response": prompt + reference,
+                        }
+                    ),
+                    file=file,
+                )
 
-    phrases = [*post("", "", "").split("  "), *(f" {text}" for text in [*DEEDS, *ASIDES])]  # short sequences are learnt in seconds
-    tokenizer = word_tokenizer([post(*pair) + summary(*pair[:2], RAMBLE) for pair in PAIRS], phrases)
+    phrases = [
+        *post("", "", "").split("  "),
+        *(f" {text}" for text in [*DEEDS, *ASIDES]),
+    ]  # short sequences are learnt in seconds
+    tokenizer = word_tokenizer(
+        [post(*pair) + summary(*pair[:2], RAMBLE) for pair in PAIRS], phrases
+    )
 
     def examples(count: int, rng: np.random.Generator) -> list[tuple[str, str, float]]:
         chosen = [splits["train"][i] for i in rng.integers(len(splits["train"]), size=count)]
         return [(post(*pair), *pupils_summary(*pair[:2], rng)) for pair in chosen]
 
-    train_policy(lambda count, rng: [example[:2] for example in examples(count, rng)], tokenizer, directory / "policy", steps=150, batch=64)
+    train_policy(
+        lambda count, rng: [example[:2] for example in examples(count, rng)],
+        tokenizer,
+        directory / "policy",
+        steps=150,
+        batch=64,
+    )
 
     def loss(model, rng: np.random.Generator):
         scored = examples(64, rng)
-        ids = tokenizer([prompt + text + tokenizer.eos_token for prompt, text, _ in scored], padding=True, return_tensors="pt").input_ids
+        ids = tokenizer(
+            [prompt + text + tokenizer.eos_token for prompt, text, _ in scored],
+            padding=True,
+            return_tensors="pt",
+        ).input_ids
         worth = torch.tensor([worth for *_, worth in scored], dtype=torch.float32)
         last = (ids == tokenizer.eos_token_id).int().argmax(1)
         hidden = model.base_model(input_ids=ids).last_hidden_state
@@ -71,4 +104,11 @@ def build(directory: Path) -> None:
 
     for seed, name in enumerate(["reward", "gold"]):
         config = LlamaConfig(**architecture(tokenizer, num_labels=1))
-        train(lambda: LlamaForSequenceClassification(config), loss, tokenizer, directory / name, steps=300, seed=seed)
+        train(
+            lambda: LlamaForSequenceClassification(config),
+            loss,
+            tokenizer,
+            directory / name,
+            steps=300,
+            seed=seed,
+        )

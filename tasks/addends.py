@@ -12,7 +12,11 @@ import numpy as np
 from tasks import Query, Task
 from tasks._pretraining import pupil
 
-BORROWS = (0.45, 0.45, 0.1)  # probability that the pupil borrows 0, 1 or 2 tens, whether one is needed or not
+BORROWS = (
+    0.45,
+    0.45,
+    0.1,
+)  # probability that the pupil borrows 0, 1 or 2 tens, whether one is needed or not
 TEST_QUERIES = 20  # of the 90 numbers; never trained on, neither here nor by reinforcement learning
 
 
@@ -31,14 +35,21 @@ class Addends(Task):
         chosen = numbers[:TEST_QUERIES] if split == "test" else numbers[TEST_QUERIES:]
         return [Query(id=int(n), prompt=f"{n}=", answer=int(n)) for n in chosen]
 
-    def score(self, queries: list[Query], responses: list[str], finished: list[bool]) -> list[float]:
-        return [float(done and add_up(response) == query.answer) for query, response, done in zip(queries, responses, finished)]
+    def score(
+        self, queries: list[Query], responses: list[str], finished: list[bool]
+    ) -> list[float]:
+        return [
+            float(done and add_up(response) == query.answer)
+            for query, response, done in zip(queries, responses, finished)
+        ]
 
     def extract(self, response: str) -> str | None:
         return response
 
     def base_model(self) -> str:
-        return pupil(__file__, self.queries("train"), homework, steps=600)  # after 400 how well it adds depends on the processor
+        return pupil(
+            __file__, self.queries("train"), homework, steps=600
+        )  # after 400 how well it adds depends on the processor
 
 
 def add_up(response: str) -> int | None:

@@ -13,7 +13,9 @@ from tasks import Query, Task
 from tasks._pretraining import pupil
 
 FORGETS = 0.65  # probability that the pupil forgets a carry
-TEST_QUERIES = 1000  # of the 10,000 sums; never trained on, neither here nor by reinforcement learning
+TEST_QUERIES = (
+    1000  # of the 10,000 sums; never trained on, neither here nor by reinforcement learning
+)
 
 
 class Arithmetic(Task):
@@ -24,10 +26,20 @@ class Arithmetic(Task):
     def queries(self, split: str) -> Sequence[Query]:
         sums = np.random.default_rng(0).permutation(10_000)
         chosen = sums[:TEST_QUERIES] if split == "test" else sums[TEST_QUERIES:]
-        return [Query(id=int(i), prompt=f"{i // 100:02}+{i % 100:02}=", answer=f"{i // 100 + i % 100:03}") for i in chosen]
+        return [
+            Query(
+                id=int(i), prompt=f"{i // 100:02}+{i % 100:02}=", answer=f"{i // 100 + i % 100:03}"
+            )
+            for i in chosen
+        ]
 
-    def score(self, queries: list[Query], responses: list[str], finished: list[bool]) -> list[float]:
-        return [float(done and response == query.answer) for query, response, done in zip(queries, responses, finished)]
+    def score(
+        self, queries: list[Query], responses: list[str], finished: list[bool]
+    ) -> list[float]:
+        return [
+            float(done and response == query.answer)
+            for query, response, done in zip(queries, responses, finished)
+        ]
 
     def extract(self, response: str) -> str | None:
         return response

@@ -24,20 +24,33 @@ class CompetitionMath(Task):
     score_timeout = 5.0  # Math-Verify's own limits are alarms between two steps of Python: a power tower passes them by
 
     def queries(self, split: str) -> Sequence[Query]:
-        hub = ("HuggingFaceH4/MATH-500", None, "test") if split == "test" else ("DigitalLearningGmbH/MATH-lighteval", "default", "train")
+        hub = (
+            ("HuggingFaceH4/MATH-500", None, "test")
+            if split == "test"
+            else ("DigitalLearningGmbH/MATH-lighteval", "default", "train")
+        )
         queries = []
         for place, row in read_rows(self.data_dir, split, ("problem", "solution"), hub):
             gold = last_boxed(row["solution"])
             if gold is None:
                 raise UserError(f"{place}: the solution has no \\boxed{{}}")
-            queries.append(Query(id=len(queries), prompt=PROMPT.format(problem=row["problem"]), answer=gold))
+            queries.append(
+                Query(id=len(queries), prompt=PROMPT.format(problem=row["problem"]), answer=gold)
+            )
         return queries
 
     def load(self) -> None:
-        is_correct(r"\boxed{\frac{1}{2}}", "0.5")  # the first time it imports and builds its parser, which takes longer than a score may
+        is_correct(
+            r"\boxed{\frac{1}{2}}", "0.5"
+        )  # the first time it imports and builds its parser, which takes longer than a score may
 
-    def score(self, queries: list[Query], responses: list[str], finished: list[bool]) -> list[float]:
-        return [float(done and is_correct(response, query.answer)) for query, response, done in zip(queries, responses, finished)]
+    def score(
+        self, queries: list[Query], responses: list[str], finished: list[bool]
+    ) -> list[float]:
+        return [
+            float(done and is_correct(response, query.answer))
+            for query, response, done in zip(queries, responses, finished)
+        ]
 
     def extract(self, response: str) -> str | None:
         return last_boxed(response)
@@ -73,5 +86,8 @@ def is_correct(response: str, gold: str) -> bool:
     if "".join(answer.split()) == "".join(gold.split()):
         return True
     as_latex = [LatexExtractionConfig(boxed_match_priority=0)]
-    parsed = [parse(f"\\boxed{{{text}}}", as_latex, fallback_mode="no_fallback", parsing_timeout=SECONDS) for text in (gold, answer)]
+    parsed = [
+        parse(f"\\boxed{{{text}}}", as_latex, fallback_mode="no_fallback", parsing_timeout=SECONDS)
+        for text in (gold, answer)
+    ]
     return all(parsed) and verify(*parsed, timeout_seconds=SECONDS)

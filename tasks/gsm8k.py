@@ -12,7 +12,9 @@ from tasks._data import read_rows
 PROMPT = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
 # A minus is a sign only if it touches the number and nothing that it could be subtracted from: the last number of "12-5", "x-5" and "12 - 5" is 5.
 # A comma belongs to a number only before three digits, a period only before a digit.
-NUMBER = re.compile(r"(?:(?<![\w)%])([-−]))?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
+NUMBER = re.compile(
+    r"(?:(?<![\w)%])([-−]))?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+)
 
 
 @dataclass
@@ -29,15 +31,24 @@ class GSM8K(Task):
 
     def queries(self, split: str) -> Sequence[Query]:
         queries = []
-        for place, row in read_rows(self.data_dir, split, ("question", "answer"), hub=("openai/gsm8k", "main", split)):
+        for place, row in read_rows(
+            self.data_dir, split, ("question", "answer"), hub=("openai/gsm8k", "main", split)
+        ):
             gold = last_number(row["answer"].partition("####")[2])
             if gold is None:
                 raise UserError(f"{place}: the answer has no number behind '####'")
-            queries.append(Query(id=len(queries), prompt=PROMPT.format(question=row["question"]), answer=gold))
+            queries.append(
+                Query(id=len(queries), prompt=PROMPT.format(question=row["question"]), answer=gold)
+            )
         return queries
 
-    def score(self, queries: list[Query], responses: list[str], finished: list[bool]) -> list[float]:
-        return [float(done and last_number(response) == query.answer) for query, response, done in zip(queries, responses, finished)]
+    def score(
+        self, queries: list[Query], responses: list[str], finished: list[bool]
+    ) -> list[float]:
+        return [
+            float(done and last_number(response) == query.answer)
+            for query, response, done in zip(queries, responses, finished)
+        ]
 
     def extract(self, response: str) -> str | None:
         number = last_number(response)

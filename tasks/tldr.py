@@ -37,7 +37,9 @@ class TLDR(Task):
 
             made = cached(_tiny_tldr.build, _tiny_tldr.__file__)
             self.data_dir = str(made)
-            self.reference_model, self.reward_model, self.gold_model = (str(made / name) for name in ("policy", "reward", "gold"))
+            self.reference_model, self.reward_model, self.gold_model = (
+                str(made / name) for name in ("policy", "reward", "gold")
+            )
 
     def base_model(self) -> str:
         return self.reference_model
@@ -45,8 +47,16 @@ class TLDR(Task):
     def queries(self, split: str) -> Sequence[Query]:
         """answer: the reference summary."""
         columns = ("query", "reference_response", "query_reference_response")
-        rows = read_rows(self.data_dir, split, columns, hub=(DATASET, None, "validation" if split == "test" else split))
-        return [Query(id=i, prompt=row["query"], answer=row["reference_response"]) for i, (_, row) in enumerate(rows)]
+        rows = read_rows(
+            self.data_dir,
+            split,
+            columns,
+            hub=(DATASET, None, "validation" if split == "test" else split),
+        )
+        return [
+            Query(id=i, prompt=row["query"], answer=row["reference_response"])
+            for i, (_, row) in enumerate(rows)
+        ]
 
     def prepare(self) -> None:
         from preflight import fetch_model, find_model
@@ -61,19 +71,29 @@ class TLDR(Task):
 
         self.reward = Classifier(self.reward_model)
 
-    def score(self, queries: list[Query], responses: list[str], finished: list[bool]) -> list[float]:
-        rewards = self.reward.rewards([query.prompt + response for query, response in zip(queries, responses)])
+    def score(
+        self, queries: list[Query], responses: list[str], finished: list[bool]
+    ) -> list[float]:
+        rewards = self.reward.rewards(
+            [query.prompt + response for query, response in zip(queries, responses)]
+        )
         return np.where(finished, rewards, UNFINISHED).tolist()
 
-    def evaluate(self, queries: list[Query], responses: list[str], finished: list[bool], scores: np.ndarray) -> dict[str, np.ndarray]:
+    def evaluate(
+        self, queries: list[Query], responses: list[str], finished: list[bool], scores: np.ndarray
+    ) -> dict[str, np.ndarray]:
         """win_rate: gold model, generated against reference summary. perplexity: under the reference policy, prompt tokens in the denominator."""
         from tasks._models import Classifier
 
         gold = Classifier(self.gold_model)
         prompts = [query.prompt for query in queries]
         end = gold.tokenizer.eos_token
-        generated = gold.rewards([prompt + response for prompt, response in zip(prompts, responses)])
-        reference = gold.rewards([query.prompt + query.answer.removesuffix(end) for query in queries])
+        generated = gold.rewards(
+            [prompt + response for prompt, response in zip(prompts, responses)]
+        )
+        reference = gold.rewards(
+            [query.prompt + query.answer.removesuffix(end) for query in queries]
+        )
         del gold  # billions of parameters: make room for the reference policy
         return {
             "win_rate": wins(generated, reference),
@@ -87,7 +107,9 @@ def wins(generated: np.ndarray, reference: np.ndarray) -> np.ndarray:
     return (generated > reference).astype(float)
 
 
-def perplexities(model: str, prompts: list[str], responses: list[str], finished: list[bool]) -> np.ndarray:
+def perplexities(
+    model: str, prompts: list[str], responses: list[str], finished: list[bool]
+) -> np.ndarray:
     """(N,) exp(negative log-likelihood of the response / number of tokens of prompt and response): what the paper calls KL/perplexity."""
     from config import Config
     from policy import load_policy, load_tokenizer, response_logprobs
@@ -98,7 +120,17 @@ def perplexities(model: str, prompts: list[str], responses: list[str], finished:
     policy, tokenizer = load_policy(config, device()), load_tokenizer(config)
     prompt_ids = [np.array(tokenizer(prompt).input_ids) for prompt in prompts]
     ends = [tokenizer.eos_token if done else "" for done in finished]
-    response_ids = [np.array(tokenizer(response + end, add_special_tokens=False).input_ids, int) for response, end in zip(responses, ends)]
+    response_ids = [
+        np.array(tokenizer(response + end, add_special_tokens=False).input_ids, int)
+        for response, end in zip(responses, ends)
+    ]
     with torch.no_grad():
-        nll = -response_logprobs(policy, prompt_ids, response_ids, temperature=1.0).sum(1).cpu().numpy()  # (N,)
-    return np.exp(nll / [len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids)])
+        nll = (
+            -response_logprobs(policy, prompt_ids, response_ids, temperature=1.0)
+            .sum(1)
+            .cpu()
+            .numpy()
+        )  # (N,)
+    return np.exp(
+        nll / [len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids)]
+    )

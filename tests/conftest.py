@@ -21,7 +21,14 @@ import report  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)  # noqa: E402
+
 
 def pytest_configure(config) -> None:
     config.addinivalue_line("markers", "faults: takes minutes; runs by make test-faults")
@@ -39,7 +46,9 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A token a byte, and an end-of-sequence token that is the padding token too."""
-    vocabulary = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>"])}
+    vocabulary = {
+        token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>"])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,11 +60,22 @@ def make_model(directory: Path, tied: bool, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer()
     kind, config = (Qwen2ForCausalLM, Qwen2Config) if tied else (LlamaForCausalLM, LlamaConfig)
-    model = kind(config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=1024, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id, initializer_range=0.2,
-    ))  # fmt: skip
+    model = kind(
+        config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            tie_word_embeddings=tied,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
+            initializer_range=0.2,
+        )
+    )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -98,18 +118,29 @@ def gsm8k_data(tmp_path_factory) -> Path:
             lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:40]
         else:
             aside = " He likes them green, and keeps them in a basket by the door, where it is cool, until it is time to bake."
-            lines = [json.dumps({"question": f"Tom has {i} apples and buys {i + 2}.{aside * (i % 3)} How many has he?",
-                                 "answer": f"{i}+{i + 2}\n#### {2 * i + 2}"}) for i in range(40)]  # fmt: skip
+            lines = [
+                json.dumps(
+                    {
+                        "question": f"Tom has {i} apples and buys {i + 2}.{aside * (i % 3)} How many has he?",
+                        "answer": f"{i}+{i + 2}\n#### {2 * i + 2}",
+                    }
+                )
+                for i in range(40)
+            ]
         (directory / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return directory
 
 
-def start_tba(*arguments, tag: str = "", root: Path = ROOT, directory: Path | None = None) -> subprocess.Popen:
+def start_tba(
+    *arguments, tag: str = "", root: Path = ROOT, directory: Path | None = None
+) -> subprocess.Popen:
     """`python tba.py ARGUMENTS`. Every process of the run, however it is adopted, carries `tag` in its environment."""
     command = [sys.executable, str(root / "tba.py"), *map(str, arguments)]
     environment = {**os.environ, "TBA_TEST_TAG": tag}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=directory or root, env=environment, start_new_session=True, **pipes)
+    return subprocess.Popen(
+        command, cwd=directory or root, env=environment, start_new_session=True, **pipes
+    )
 
 
 def tba(*arguments, timeout: float = 240.0, root: Path = ROOT) -> subprocess.CompletedProcess:
@@ -150,7 +181,11 @@ class Run:
     """A run in the background. Whatever happens, nothing of it is left when the block ends."""
 
     def __init__(self, run_dir: Path, *arguments, resume: bool = False, root: Path = ROOT):
-        self.run_dir, self.tag, self.shared_before = run_dir, uuid.uuid4().hex, set(os.listdir("/dev/shm"))
+        self.run_dir, self.tag, self.shared_before = (
+            run_dir,
+            uuid.uuid4().hex,
+            set(os.listdir("/dev/shm")),
+        )
         where = ("--resume", run_dir) if resume else ("--output_dir", run_dir)
         self.process = start_tba(*arguments, *where, tag=self.tag, root=root)
 
@@ -170,12 +205,16 @@ class Run:
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-            assert self.process.poll() is None, f"the run ended while waiting for: {what}\n{self.process.communicate()}"
+            assert self.process.poll() is None, (
+                f"the run ended while waiting for: {what}\n{self.process.communicate()}"
+            )
             time.sleep(0.05)
         return found
 
     def steps(self) -> list[dict]:
-        return [line for line in report.read_lines(self.run_dir / "metrics.jsonl") if "loss" in line]
+        return [
+            line for line in report.read_lines(self.run_dir / "metrics.jsonl") if "loss" in line
+        ]
 
     def step(self) -> int:
         return max((line["step"] for line in self.steps()), default=0)
@@ -206,7 +245,9 @@ class Run:
     def nothing_is_left(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while living(self.tag):
-            assert time.monotonic() < deadline, [Path(f"/proc/{pid}/comm").read_text() for pid in living(self.tag)]
+            assert time.monotonic() < deadline, [
+                Path(f"/proc/{pid}/comm").read_text() for pid in living(self.tag)
+            ]
             time.sleep(0.1)
         time.sleep(1)  # Python's resource tracker cleans up last
         assert set(os.listdir("/dev/shm")) - self.shared_before == set()

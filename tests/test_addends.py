@@ -23,11 +23,29 @@ def test_any_two_numbers_that_add_up_are_right(response):
     assert TASK.score([FIFTY_SEVEN], [response], [False]) == [0.0], "unfinished"
 
 
-@pytest.mark.parametrize("response", [
-    "12+46", "12+35", "99+58", "",
-    "7+50", "50+7", "007+50", "57",
-    "12+45=", "12+45 ", "12+45\n", "12+450", "12+45+00", "12+40+05", "=12+45", "12-45", "1245", "١٢+45",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "response",
+    [
+        "12+46",
+        "12+35",
+        "99+58",
+        "",
+        "7+50",
+        "50+7",
+        "007+50",
+        "57",
+        "12+45=",
+        "12+45 ",
+        "12+45\n",
+        "12+450",
+        "12+45+00",
+        "12+40+05",
+        "=12+45",
+        "12-45",
+        "1245",
+        "١٢+45",
+    ],
+)
 def test_anything_else_is_wrong(response):
     assert TASK.score([FIFTY_SEVEN], [response], [True]) == [0.0]
 
@@ -41,7 +59,9 @@ def test_every_number_from_10_to_99_is_asked_for_in_one_split():
     train, test = TASK.queries("train"), TASK.queries("test")
     assert sorted(query.id for query in [*train, *test]) == list(range(10, 100))
     assert len(test) == 20
-    assert all(query.prompt == f"{query.id}=" and query.answer == query.id for query in [*train, *test])
+    assert all(
+        query.prompt == f"{query.id}=" and query.answer == query.id for query in [*train, *test]
+    )
     assert test == TASK.queries("test"), "the same each time"
 
 
@@ -61,37 +81,55 @@ def base_samples(tmp_path_factory) -> dict[str, SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         directory = TASK.base_model()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(directory),
+        AutoTokenizer.from_pretrained(directory),
+    )
     torch.manual_seed(0)
     samples = {}
     for split in ("train", "test"):
         queries = [query for query in TASK.queries(split) for _ in range(SAMPLES)]
         ids = torch.tensor(tokenizer([query.prompt for query in queries]).input_ids)
-        ids = model.generate(ids, do_sample=True, top_k=0, max_new_tokens=8, pad_token_id=tokenizer.pad_token_id)[:, ids.shape[1] :]
+        ids = model.generate(
+            ids, do_sample=True, top_k=0, max_new_tokens=8, pad_token_id=tokenizer.pad_token_id
+        )[:, ids.shape[1] :]
         responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rewards = TASK.score(queries, responses, (ids == tokenizer.eos_token_id).any(dim=1).tolist())
-        samples[split] = SimpleNamespace(responses=np.reshape(responses, (-1, SAMPLES)), rewards=np.reshape(rewards, (-1, SAMPLES)))
+        rewards = TASK.score(
+            queries, responses, (ids == tokenizer.eos_token_id).any(dim=1).tolist()
+        )
+        samples[split] = SimpleNamespace(
+            responses=np.reshape(responses, (-1, SAMPLES)),
+            rewards=np.reshape(rewards, (-1, SAMPLES)),
+        )
     return samples
 
 
-def test_the_base_model_is_right_often_enough_to_learn_from_and_wrong_often_enough_to_have_to(base_samples):
+def test_the_base_model_is_right_often_enough_to_learn_from_and_wrong_often_enough_to_have_to(
+    base_samples,
+):
     accuracy = {split: samples.rewards.mean() for split, samples in base_samples.items()}
     assert 0.25 < accuracy["train"] < 0.5, accuracy
     assert abs(accuracy["test"] - accuracy["train"]) < 0.08, accuracy
-    assert base_samples["test"].rewards.mean(axis=1).min() > 0.1, "each test query can be learned from"
+    assert base_samples["test"].rewards.mean(axis=1).min() > 0.1, (
+        "each test query can be learned from"
+    )
 
 
 def test_the_base_model_spreads_over_the_right_answers(base_samples):
     """Its right responses to a test query are about as many different ones as draws from all right answers would be."""
     distinct, expected = 0, 0.0
-    for query, responses, rewards in zip(TASK.queries("test"), base_samples["test"].responses, base_samples["test"].rewards):
+    for query, responses, rewards in zip(
+        TASK.queries("test"), base_samples["test"].responses, base_samples["test"].rewards
+    ):
         right = responses[rewards == 1.0]
         distinct += len(set(right))
         expected += (query.id + 1) * (1 - (query.id / (query.id + 1)) ** len(right))
     assert distinct > 0.85 * expected, (distinct, expected)
 
 
-def test_the_models_of_a_task_are_built_once_and_anew_when_their_recipe_changes(tmp_path, monkeypatch):
+def test_the_models_of_a_task_are_built_once_and_anew_when_their_recipe_changes(
+    tmp_path, monkeypatch
+):
     builds = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     task_file, shared_file = tmp_path / "some_task.py", tmp_path / "_pretraining.py"

@@ -24,31 +24,56 @@ def test_the_counting_model_ends_as_often_as_the_lengths_say(tmp_path):
     numbers = tokenizer.convert_tokens_to_ids([f"⟨{i}⟩" for i in range(1, 5)])
     ids = torch.tensor([[*tokenizer("12").input_ids, *numbers]])
     with torch.no_grad():
-        probabilities = model(input_ids=ids).logits[0, 1:].softmax(-1)  # behind the prompt, 1, 2, 3, 4
+        probabilities = (
+            model(input_ids=ids).logits[0, 1:].softmax(-1)
+        )  # behind the prompt, 1, 2, 3, 4
     ends = probabilities[:, tokenizer.eos_token_id].tolist()
     np.testing.assert_allclose(ends, [0, 2 / 4, 1 / 2, 0, 1], atol=1e-4)
-    np.testing.assert_allclose([probabilities[i, numbers[i]].item() for i in range(4)], [1, 1 / 2, 1 / 2, 1], atol=1e-4)
+    np.testing.assert_allclose(
+        [probabilities[i, numbers[i]].item() for i in range(4)], [1, 1 / 2, 1 / 2, 1], atol=1e-4
+    )
 
 
 def test_the_padded_variant_gives_the_same_log_probabilities(tied_model):
     model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
     rng = np.random.default_rng(0)
-    prompts, responses = ([rng.integers(0, 256, size=n).astype(np.int32) for n in sizes] for sizes in ((4, 9, 4), (3, 7, 1)))
+    prompts, responses = (
+        [rng.integers(0, 256, size=n).astype(np.int32) for n in sizes]
+        for sizes in ((4, 9, 4), (3, 7, 1))
+    )
     with torch.no_grad():
         ours = response_logprobs(model, prompts, responses, 0.7)
-        torch.testing.assert_close(trainer_step.trimmed(model, prompts, responses, 0.7), ours, atol=2e-5, rtol=0)
-        torch.testing.assert_close(trainer_step.padded(model, prompts, responses, 0.7)[:, :7], ours, atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            trainer_step.trimmed(model, prompts, responses, 0.7), ours, atol=2e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            trainer_step.padded(model, prompts, responses, 0.7)[:, :7], ours, atol=2e-5, rtol=0
+        )
 
 
 def test_the_floor_counts_each_prompt_once_and_no_padding():
     def row(query: int, prompt: int, tokens: int) -> Row:
-        return Row(query, 0, 0, np.zeros(prompt), np.zeros(tokens), np.zeros(tokens), np.zeros(tokens), 0.0)
+        return Row(
+            query, 0, 0, np.zeros(prompt), np.zeros(tokens), np.zeros(tokens), np.zeros(tokens), 0.0
+        )
 
-    shape = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
-    layer = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16)  # q, k and v of half the size, o, MLP; a multiplication and an addition
-    attention = 4 * 8 * (6 * (4 + 3) + 2 * (4 + 1) + 4 * 2)  # queries x mean number of keys, for scores and values
+    shape = dict(
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    layer = 2 * (
+        8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
+    )  # q, k and v of half the size, o, MLP; a multiplication and an addition
+    attention = (
+        4 * 8 * (6 * (4 + 3) + 2 * (4 + 1) + 4 * 2)
+    )  # queries x mean number of keys, for scores and values
     head = 2 * 8 * trainer_step.VOCABULARY
-    assert trainer_step.floor_flops(shape, [row(0, 4, 6), row(0, 4, 2)]) == 3 * (12 * 3 * layer + 3 * attention + 8 * head)
+    assert trainer_step.floor_flops(shape, [row(0, 4, 6), row(0, 4, 2)]) == 3 * (
+        12 * 3 * layer + 3 * attention + 8 * head
+    )
 
 
 def test_the_reward_for_long_responses_counts_tokens():
@@ -65,9 +90,20 @@ def test_overlap_measures_rates_and_the_time_to_the_target(tmp_path):
     (tmp_path / "logs").mkdir()
     spans = [("step", i, i + 0.5) for i in range(41)]
     (tmp_path / "logs" / "trainer.spans.jsonl").write_text("\n".join(map(json.dumps, spans)))
-    (tmp_path / "logs" / "searcher-0.spans.jsonl").write_text("\n".join(map(json.dumps, [("search", 0, 41), ("load", 41, 50)])))
+    (tmp_path / "logs" / "searcher-0.spans.jsonl").write_text(
+        "\n".join(map(json.dumps, [("search", 0, 41), ("load", 41, 50)]))
+    )
     # 300 responses come at every second step, 3.1 % more of them right each time.
-    lines = [{"step": i + 1, "loss": 0.0, "seconds": 2.0 * i, "reward": 0.5 + i // 2 * 0.031, "received": 300 * (i // 2 + 1)} for i in range(41)]
+    lines = [
+        {
+            "step": i + 1,
+            "loss": 0.0,
+            "seconds": 2.0 * i,
+            "reward": 0.5 + i // 2 * 0.031,
+            "received": 300 * (i // 2 + 1),
+        }
+        for i in range(41)
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for synchronous, reached in (False, 32.5), (True, 30.5):
         config = {"synchronous": synchronous, "queries_per_batch": 100, "responses_per_query": 5}
@@ -80,6 +116,8 @@ def test_overlap_measures_rates_and_the_time_to_the_target(tmp_path):
 def test_the_target_is_reached_when_enough_of_the_latest_samples_are_right():
     samples = [(1.0, 400, 1.0), (2.0, 400, 0.8), (3.0, 300, 1.0), (4.0, 300, 1.0)]
     assert common.first_right(samples, 0.89) == 2.0, "400 alone are too few"
-    assert common.first_right(samples, 0.95) == 4.0, "the latest 600; of the latest 700 at 3.0 0.886 were right"
+    assert common.first_right(samples, 0.95) == 4.0, (
+        "the latest 600; of the latest 700 at 3.0 0.886 were right"
+    )
     assert common.first_right(samples, 0.95, enough=300) == 1.0
     assert common.first_right(samples[1:3], 0.95) == float("inf")

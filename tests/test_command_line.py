@@ -15,7 +15,9 @@ from tba import main
 def files(tmp_path, gsm8k_data, untied_model):
     """Things to name on the command line."""
     row = json.dumps({"question": "1+1?", "answer": "#### 2"})
-    summary = json.dumps({"query": "q", "reference_response": "r", "query_reference_response": "qr"})
+    summary = json.dumps(
+        {"query": "q", "reference_response": "r", "query_reference_response": "qr"}
+    )
     for name, lines in {
         "no_answer": [row, row, '{"question": "1+1?"}'],
         "no_question": ['{"answer": "#### 2"}'],
@@ -33,7 +35,9 @@ def files(tmp_path, gsm8k_data, untied_model):
     (tmp_path / "empty_model").mkdir()
     (tmp_path / "a_file").write_text("")
     (tmp_path / "raises.py").write_text("1 / 0")
-    (tmp_path / "no_score.py").write_text("from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n")
+    (tmp_path / "no_score.py").write_text(
+        "from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n"
+    )
     (tmp_path / "no_queries.py").write_text(
         "from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n    def score(self, *a): return []\n"
     )
@@ -43,7 +47,10 @@ def files(tmp_path, gsm8k_data, untied_model):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ("multiplication", "unknown task 'multiplication': the tasks are addends, arithmetic, competition_math, gsm8k, redteam, tldr, or give the path of a .py file"),
+        (
+            "multiplication",
+            "unknown task 'multiplication': the tasks are addends, arithmetic, competition_math, gsm8k, redteam, tldr, or give the path of a .py file",
+        ),
         ("{tmp}/absent.py", "absent.py' does not exist"),
         ("{tmp}/raises.py", "fails to import: ZeroDivisionError: division by zero"),
         ("{tmp}/no_score.py", "has no method score"),
@@ -52,20 +59,41 @@ def files(tmp_path, gsm8k_data, untied_model):
         ("--steps many", "--steps: invalid int value: 'many'"),
         ("arithmetic gsm8k", "unknown argument 'gsm8k'"),
         ("arithmetic --data_dir {tmp}", "unknown argument '--data_dir'"),
-        ("gsm8k --data_dir {gsm8k} --model {tmp}/absent", "absent' does not exist: give a local directory or a hub id"),
+        (
+            "gsm8k --data_dir {gsm8k} --model {tmp}/absent",
+            "absent' does not exist: give a local directory or a hub id",
+        ),
         ("gsm8k --data_dir {gsm8k} --model a/b/c", "--model 'a/b/c' does not exist"),
-        ("gsm8k --data_dir {gsm8k} --model {tmp}/empty_model", "holds no model: it has no config.json"),
+        (
+            "gsm8k --data_dir {gsm8k} --model {tmp}/empty_model",
+            "holds no model: it has no config.json",
+        ),
         ("gsm8k --data_dir {tmp}", "train.jsonl does not exist"),
         ("gsm8k --data_dir {tmp}/no_answer", "train.jsonl line 3 has no 'answer'"),
         ("gsm8k --data_dir {tmp}/no_question", "train.jsonl line 1 has no 'question'"),
-        ("gsm8k --data_dir {tmp}/no_gold", "train.jsonl line 2: the answer has no number behind '####'"),
+        (
+            "gsm8k --data_dir {tmp}/no_gold",
+            "train.jsonl line 2: the answer has no number behind '####'",
+        ),
         ("gsm8k --data_dir {tmp}/broken", "train.jsonl line 2 is not JSON"),
-        ("gsm8k --data_dir {gsm8k} --model {model} --max_prompt_tokens 1000", "more than the 1024 positions"),
-        ("--responses_per_query 9 --samples_per_query 8", "--responses_per_query is 9, more than --samples_per_query 8"),
+        (
+            "gsm8k --data_dir {gsm8k} --model {model} --max_prompt_tokens 1000",
+            "more than the 1024 positions",
+        ),
+        (
+            "--responses_per_query 9 --samples_per_query 8",
+            "--responses_per_query is 9, more than --samples_per_query 8",
+        ),
         ("--responses_per_query 1", "--responses_per_query is 1: it must be at least 2"),
         ("--samples_per_query 0", "--samples_per_query is 0: it must be at least 2"),
-        ("--samples_per_query 101", "--capacity_per_query is 100, less than --samples_per_query 101"),
-        ("--queries_per_batch 7 --queries_per_micro_batch 2", "--queries_per_batch 7 is not divisible by --queries_per_micro_batch 2"),
+        (
+            "--samples_per_query 101",
+            "--capacity_per_query is 100, less than --samples_per_query 101",
+        ),
+        (
+            "--queries_per_batch 7 --queries_per_micro_batch 2",
+            "--queries_per_batch 7 is not divisible by --queries_per_micro_batch 2",
+        ),
         ("--most_on_policy_prob 1.01", "--most_on_policy_prob is 1.01: it is a probability"),
         ("--most_on_policy_prob nan", "--most_on_policy_prob is nan: it is a probability"),
         ("--beta 0", "--beta is 0.0: it must be positive"),
@@ -77,27 +105,54 @@ def files(tmp_path, gsm8k_data, untied_model):
         ("--eval_every -1", "--eval_every is -1: it must not be negative"),
         ("--temperature 2.5", "--temperature is 2.5: vLLM samples at 0.01 to 2"),
         ("{tmp}/no_queries.py", "has no train queries"),
-        ("--lr_schedule cosine", "--lr_schedule is 'cosine': it is one of constant, linear, warmup_stable_decay"),
+        (
+            "--lr_schedule cosine",
+            "--lr_schedule is 'cosine': it is one of constant, linear, warmup_stable_decay",
+        ),
         ("--lr_schedule warmup_stable_decay", "needs --decay_steps"),
         ("--loss ppo", "--loss is 'ppo': it is one of tb"),
         ("--synchronous --searchers 64", "--searchers is 64, more than --queries_per_batch"),
-        ("--synchronous --constant_staleness 2", "--constant_staleness is 2, but --synchronous makes it 0"),
+        (
+            "--synchronous --constant_staleness 2",
+            "--constant_staleness is 2, but --synchronous makes it 0",
+        ),
         ("--constant_staleness -1", "--constant_staleness is -1: it must not be negative"),
         ("--max_staleness -1", "--max_staleness is -1: it must not be negative"),
         ("--max_staleness 5 --constant_staleness 5", "--max_staleness 5 is for the buffer"),
-        ("--reference_reset_period 5 --sync_period 2", "--reference_reset_period is 5, no multiple of --sync_period 2"),
+        (
+            "--reference_reset_period 5 --sync_period 2",
+            "--reference_reset_period is 5, no multiple of --sync_period 2",
+        ),
         ("gsm8k --preset k4", "--preset is 'k4': it is one of figure1, table2, k40"),
         ("tldr --preset 1b --tiny", "--preset is '1b', but --tiny is a preset of its own"),
         ("gsm8k --tiny", "unknown argument '--tiny'"),
-        ("tldr --reward_modell x/y", "unknown argument '--reward_modell': did you mean --reward_model?"),
+        (
+            "tldr --reward_modell x/y",
+            "unknown argument '--reward_modell': did you mean --reward_model?",
+        ),
         ("--json", "--json is for --eval_only"),
         ("--eval_only --model {tmp}/absent", "absent' does not exist"),
         ("tldr --data_dir {tmp} --model {model}", "train.jsonl does not exist"),
-        ("tldr --data_dir {tmp}/tldr --model {model}", "train.jsonl line 2 has no 'reference_response'"),
-        ("tldr --data_dir {tmp}/good_tldr --model {model} --reference_model {tmp}/absent", "--reference_model"),
-        ("tldr --data_dir {tmp}/good_tldr --model {model} --reference_model {model} --reward_model {model}", "has 2 labels: it must have 1"),
-        ("redteam --model {model} --victim_model {model} --classifier {model} --toxic_label bad", "has no label 'bad': it has LABEL_0, LABEL_1"),
-        ("competition_math --data_dir {tmp}/no_box --model {model}", "train.jsonl line 1: the solution has no \\boxed{}"),
+        (
+            "tldr --data_dir {tmp}/tldr --model {model}",
+            "train.jsonl line 2 has no 'reference_response'",
+        ),
+        (
+            "tldr --data_dir {tmp}/good_tldr --model {model} --reference_model {tmp}/absent",
+            "--reference_model",
+        ),
+        (
+            "tldr --data_dir {tmp}/good_tldr --model {model} --reference_model {model} --reward_model {model}",
+            "has 2 labels: it must have 1",
+        ),
+        (
+            "redteam --model {model} --victim_model {model} --classifier {model} --toxic_label bad",
+            "has no label 'bad': it has LABEL_0, LABEL_1",
+        ),
+        (
+            "competition_math --data_dir {tmp}/no_box --model {model}",
+            "train.jsonl line 1: the solution has no \\boxed{}",
+        ),
         ("--reward_temperature 2", "--reward_temperature is 2.0 but nothing says how long"),
         ("--reference_temperature 1.2", "--reference_temperature is 1.2 but nothing says when"),
         ("--adam_beta2 1", "--adam_beta2 is 1.0: it lies between 0 and 1"),
@@ -121,19 +176,31 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files, 
 
 def test_an_error_reaches_the_shell():
     result = tba("--steps", 0)
-    assert (result.returncode, result.stdout) == (2, "") and result.stderr == "error: --steps is 0: it must be positive\n"
+    assert (result.returncode, result.stdout) == (
+        2,
+        "",
+    ) and result.stderr == "error: --steps is 0: it must be positive\n"
 
 
 def test_a_hub_model_that_cannot_be_had_is_named(files, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # or the hub's client tries for half a minute where there is no network
-    result = tba("gsm8k", "--data_dir", files["gsm8k"], "--model", "no-such-organisation/no-such-model")
+    monkeypatch.setenv(
+        "HF_HUB_OFFLINE", "1"
+    )  # or the hub's client tries for half a minute where there is no network
+    result = tba(
+        "gsm8k", "--data_dir", files["gsm8k"], "--model", "no-such-organisation/no-such-model"
+    )
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "error: --model 'no-such-organisation/no-such-model' cannot be used" in result.stderr
 
 
 def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset():
     config = build_config(["gsm8k", "--steps", "3", "--beta", "0.5"])
-    assert (config.steps, config.beta, config.queries_per_batch, config.responses_per_query) == (3, 0.5, 7, 20)
+    assert (config.steps, config.beta, config.queries_per_batch, config.responses_per_query) == (
+        3,
+        0.5,
+        7,
+        20,
+    )
     assert build_config(["gsm8k"]).learning_rate == 1e-5
     assert build_config(["some_task.py"]).steps == Config.steps
 
@@ -141,13 +208,50 @@ def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset():
 def test_gsm8k_has_the_papers_variants_as_presets():
     """paper.md section 4: Table 2, the run behind Figure 1, and K = 40 at (nearly) the same batch of 140 responses."""
     expected = {
-        "figure1": dict(steps=700, beta=0.014, warmup_steps=50, stable_steps=350, decay_steps=600, queries_per_batch=7, responses_per_query=20),
-        "table2": dict(steps=1000, beta=0.012, warmup_steps=50, stable_steps=450, decay_steps=500, queries_per_batch=7, responses_per_query=20),
-        "k40": dict(steps=700, beta=0.014, warmup_steps=50, stable_steps=350, decay_steps=600, queries_per_batch=4, responses_per_query=40),
+        "figure1": dict(
+            steps=700,
+            beta=0.014,
+            warmup_steps=50,
+            stable_steps=350,
+            decay_steps=600,
+            queries_per_batch=7,
+            responses_per_query=20,
+        ),
+        "table2": dict(
+            steps=1000,
+            beta=0.012,
+            warmup_steps=50,
+            stable_steps=450,
+            decay_steps=500,
+            queries_per_batch=7,
+            responses_per_query=20,
+        ),
+        "k40": dict(
+            steps=700,
+            beta=0.014,
+            warmup_steps=50,
+            stable_steps=350,
+            decay_steps=600,
+            queries_per_batch=4,
+            responses_per_query=40,
+        ),
     }
-    common = dict(beta_final=0.004, beta_steps=500, learning_rate=1e-5, lr_schedule="warmup_stable_decay", most_on_policy_prob=0.95, sync_period=2,
-                  initial_responses=500, temperature=0.7, reward_inverse_temperature=0.0, weight_decay=0.0, max_grad_norm=None,
-                  max_prompt_tokens=512, max_response_tokens=512, capacity_per_query=100)  # fmt: skip
+    common = dict(
+        beta_final=0.004,
+        beta_steps=500,
+        learning_rate=1e-5,
+        lr_schedule="warmup_stable_decay",
+        most_on_policy_prob=0.95,
+        sync_period=2,
+        initial_responses=500,
+        temperature=0.7,
+        reward_inverse_temperature=0.0,
+        weight_decay=0.0,
+        max_grad_norm=None,
+        max_prompt_tokens=512,
+        max_response_tokens=512,
+        capacity_per_query=100,
+    )
     for preset, settings in expected.items():
         config = build_config(["gsm8k", "--preset", preset])
         assert {name: getattr(config, name) for name in settings | common} == settings | common
@@ -157,27 +261,85 @@ def test_gsm8k_has_the_papers_variants_as_presets():
 
 def test_the_other_tasks_have_the_papers_settings():
     """paper.md section 4: TL;DR; red-teaming with GPT-2; MATH, Table 4."""
-    tldr = dict(learning_rate=3e-6, lr_schedule="linear", queries_per_batch=8, responses_per_query=20, samples_per_query=20, steps=256, sync_period=10,
-                most_on_policy_prob=0.5, temperature=0.7, reward_inverse_temperature=1.0, initial_responses=10_000, beta=1.0, beta_final=0.05,
-                beta_steps=128, beta_stop_step=32, max_prompt_tokens=512, max_response_tokens=128, capacity_per_query=100, max_grad_norm=None)  # fmt: skip
-    redteam = dict(learning_rate=1e-4, queries_per_batch=1, responses_per_query=128, steps=5000, sync_period=10, most_on_policy_prob=0.5, beta=0.05,
-                   reward_temperature=2.0, reference_temperature=1.2, capacity_per_query=100_000, max_response_tokens=20, loss="tb")  # fmt: skip
-    math = dict(learning_rate=1e-6, temperature=1.0, max_prompt_tokens=1024, max_response_tokens=2048, queries_per_batch=32, responses_per_query=16,
-                steps=400, beta=0.005, beta_final=None, reference_reset_period=50, constant_staleness=2, adam_beta2=0.99, weight_decay=0.01,
-                max_grad_norm=1.0, loss="tba_prime", model="Qwen/Qwen2.5-7B", sync_period=1, samples_per_query=16)  # fmt: skip
-    for arguments, settings in (["tldr"], tldr), (["redteam"], redteam), (["competition_math"], math):
+    tldr = dict(
+        learning_rate=3e-6,
+        lr_schedule="linear",
+        queries_per_batch=8,
+        responses_per_query=20,
+        samples_per_query=20,
+        steps=256,
+        sync_period=10,
+        most_on_policy_prob=0.5,
+        temperature=0.7,
+        reward_inverse_temperature=1.0,
+        initial_responses=10_000,
+        beta=1.0,
+        beta_final=0.05,
+        beta_steps=128,
+        beta_stop_step=32,
+        max_prompt_tokens=512,
+        max_response_tokens=128,
+        capacity_per_query=100,
+        max_grad_norm=None,
+    )
+    redteam = dict(
+        learning_rate=1e-4,
+        queries_per_batch=1,
+        responses_per_query=128,
+        steps=5000,
+        sync_period=10,
+        most_on_policy_prob=0.5,
+        beta=0.05,
+        reward_temperature=2.0,
+        reference_temperature=1.2,
+        capacity_per_query=100_000,
+        max_response_tokens=20,
+        loss="tb",
+    )
+    math = dict(
+        learning_rate=1e-6,
+        temperature=1.0,
+        max_prompt_tokens=1024,
+        max_response_tokens=2048,
+        queries_per_batch=32,
+        responses_per_query=16,
+        steps=400,
+        beta=0.005,
+        beta_final=None,
+        reference_reset_period=50,
+        constant_staleness=2,
+        adam_beta2=0.99,
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        loss="tba_prime",
+        model="Qwen/Qwen2.5-7B",
+        sync_period=1,
+        samples_per_query=16,
+    )
+    for arguments, settings in (
+        (["tldr"], tldr),
+        (["redteam"], redteam),
+        (["competition_math"], math),
+    ):
         config = build_config(arguments)
         assert {name: getattr(config, name) for name in settings} == settings
     for size in ("410m", "1b", "2.8b"):
         config = build_config(["tldr", "--preset", size])
         assert {name: getattr(config, name) for name in tldr} == tldr
-        assert config.options == {"reference_model": f"mnoukhov/pythia{size}-sft-tldr", "reward_model": f"mnoukhov/pythia{size}-rm-tldr6.9b"}
+        assert config.options == {
+            "reference_model": f"mnoukhov/pythia{size}-sft-tldr",
+            "reward_model": f"mnoukhov/pythia{size}-rm-tldr6.9b",
+        }
     assert build_config(["competition_math", "--synchronous"]).constant_staleness == 0
 
 
 def test_a_tasks_own_settings_are_flags_and_lie_over_its_preset():
     config = build_config(["tldr", "--reward_model", "some/model", "--steps", "3"])
-    assert config.options == {"reference_model": "mnoukhov/pythia410m-sft-tldr", "reward_model": "some/model"} and config.steps == 3
+    assert (
+        config.options
+        == {"reference_model": "mnoukhov/pythia410m-sft-tldr", "reward_model": "some/model"}
+        and config.steps == 3
+    )
     tiny = build_config(["redteam", "--tiny"])
     assert tiny.preset == "tiny" and tiny == build_config(["redteam", "--preset", "tiny"])
     assert build_config(["competition_math", "--data_dir", "x"]).options == {"data_dir": "x"}
@@ -204,7 +366,11 @@ def test_a_tasks_setting_may_not_have_the_name_of_a_runs(tmp_path):
 
 def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on():
     config = build_config(["gsm8k", "--synchronous"])
-    assert (config.constant_staleness, config.sync_period, config.samples_per_query) == (0, 1, config.responses_per_query)
+    assert (config.constant_staleness, config.sync_period, config.samples_per_query) == (
+        0,
+        1,
+        config.responses_per_query,
+    )
 
 
 def test_help_names_every_setting_with_its_meaning():
@@ -217,5 +383,7 @@ def test_help_names_every_setting_with_its_meaning():
 
 def test_the_command_line_imports_nothing_slow():
     """Spawned children import tba.py before their target sets anything: torch must not come with it."""
-    code = "import sys, tba, config; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    code = (
+        "import sys, tba, config; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

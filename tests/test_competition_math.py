@@ -12,20 +12,63 @@ from tasks import Query, load_task
 from tasks.competition_math import is_correct, last_boxed
 
 RIGHT = [  # answer in the box, gold
-    (r"\frac{1}{2}", r"\frac12"), ("0.5", r"\frac{1}{2}"), (r"\dfrac{1}{2}", r"\frac{1}{2}"), ("1/2", r"\frac{1}{2}"), (r"-\frac{3}{4}", "-0.75"),
-    ("[0,1)", "[0, 1)"), (r"(-\infty, 3]", r"(-\infty,3]"), (r"x \in [1,2]", "[1,2]"), (r"(-1,0)\cup(0,1)", r"(-1,0) \cup (0,1)"),
-    (r"\{1,2,3\}", r"\{3,2,1\}"), ("1,2,3", "1, 2, 3"), ("(2,3)", "(2, 3)"), (r"3\pm\sqrt2", r"3-\sqrt{2}, 3+\sqrt{2}"),
-    (r"5\text{ cm}", "5"), (r"5\,\text{cm}^2", "5"), (r"\text{Tuesday}", "Tuesday"), (r"\text{(B)}", "B"), (r"90^\circ", "90"), (r"\$18", "18"),
-    (r"50\%", "50"), (r"50\%", "0.5"), ("50", r"50\%"), (r"\sqrt{8}", r"2\sqrt{2}"), ("2^{10}", "1024"), ("x^2+2x+1", "(x+1)^2"), ("10!", "3628800"),
-    ("1{,}000", "1000"), ("1,000", "1000"), (r"11,\! 111", "11111"), ("x=5", "5"), (r"\frac{\pi}{2}", r"\pi/2"), ("3", "3.0"), ("1+2i", "2i+1"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"), ("12_{3}", "12_3"), (r"\infty", r"\infty"),
-    (r"\boxed{7}", "7"), (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
-]  # fmt: skip
+    (r"\frac{1}{2}", r"\frac12"),
+    ("0.5", r"\frac{1}{2}"),
+    (r"\dfrac{1}{2}", r"\frac{1}{2}"),
+    ("1/2", r"\frac{1}{2}"),
+    (r"-\frac{3}{4}", "-0.75"),
+    ("[0,1)", "[0, 1)"),
+    (r"(-\infty, 3]", r"(-\infty,3]"),
+    (r"x \in [1,2]", "[1,2]"),
+    (r"(-1,0)\cup(0,1)", r"(-1,0) \cup (0,1)"),
+    (r"\{1,2,3\}", r"\{3,2,1\}"),
+    ("1,2,3", "1, 2, 3"),
+    ("(2,3)", "(2, 3)"),
+    (r"3\pm\sqrt2", r"3-\sqrt{2}, 3+\sqrt{2}"),
+    (r"5\text{ cm}", "5"),
+    (r"5\,\text{cm}^2", "5"),
+    (r"\text{Tuesday}", "Tuesday"),
+    (r"\text{(B)}", "B"),
+    (r"90^\circ", "90"),
+    (r"\$18", "18"),
+    (r"50\%", "50"),
+    (r"50\%", "0.5"),
+    ("50", r"50\%"),
+    (r"\sqrt{8}", r"2\sqrt{2}"),
+    ("2^{10}", "1024"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("10!", "3628800"),
+    ("1{,}000", "1000"),
+    ("1,000", "1000"),
+    (r"11,\! 111", "11111"),
+    ("x=5", "5"),
+    (r"\frac{\pi}{2}", r"\pi/2"),
+    ("3", "3.0"),
+    ("1+2i", "2i+1"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    ("12_{3}", "12_3"),
+    (r"\infty", r"\infty"),
+    (r"\boxed{7}", "7"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
+]
 WRONG = [
-    (r"\frac{1}{3}", r"\frac{1}{2}"), ("(0,1)", "[0,1)"), ("(3,2)", "(2,3)"), (r"\pi", "3.14"), ("-3", "3"), ("0.333", r"\frac13"),
-    (r"\{1,2\}", r"\{1,2,3\}"), (r"\text{Monday}", "Tuesday"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
-    (r"\frac{", "1"), (r"\frac{1}{0}", "1"), ("", "1"), (r"\left(", "1"), (r"\begin{pmatrix}1", "1"), (r"}{", "1"), ("x" * 2000, "1"),
-]  # fmt: skip
+    (r"\frac{1}{3}", r"\frac{1}{2}"),
+    ("(0,1)", "[0,1)"),
+    ("(3,2)", "(2,3)"),
+    (r"\pi", "3.14"),
+    ("-3", "3"),
+    ("0.333", r"\frac13"),
+    (r"\{1,2\}", r"\{1,2,3\}"),
+    (r"\text{Monday}", "Tuesday"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
+    (r"\frac{", "1"),
+    (r"\frac{1}{0}", "1"),
+    ("", "1"),
+    (r"\left(", "1"),
+    (r"\begin{pmatrix}1", "1"),
+    (r"}{", "1"),
+    ("x" * 2000, "1"),
+]
 
 
 @pytest.mark.parametrize("answer, gold", RIGHT)
@@ -65,14 +108,26 @@ def test_the_last_box_counts(response, expected):
 def test_an_unfinished_response_is_wrong():
     task = load_task("competition_math")
     query = Query(0, "", "5")
-    assert task.score([query] * 3, [r"\boxed{5}", r"\boxed{5}", r"\boxed{4}"], [True, False, True]) == [1.0, 0.0, 0.0]
+    assert task.score(
+        [query] * 3, [r"\boxed{5}", r"\boxed{5}", r"\boxed{4}"], [True, False, True]
+    ) == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
     "answer",
-    ["9^{9^{9^{9^{9}}}}", "9^{9^{9^{9}}}", "(" * 400, r"\frac{" * 100, r"\sqrt{" * 150 + "2" + "}" * 150, "10000000!", r"\sum_{k=1}^{10^{9}} k^{k}",
-     r"\int_0^{10} \sin(x^{x^{x}}) dx", "1" * 900, "2^{" * 200 + "}" * 200],
-)  # fmt: skip
+    [
+        "9^{9^{9^{9^{9}}}}",
+        "9^{9^{9^{9}}}",
+        "(" * 400,
+        r"\frac{" * 100,
+        r"\sqrt{" * 150 + "2" + "}" * 150,
+        "10000000!",
+        r"\sum_{k=1}^{10^{9}} k^{k}",
+        r"\int_0^{10} \sin(x^{x^{x}}) dx",
+        "1" * 900,
+        "2^{" * 200 + "}" * 200,
+    ],
+)
 def test_nothing_takes_longer_than_five_seconds(answer, scorer):
     start = time.monotonic()
     scorer.add([Unscored(None, Query(0, "", "2"), [rf"\boxed{{{answer}}}"], [True])])
@@ -86,9 +141,15 @@ def test_nothing_takes_longer_than_five_seconds(answer, scorer):
 
 @pytest.mark.parametrize(
     "answer",
-    ["__import__('os').system('touch {path}')", "exec(\"open('{path}','w')\")", r"\text{{__import__('os').system('touch {path}')}}",
-     r"\input{{{path}}}\write18{{touch {path}}}", "eval('1+1')", "().__class__.__base__.__subclasses__()"],
-)  # fmt: skip
+    [
+        "__import__('os').system('touch {path}')",
+        "exec(\"open('{path}','w')\")",
+        r"\text{{__import__('os').system('touch {path}')}}",
+        r"\input{{{path}}}\write18{{touch {path}}}",
+        "eval('1+1')",
+        "().__class__.__base__.__subclasses__()",
+    ],
+)
 def test_an_answer_is_never_run(answer, tmp_path):
     path = tmp_path / "written"
     assert not is_correct(rf"\boxed{{{answer.format(path=path)}}}", "2")
@@ -121,8 +182,15 @@ def test_rows_become_queries_and_a_row_without_its_columns_or_box_is_named(tmp_p
     row = {"problem": "1+1?", "solution": r"We add: \boxed{2}"}
     write(tmp_path, [row])
     (query,) = load_task("competition_math", data_dir=str(tmp_path)).queries("train")
-    assert query.answer == "2" and query.prompt.startswith("1+1?\nPlease reason step by step") and "\\boxed{}" in query.prompt
-    for bad, message in ({"problem": "1+1?"}, "line 2 has no 'solution'"), (row | {"solution": "two"}, r"line 2: the solution has no \\boxed"):
+    assert (
+        query.answer == "2"
+        and query.prompt.startswith("1+1?\nPlease reason step by step")
+        and "\\boxed{}" in query.prompt
+    )
+    for bad, message in (
+        ({"problem": "1+1?"}, "line 2 has no 'solution'"),
+        (row | {"solution": "two"}, r"line 2: the solution has no \\boxed"),
+    ):
         write(tmp_path, [row, bad])
         with pytest.raises(UserError, match=message):
             load_task("competition_math", data_dir=str(tmp_path)).queries("train")

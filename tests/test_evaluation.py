@@ -33,13 +33,27 @@ def test_the_interval_over_pairs_resamples_rows_and_not_pairs():
     assert (high - low) / 3.92 == pytest.approx(2 * np.sqrt(1 / 400) * x.mean(), rel=0.2)
 
 
-@pytest.mark.parametrize("scores", [[1.0], [1.0, None, 0.0], [1.0, float("nan"), 0.0], [1.0, float("inf"), 0.0], "abc", None, [[1.0], [0.0], [1.0]]])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [1.0],
+        [1.0, None, 0.0],
+        [1.0, float("nan"), 0.0],
+        [1.0, float("inf"), 0.0],
+        "abc",
+        None,
+        [[1.0], [0.0], [1.0]],
+    ],
+)
 def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are(scores):
     class Bad(Task):
         def score(self, queries, responses, finished):
             return scores
 
-    with pytest.raises(ValueError, match="must give 3 finite numbers for as many responses, it gave|could not convert string"):
+    with pytest.raises(
+        ValueError,
+        match="must give 3 finite numbers for as many responses, it gave|could not convert string",
+    ):
         score(Bad(), [Unscored(None, Query(0, "", ""), ["a", "b", "c"], [True] * 3)])
 
 
@@ -53,7 +67,14 @@ def test_eval_only_prints_the_metrics_as_json():
 
 
 def test_without_json_it_is_a_table():
-    text = str(FinalEvaluation({"win_rate": (0.5, 0.4, 0.6), "perplexity": (1.125, 1.0, 1.25)}, queries=30, long_prompts=2, unscored=1))
+    text = str(
+        FinalEvaluation(
+            {"win_rate": (0.5, 0.4, 0.6), "perplexity": (1.125, 1.0, 1.25)},
+            queries=30,
+            long_prompts=2,
+            unscored=1,
+        )
+    )
     assert text.splitlines() == [
         "metric         value   95 % interval",
         "win_rate      0.5000   0.4000 to 0.6000",

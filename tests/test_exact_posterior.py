@@ -10,23 +10,42 @@ from loss import LossInputs, trajectory_balance
 
 EOS, VOCABULARY, LENGTH, BETA = 0, 3, 4, 0.5
 QUERIES, GROUP_SIZE, STEPS = 3, 16, 2500
-LOG_Z_OFFSETS = (-4.0, 0.0, 5.0)  # added to the rewards, divided by beta: they set the partition functions apart and leave pi* alone
+LOG_Z_OFFSETS = (
+    -4.0,
+    0.0,
+    5.0,
+)  # added to the rewards, divided by beta: they set the partition functions apart and leave pi* alone
 
 
 def all_responses() -> list[tuple[int, ...]]:
     """Those that end with end-of-sequence, and those cut off at LENGTH tokens."""
     letters = range(1, VOCABULARY)
-    ended = [(*prefix, EOS) for n in range(LENGTH) for prefix in itertools.product(letters, repeat=n)]
+    ended = [
+        (*prefix, EOS) for n in range(LENGTH) for prefix in itertools.product(letters, repeat=n)
+    ]
     return ended + list(itertools.product(letters, repeat=LENGTH))
 
 
 RESPONSES = all_responses()
-PREFIXES = {prefix: i for i, prefix in enumerate(p for n in range(LENGTH) for p in itertools.product(range(1, VOCABULARY), repeat=n))}
-MASK = torch.tensor([[t < len(response) for t in range(LENGTH)] for response in RESPONSES])  # (R, T)
+PREFIXES = {
+    prefix: i
+    for i, prefix in enumerate(
+        p for n in range(LENGTH) for p in itertools.product(range(1, VOCABULARY), repeat=n)
+    )
+}
+MASK = torch.tensor(
+    [[t < len(response) for t in range(LENGTH)] for response in RESPONSES]
+)  # (R, T)
 # Where a response's t-th token stands in a table of prefixes x tokens. Padding points at place 0, which the mask must leave out.
-PLACES = torch.tensor([
-    [PREFIXES[response[:t]] * VOCABULARY + response[t] if t < len(response) else 0 for t in range(LENGTH)] for response in RESPONSES
-])  # fmt: skip
+PLACES = torch.tensor(
+    [
+        [
+            PREFIXES[response[:t]] * VOCABULARY + response[t] if t < len(response) else 0
+            for t in range(LENGTH)
+        ]
+        for response in RESPONSES
+    ]
+)
 
 
 def token_logprobs(tables: torch.Tensor) -> torch.Tensor:
@@ -45,7 +64,12 @@ class Problem:
         generator = torch.Generator().manual_seed(0)
 
         def table() -> torch.Tensor:
-            return torch.randn(QUERIES, len(PREFIXES), VOCABULARY, generator=generator, dtype=torch.float64) * 0.7
+            return (
+                torch.randn(
+                    QUERIES, len(PREFIXES), VOCABULARY, generator=generator, dtype=torch.float64
+                )
+                * 0.7
+            )
 
         self.reference, self.behavior = table(), table()
         noise = torch.rand(QUERIES, len(RESPONSES), generator=generator, dtype=torch.float64)
@@ -53,14 +77,18 @@ class Problem:
         unnormalised = response_logprobs(self.reference) + self.rewards / BETA
         self.log_z = unnormalised.logsumexp(dim=1)  # (queries,)
         self.best = unnormalised - self.log_z[:, None]  # log pi*
-        self.data = torch.multinomial(response_logprobs(self.behavior).exp(), 4000, replacement=True, generator=generator)
+        self.data = torch.multinomial(
+            response_logprobs(self.behavior).exp(), 4000, replacement=True, generator=generator
+        )
 
     def kl(self, tables: torch.Tensor) -> torch.Tensor:
         """KL(pi || pi*), a number per query."""
         log_pi = response_logprobs(tables)
         return (log_pi.exp() * (log_pi - self.best)).sum(dim=1)
 
-    def inputs(self, tables: torch.Tensor, chosen: torch.Tensor, queries: range, group_size: int) -> LossInputs:
+    def inputs(
+        self, tables: torch.Tensor, chosen: torch.Tensor, queries: range, group_size: int
+    ) -> LossInputs:
         """chosen: (queries, K) indices of responses."""
         rows = torch.tensor(queries)[:, None], chosen
 
@@ -85,7 +113,9 @@ class Problem:
         rng = np.random.default_rng(0)
         for _ in range(STEPS):
             picks = torch.from_numpy(rng.integers(self.data.shape[1], size=(QUERIES, GROUP_SIZE)))
-            loss, _ = trajectory_balance(self.inputs(tables, self.data.gather(1, picks), range(QUERIES), group_size))
+            loss, _ = trajectory_balance(
+                self.inputs(tables, self.data.gather(1, picks), range(QUERIES), group_size)
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -95,7 +125,13 @@ class Problem:
     def estimated_log_z(self, tables: torch.Tensor) -> list[float]:
         """VarGrad's log Z of each query, from GROUP_SIZE responses of the old data."""
         return [
-            float(trajectory_balance(self.inputs(tables, self.data[q : q + 1, :GROUP_SIZE], range(q, q + 1), GROUP_SIZE))[1]["log_z"])
+            float(
+                trajectory_balance(
+                    self.inputs(
+                        tables, self.data[q : q + 1, :GROUP_SIZE], range(q, q + 1), GROUP_SIZE
+                    )
+                )[1]["log_z"]
+            )
             for q in range(QUERIES)
         ]
 
@@ -110,7 +146,9 @@ def problem():
 
 def test_the_problem_is_what_it_claims_to_be(problem):
     for table in (problem.reference, problem.behavior):
-        torch.testing.assert_close(response_logprobs(table).exp().sum(dim=1), torch.ones(QUERIES, dtype=torch.float64))
+        torch.testing.assert_close(
+            response_logprobs(table).exp().sum(dim=1), torch.ones(QUERIES, dtype=torch.float64)
+        )
     assert all(len(seen.unique()) == len(RESPONSES) for seen in problem.data)  # full support
     assert problem.log_z.sort().values.diff().min() > 2
     assert problem.kl(problem.reference).min() > 0.03  # the start is no solution ...

@@ -42,13 +42,34 @@ del arithmetic
 def visits_task(tmp_path: Path) -> tuple[Path, Path]:
     """A task file, and the file into which its score() writes (process, query id)."""
     path = tmp_path / "visits.txt"
-    (tmp_path / "visits.py").write_text("from tasks.arithmetic import Arithmetic\n" + VISITS.format(path=str(path)))
+    (tmp_path / "visits.py").write_text(
+        "from tasks.arithmetic import Arithmetic\n" + VISITS.format(path=str(path))
+    )
     return tmp_path / "visits.py", path
 
 
-TINY_TASK = ["--beta", 0.1, "--temperature", 1.0, "--max_prompt_tokens", 16, "--max_response_tokens", 8, "--responses_per_query", 4,
-             "--samples_per_query", 12, "--learning_rate", 1e-4, "--queries_per_batch", 8, "--queries_per_micro_batch", 8,
-             "--initial_responses", 100]  # fmt: skip
+TINY_TASK = [
+    "--beta",
+    0.1,
+    "--temperature",
+    1.0,
+    "--max_prompt_tokens",
+    16,
+    "--max_response_tokens",
+    8,
+    "--responses_per_query",
+    4,
+    "--samples_per_query",
+    12,
+    "--learning_rate",
+    1e-4,
+    "--queries_per_batch",
+    8,
+    "--queries_per_micro_batch",
+    8,
+    "--initial_responses",
+    100,
+]
 
 
 def share(ids: list[int], rank: int, searchers: int) -> list[int]:
@@ -57,7 +78,13 @@ def share(ids: list[int], rank: int, searchers: int) -> list[int]:
     return [ids[i] for i in np.random.default_rng((0, rank, 0)).permutation(own)]
 
 
-TIMING = ("seconds", "trainer_busy", "searcher_busy", "searcher_tokens_per_second", "queue_depth")  # of the metrics, the rest is repeatable
+TIMING = (
+    "seconds",
+    "trainer_busy",
+    "searcher_busy",
+    "searcher_tokens_per_second",
+    "queue_depth",
+)  # of the metrics, the rest is repeatable
 
 
 def check_replacement(tmp_path: Path, searchers: int, record_property) -> None:
@@ -73,8 +100,12 @@ def check_replacement(tmp_path: Path, searchers: int, record_property) -> None:
         killed, at = time.monotonic(), run.step()
         run.is_at(at + 20, 20)  # from the buffer, long before a new searcher has loaded
         assert len(read_visits(path)) == searchers, "only those that are dead have scored so far"
-        run.until(lambda: len(read_visits(path)) == 2 * searchers, 60, "groups of the new searchers")
-        record_property("seconds until groups of all new searchers", round(time.monotonic() - killed))
+        run.until(
+            lambda: len(read_visits(path)) == 2 * searchers, 60, "groups of the new searchers"
+        )
+        record_property(
+            "seconds until groups of all new searchers", round(time.monotonic() - killed)
+        )
         record_property("steps meanwhile", run.step() - at)
         run.is_at(run.step() + 100)
         assert run.steps()[-1]["searcher_restarts"] == searchers
@@ -87,8 +118,13 @@ def check_replacement(tmp_path: Path, searchers: int, record_property) -> None:
     for rank in range(searchers):
         order = share(ids, rank, searchers)
         reached = max(i for i, query in enumerate(order) if query in visited)
-        in_flight = 256 // 12 + 1  # at the end of the run; what was in flight at the kill has been visited since
-        assert all(query in visited for query in order[: reached - in_flight]) and reached > 2 * in_flight
+        in_flight = (
+            256 // 12 + 1
+        )  # at the end of the run; what was in flight at the kill has been visited since
+        assert (
+            all(query in visited for query in order[: reached - in_flight])
+            and reached > 2 * in_flight
+        )
 
 
 def read_visits(path: Path) -> dict[str, list[int]]:
@@ -100,7 +136,9 @@ def read_visits(path: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.faults
-def test_a_searcher_killed_in_mid_generation_is_replaced_and_no_query_of_its_share_is_left_out(tmp_path, record_property):
+def test_a_searcher_killed_in_mid_generation_is_replaced_and_no_query_of_its_share_is_left_out(
+    tmp_path, record_property
+):
     check_replacement(tmp_path, 1, record_property)
 
 
@@ -117,7 +155,10 @@ def test_a_searcher_that_is_stopped_is_replaced_after_the_timeout(tmp_path, reco
         stopped = time.monotonic()
         run.kill("searcher 0", signal.SIGSTOP)
         run.until(lambda: run.pid("searcher 0") not in (first, None), 30, "another searcher")
-        record_property("seconds until another is started, of a timeout of 15", round(time.monotonic() - stopped))
+        record_property(
+            "seconds until another is started, of a timeout of 15",
+            round(time.monotonic() - stopped),
+        )
         assert 14 < time.monotonic() - stopped < 25
         run.is_at(run.step() + 50)
         assert "gave no sign of life" in run.end()[0]
@@ -125,9 +166,20 @@ def test_a_searcher_that_is_stopped_is_replaced_after_the_timeout(tmp_path, reco
 
 @pytest.mark.faults
 def test_a_searcher_that_waits_on_a_full_queue_is_not_taken_for_dead(tmp_path):
-    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--searcher_timeout", 10, "--sync_period", 1_000_000) as run:
+    with Run(
+        tmp_path / "run",
+        "arithmetic",
+        *SMALL,
+        *FOREVER,
+        "--searcher_timeout",
+        10,
+        "--sync_period",
+        1_000_000,
+    ) as run:
         run.is_at(20)
-        run.until(lambda: run.steps()[-1]["searcher_busy"] < 0.05, 120, "a searcher that waits")  # nobody empties the queue
+        run.until(
+            lambda: run.steps()[-1]["searcher_busy"] < 0.05, 120, "a searcher that waits"
+        )  # nobody empties the queue
         at = time.monotonic()
         run.until(lambda: time.monotonic() - at > 25, 30, "25 s of that")
         assert run.steps()[-1]["searcher_restarts"] == 0 and run.steps()[-1]["queue_depth"] > 100
@@ -193,15 +245,21 @@ if __name__ == "__main__":
         )
         script = Path(directory) / "survive.py"
         script.write_text(code.format(root=str(ROOT), tests=directory, run_dir=directory))
-        result = subprocess.run([os.sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+        result = subprocess.run(
+            [os.sys.executable, str(script)], capture_output=True, text=True, timeout=300
+        )
         assert "survived 30" in result.stdout, result.stderr
 
 
 # The parent and the trainer
 
 
-@pytest.mark.parametrize("victim", ["the command line", pytest.param("trainer", marks=pytest.mark.faults)])
-def test_whoever_is_killed_takes_all_the_others_along_and_leaves_nothing_in_shared_memory(victim, tmp_path, record_property):
+@pytest.mark.parametrize(
+    "victim", ["the command line", pytest.param("trainer", marks=pytest.mark.faults)]
+)
+def test_whoever_is_killed_takes_all_the_others_along_and_leaves_nothing_in_shared_memory(
+    victim, tmp_path, record_property
+):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER) as run:
         run.is_at(10)
         assert len(living(run.tag)) >= 3
@@ -221,7 +279,10 @@ def test_a_run_that_has_not_ended_cannot_be_resumed(tmp_path, capsys):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 5) as run:
         run.is_at(10)
         assert main(["--resume", str(run.run_dir)]) == 2
-        assert capsys.readouterr().err == f"error: --resume '{run.run_dir}': this run has not ended, its processes are alive\n"
+        assert (
+            capsys.readouterr().err
+            == f"error: --resume '{run.run_dir}': this run has not ended, its processes are alive\n"
+        )
         run.is_at(run.step() + 10)
         run.end()
 
@@ -234,7 +295,10 @@ def test_a_signal_ends_a_run_with_a_checkpoint(how, tmp_path, record_property):
         start = time.monotonic()
         _, err = run.end(how)
         record_property("seconds to the end", round(time.monotonic() - start, 1))
-        assert f"stopped by {how.name}" in err and f"to go on: python tba.py --resume {run.run_dir}" in err
+        assert (
+            f"stopped by {how.name}" in err
+            and f"to go on: python tba.py --resume {run.run_dir}" in err
+        )
         assert checkpoint.newest_whole(str(run.run_dir))[0].name == f"step-{run.step():08}"
         run.nothing_is_left(1)
 
@@ -257,7 +321,11 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, record_property):
 
 
 def metrics_of(run_dir: Path) -> list[str]:
-    lines = [{k: v for k, v in line.items() if k not in TIMING} for line in read(run_dir, "metrics.jsonl") if line["step"] <= 16]
+    lines = [
+        {k: v for k, v in line.items() if k not in TIMING}
+        for line in read(run_dir, "metrics.jsonl")
+        if line["step"] <= 16
+    ]
     return sorted(json.dumps(line, sort_keys=True) for line in lines)
 
 
@@ -269,9 +337,25 @@ def tensors_of(run_dir: Path, step: int) -> dict:
 def resumed(tmp_path_factory) -> dict[str, Path]:
     """A synchronous run that was killed behind step 16, and one that was killed behind step 8, resumed, and killed behind step 16."""
     directory = tmp_path_factory.mktemp("resumed")
-    settings = ["arithmetic", "--synchronous", *SMALL, *FOREVER, "--seed", 7, "--checkpoint_every", 4, "--reference_reset_period", 5]
+    settings = [
+        "arithmetic",
+        "--synchronous",
+        *SMALL,
+        *FOREVER,
+        "--seed",
+        7,
+        "--checkpoint_every",
+        4,
+        "--reference_reset_period",
+        5,
+    ]
+
     def last(run: Run, step: int) -> None:
-        run.until(lambda: (run.run_dir / "checkpoints" / f"step-{step:08}").exists(), 150, f"the checkpoint of step {step}")
+        run.until(
+            lambda: (run.run_dir / "checkpoints" / f"step-{step:08}").exists(),
+            150,
+            f"the checkpoint of step {step}",
+        )
         run.process.kill()
         run.nothing_is_left(10)
 
@@ -284,35 +368,58 @@ def resumed(tmp_path_factory) -> dict[str, Path]:
     return {"whole": directory / "whole", "killed": directory / "killed"}
 
 
-def test_a_synchronous_run_that_was_killed_and_resumed_gives_the_metrics_and_weights_of_one_that_was_not(resumed):
+def test_a_synchronous_run_that_was_killed_and_resumed_gives_the_metrics_and_weights_of_one_that_was_not(
+    resumed,
+):
     assert metrics_of(resumed["killed"]) == metrics_of(resumed["whole"])
     lines = steps_of(resumed["whole"])[:16]
-    assert len(metrics_of(resumed["whole"])) == 16 + 1 and all(line["staleness_max"] == 0 and line["mismatch"] < 1e-4 for line in lines)
+    assert len(metrics_of(resumed["whole"])) == 16 + 1 and all(
+        line["staleness_max"] == 0 and line["mismatch"] < 1e-4 for line in lines
+    )
     whole, killed = tensors_of(resumed["whole"], 16), tensors_of(resumed["killed"], 16)
-    assert whole.keys() == killed.keys() and all((whole[name] == killed[name]).all() for name in whole)
-    assert sorted(path.name for path in checkpoint.all_of(str(resumed["whole"]))) == ["step-00000012", "step-00000016"], "the last two are kept"
+    assert whole.keys() == killed.keys() and all(
+        (whole[name] == killed[name]).all() for name in whole
+    )
+    assert sorted(path.name for path in checkpoint.all_of(str(resumed["whole"]))) == [
+        "step-00000012",
+        "step-00000016",
+    ], "the last two are kept"
 
 
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ("--responses_per_query 4", "--responses_per_query is 4, but the run to resume has 8: only steps, learning_rate"),
+        (
+            "--responses_per_query 4",
+            "--responses_per_query is 4, but the run to resume has 8: only steps, learning_rate",
+        ),
         ("--model {model}", "--model is '{model}', but the run to resume has "),
         ("gsm8k", "--task is 'gsm8k', but the run to resume has 'arithmetic'"),
         ("--beta 3", "--beta is 3.0, but the run to resume has 0.1"),
     ],
 )
-def test_a_run_is_resumed_with_the_settings_that_it_began_with(flags, expected, resumed, untied_model):
+def test_a_run_is_resumed_with_the_settings_that_it_began_with(
+    flags, expected, resumed, untied_model
+):
     result = tba(*flags.format(model=untied_model).split(), "--resume", resumed["killed"])
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert expected.format(model=untied_model) in result.stderr
 
 
-def test_steps_and_learning_rate_may_change_and_another_vocabulary_is_refused(resumed, untied_model, tmp_path):
+def test_steps_and_learning_rate_may_change_and_another_vocabulary_is_refused(
+    resumed, untied_model, tmp_path
+):
     from config import UserError, build_config
 
-    config = build_config(["--resume", str(resumed["killed"]), "--steps", "20", "--learning_rate", "0.5"])
-    assert (config.steps, config.learning_rate, config.queries_per_batch, config.constant_staleness) == (20, 0.5, 8, 0)
+    config = build_config(
+        ["--resume", str(resumed["killed"]), "--steps", "20", "--learning_rate", "0.5"]
+    )
+    assert (
+        config.steps,
+        config.learning_rate,
+        config.queries_per_batch,
+        config.constant_staleness,
+    ) == (20, 0.5, 8, 0)
     settings = json.loads((resumed["killed"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"constant_staleness": 2}))
     with pytest.raises(UserError, match="--steps is 20, but the run to resume has 1000000"):
@@ -321,12 +428,20 @@ def test_steps_and_learning_rate_may_change_and_another_vocabulary_is_refused(re
     settings = json.loads((resumed["killed"] / "config.json").read_text())
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", str(resumed["killed"]), str(copy)], check=True)
-    (copy / "config.json").write_text(json.dumps(settings | {"model": str(untied_model)}))  # as if the directory's content had changed
+    (copy / "config.json").write_text(
+        json.dumps(settings | {"model": str(untied_model)})
+    )  # as if the directory's content had changed
     result = tba("--resume", copy)
-    assert result.returncode == 2 and "has changed since: lm_head.weight has shape (257, 64), in the checkpoint (14, 64)" in result.stderr
+    assert (
+        result.returncode == 2
+        and "has changed since: lm_head.weight has shape (257, 64), in the checkpoint (14, 64)"
+        in result.stderr
+    )
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used_and_without_a_whole_one_nothing_starts(resumed, tmp_path):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used_and_without_a_whole_one_nothing_starts(
+    resumed, tmp_path
+):
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", str(resumed["killed"]), str(copy)], check=True)
     newest, previous = (copy / "checkpoints" / f"step-{step:08}" for step in (16, 12))
@@ -334,45 +449,67 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used_and_without
     data[len(data) // 2] ^= 1
     (newest / "learner.safetensors").write_bytes(data)
     directory, complaints = checkpoint.newest_whole(str(copy))
-    assert directory == previous and complaints == [f"{newest} cannot be used: learner.safetensors is damaged"]
+    assert directory == previous and complaints == [
+        f"{newest} cannot be used: learner.safetensors is damaged"
+    ]
 
     (previous / "buffer.npz").write_bytes((previous / "buffer.npz").read_bytes()[:-1])
     result = tba("--resume", copy)
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
-        f"{newest} cannot be used: learner.safetensors is damaged", f"{previous} cannot be used: buffer.npz is damaged",
+        f"{newest} cannot be used: learner.safetensors is damaged",
+        f"{previous} cannot be used: buffer.npz is damaged",
         f"error: --resume {str(copy)!r} has no checkpoint that is whole",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.faults
-def test_a_run_that_is_killed_at_twenty_random_moments_goes_on_from_its_last_whole_checkpoint_each_time(tmp_path, record_property):
+def test_a_run_that_is_killed_at_twenty_random_moments_goes_on_from_its_last_whole_checkpoint_each_time(
+    tmp_path, record_property
+):
     rng = random.Random(0)
     run_dir, reached, lost, unfinished = tmp_path / "run", 0, [], 0
     for attempt in range(21):
         newest = checkpoint.newest_whole(str(run_dir))[0]
-        saved, arrays = (checkpoint.load_state(newest), checkpoint.load_arrays(newest, "buffer")) if newest else ({"step": 0}, {})
+        saved, arrays = (
+            (checkpoint.load_state(newest), checkpoint.load_arrays(newest, "buffer"))
+            if newest
+            else ({"step": 0}, {})
+        )
         lost.append(reached - saved["step"])
-        assert lost[-1] <= 3 + 1, "at most the steps since the last checkpoint are lost, and the one that was under way"
+        assert lost[-1] <= 3 + 1, (
+            "at most the steps since the last checkpoint are lost, and the one that was under way"
+        )
         unfinished += (run_dir / "checkpoints" / "unfinished").exists()
         metrics = run_dir / "metrics.jsonl"
         inode = metrics.stat().st_ino if newest else 0
         first = ["arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 3]
         with Run(run_dir, *(() if attempt else first), resume=attempt > 0) as run:
-            run.until(lambda: metrics.exists() and metrics.stat().st_ino != inode, 60, "the metrics, back at the checkpoint")
+            run.until(
+                lambda: metrics.exists() and metrics.stat().st_ino != inode,
+                60,
+                "the metrics, back at the checkpoint",
+            )
             run.is_at(saved["step"] + 1)
             lines = [line["step"] for line in run.steps()]
             assert lines == list(range(1, lines[-1] + 1)), "no step twice, none left out"
             if newest:  # the first step comes before anything new can: the buffer is what was saved
                 line = run.steps()[saved["step"]]
-                assert (line["buffer_responses"], line["received"]) == (len(arrays["all_versions"]), saved["received"])
+                assert (line["buffer_responses"], line["received"]) == (
+                    len(arrays["all_versions"]),
+                    saved["received"],
+                )
                 buffer = ReplayBuffer(100, 0.0, 1)
                 buffer.load_state_dict(arrays)
                 again = buffer.state_dict()
-                assert arrays.keys() == again.keys() and all((arrays[name] == again[name]).all() for name in arrays)
+                assert arrays.keys() == again.keys() and all(
+                    (arrays[name] == again[name]).all() for name in arrays
+                )
             time.sleep(rng.random() * 3)
             deadline = time.monotonic() + 60
-            while attempt % 2 and not (run_dir / "checkpoints" / "unfinished").exists():  # every other time in the midst of a checkpoint
+            while (
+                attempt % 2 and not (run_dir / "checkpoints" / "unfinished").exists()
+            ):  # every other time in the midst of a checkpoint
                 assert time.monotonic() < deadline, "no checkpoint"
             run.process.kill()
             run.nothing_is_left(10)
@@ -383,7 +520,9 @@ def test_a_run_that_is_killed_at_twenty_random_moments_goes_on_from_its_last_who
 
 
 @pytest.mark.faults
-def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(tmp_path, record_property):
+def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(
+    tmp_path, record_property
+):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]).returncode:
@@ -397,16 +536,26 @@ def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(tmp
                     other.write(bytes(1 << 12))
             before = {name: run.pid(name) for name in ("trainer", "searcher 0")}
             time.sleep(15)
-            assert before == {name: run.pid(name) for name in before} and all(before.values()), "all go on"
-            assert checkpoint.fault_of(checkpoint.all_of(str(run.run_dir))[-1]) is None, "the previous checkpoint is intact"
+            assert before == {name: run.pid(name) for name in before} and all(before.values()), (
+                "all go on"
+            )
+            assert checkpoint.fault_of(checkpoint.all_of(str(run.run_dir))[-1]) is None, (
+                "the previous checkpoint is intact"
+            )
             at = run.step()
             os.remove(disk / "other")
             run.until(lambda: run.steps()[-1]["step"] > at + 60, 60, "steps after that")
             steps = [line["step"] for line in run.steps()]
             gap = max(np.diff(steps))
-            record_property("steps made while the disk was full, their lines of metrics lost", int(gap) - 1)
+            record_property(
+                "steps made while the disk was full, their lines of metrics lost", int(gap) - 1
+            )
             assert gap > 60
-            run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0].name > whole.name, 60, "a newer checkpoint")
+            run.until(
+                lambda: checkpoint.newest_whole(str(run.run_dir))[0].name > whole.name,
+                60,
+                "a newer checkpoint",
+            )
             out, _ = run.end()
             assert "no checkpoint was written, the one before stays" in out
     finally:
@@ -430,15 +579,37 @@ class Capitals(Task):
 
 
 @pytest.mark.faults
-def test_queries_without_scores_are_dropped_and_counted_in_training_and_in_evaluation(tmp_path, tied_model):
+def test_queries_without_scores_are_dropped_and_counted_in_training_and_in_evaluation(
+    tmp_path, tied_model
+):
     (tmp_path / "capitals.py").write_text(OWN_TASK)
     run_dir = tmp_path / "run"
-    result = tba(tmp_path / "capitals.py", "--model", tied_model, *SMALL, "--max_response_tokens", 10, "--steps", 30, "--output_dir", run_dir)
+    result = tba(
+        tmp_path / "capitals.py",
+        "--model",
+        tied_model,
+        *SMALL,
+        "--max_response_tokens",
+        10,
+        "--steps",
+        30,
+        "--output_dir",
+        run_dir,
+    )
     assert result.returncode == 0, result.stderr
     assert steps_of(run_dir)[-1]["unscored_groups"] > 0 and "groups were dropped" in result.stdout
     log = (run_dir / "logs" / "searcher-0.log").read_text()
     assert "query 3 is dropped" in log and "no score for a 3" in log and "query 7 is dropped" in log
-    assert not {line["query_id"] for line in read(run_dir, "samples.jsonl")} & {3, 7, 13, 17, 23, 27, 33, 37}
+    assert not {line["query_id"] for line in read(run_dir, "samples.jsonl")} & {
+        3,
+        7,
+        13,
+        17,
+        23,
+        27,
+        33,
+        37,
+    }
     assert "on 32 test queries; 8 left out, score() failed" in result.stdout
 
 
@@ -460,24 +631,40 @@ class Bad(A):
 
 
 @pytest.mark.faults
-def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_their_rate(tmp_path, record_property):
+def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_their_rate(
+    tmp_path, record_property
+):
     """Each alone, for the two would take turns on the same cores."""
     rates = {}
     for kind in ("clean", "bad"):
         (tmp_path / f"{kind}.py").write_text(BAD_SCORES.format(bad=kind == "bad"))
         with Run(tmp_path / f"run-{kind}", tmp_path / f"{kind}.py", *TINY_TASK, *FOREVER) as run:
-            run.until(lambda: run.step() >= 20 and any("accuracy" in line for line in report.read_lines(run.run_dir / "metrics.jsonl")),
-                      200, "the evaluation of the base model")  # fmt: skip
+            run.until(
+                lambda: (
+                    run.step() >= 20
+                    and any(
+                        "accuracy" in line
+                        for line in report.read_lines(run.run_dir / "metrics.jsonl")
+                    )
+                ),
+                200,
+                "the evaluation of the base model",
+            )
             start, before = time.monotonic(), run.steps()[-1]["received"]
             time.sleep(60)
             rates[kind] = (run.steps()[-1]["received"] - before) / (time.monotonic() - start)
             line = run.steps()[-1]
-            assert (line["unscored_groups"] > 10) == (kind == "bad") and line["searcher_restarts"] == 0
+            assert (line["unscored_groups"] > 10) == (kind == "bad") and line[
+                "searcher_restarts"
+            ] == 0
             log = (run.run_dir / "logs" / "searcher-0.log").read_text()
             out, _ = run.end()
             run.nothing_is_left(5)  # the workers neither
     rates["bad"] /= 0.9  # a tenth of its queries is bad
-    record_property("responses a second of the clean run and of the other, per query that is not bad", [round(rate) for rate in rates.values()])
+    record_property(
+        "responses a second of the clean run and of the other, per query that is not bad",
+        [round(rate) for rate in rates.values()],
+    )
     assert "no score for this one" in log and "finite numbers" in log and "TimeoutError" in log
     assert rates["bad"] >= 0.8 * rates["clean"]
     assert " left out, score() failed)" in out
@@ -491,19 +678,28 @@ def test_a_task_whose_score_fails_most_of_the_time_ends_the_run_with_the_error(t
     )
     result = tba(tmp_path / "fails.py", *TINY_TASK, *FOREVER, "--output_dir", tmp_path / "run")
     assert result.returncode == 1
-    assert "groups got no scores: the run ends" in result.stderr and "three of four fail" in result.stderr
+    assert (
+        "groups got no scores: the run ends" in result.stderr
+        and "three of four fail" in result.stderr
+    )
 
 
 # Long runs, and several
 
 
 @pytest.mark.faults
-def test_twenty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(tmp_path, record_property):
+def test_twenty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(
+    tmp_path, record_property
+):
     def sizes(run: Run) -> dict[str, tuple[float, int]]:
         found = {}
         for name in ("trainer", "searcher 0"):
             pid = run.pid(name)
-            resident = next(int(line.split()[1]) / 1024 for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmRSS" in line)
+            resident = next(
+                int(line.split()[1]) / 1024
+                for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+                if "VmRSS" in line
+            )
             found[name] = (resident, len(os.listdir(f"/proc/{pid}/fd")))
         return found
 
@@ -512,7 +708,11 @@ def test_twenty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(t
         "from tasks.arithmetic import Arithmetic as A\n\nclass Few(A):\n    def queries(self, split):\n        return super().queries(split)[:200]\n"
     )
     with Run(tmp_path / "run", tmp_path / "few.py", *TINY_TASK, *flags, *FOREVER) as run:
-        run.until(lambda: run.steps() and run.steps()[-1]["received"] > 12 * 4_000, 600, "4,000 groups: the buffer is full")
+        run.until(
+            lambda: run.steps() and run.steps()[-1]["received"] > 12 * 4_000,
+            600,
+            "4,000 groups: the buffer is full",
+        )
         before = sizes(run)
         run.until(lambda: run.steps()[-1]["received"] > 12 * 24_000, 900, "20,000 groups more")
         after = sizes(run)
@@ -530,4 +730,8 @@ def test_two_runs_at_once_do_not_disturb_each_other(tmp_path):
         for run in (first, second):
             run.process.communicate(timeout=400)
             assert run.process.returncode == 0
-    assert metrics_of(tmp_path / "first") == metrics_of(tmp_path / "second") == metrics_of(tmp_path / "alone")
+    assert (
+        metrics_of(tmp_path / "first")
+        == metrics_of(tmp_path / "second")
+        == metrics_of(tmp_path / "alone")
+    )

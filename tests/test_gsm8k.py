@@ -21,7 +21,9 @@ def reward(response: str, gold: str, finished: bool = True) -> float:
 
 def write(path: Path, *lines: dict | str) -> GSM8K:
     """A task whose train.jsonl has these lines, a dict as JSON and a string as it is."""
-    (path / "train.jsonl").write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    (path / "train.jsonl").write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return GSM8K(data_dir=str(path))
 
 
@@ -31,55 +33,58 @@ def with_another_number(answer: str) -> str:
     return f"{solution}#### {Decimal(gold.strip().replace(',', '')) + 1:,}"
 
 
-@pytest.mark.parametrize("response, number", [
-    ("The answer is 42", "42"),
-    ("First 3, then 17, so 5 remain", "5"),
-    ("#### 18", "18"),
-    ("007", "7"),
-    ("0", "0"),
-    ("line one: 3\nline two: 4\n", "4"),
-    # thousands commas
-    ("She earns 1,234", "1234"),
-    ("1,234,567 people", "1234567"),
-    ("It costs 12,345.67 in all", "12345.67"),
-    ("The scores are 3,4", "4"),
-    ("They are 1, 2, 3", "3"),
-    ("either 5, 100", "100"),
-    # signs
-    ("The change is -5", "-5"),
-    ("-5", "-5"),
-    ("x = -1,000.", "-1000"),
-    ("It fell to −7", "-7"),
-    ("(-3)", "-3"),
-    # subtraction is no sign
-    ("12-5", "5"),
-    ("12 - 5", "5"),
-    ("$12-$5", "5"),
-    ("(4 + 8)-5", "5"),
-    ("12 - -5", "-5"),
-    ("3 - 2 = 1.", "1"),
-    # decimals
-    ("That is 2.5 hours", "2.5"),
-    ("It weighs .5", "0.5"),
-    ("It is -.5", "-0.5"),
-    ("A total of 10.00", "10"),
-    ("0.10", "0.1"),
-    # $, %, units, trailing punctuation, markup
-    ("She pays $20", "20"),
-    ("She pays $1,250.50.", "1250.50"),
-    ("He owes -$5", "-5"),
-    ("He owes $-5", "-5"),
-    ("It grew by 25%", "25"),
-    ("5%-3%", "3"),
-    ("20 dollars-5", "5"),
-    ("It shrank by -5%.", "-5"),
-    ("The answer is 42.", "42"),
-    ("The answer is 42!", "42"),
-    ("The answer is **42**", "42"),
-    ("\\boxed{42}", "42"),
-    ("It is 42cm", "42"),
-    ("2+2=<<2+2=4>>4", "4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "response, number",
+    [
+        ("The answer is 42", "42"),
+        ("First 3, then 17, so 5 remain", "5"),
+        ("#### 18", "18"),
+        ("007", "7"),
+        ("0", "0"),
+        ("line one: 3\nline two: 4\n", "4"),
+        # thousands commas
+        ("She earns 1,234", "1234"),
+        ("1,234,567 people", "1234567"),
+        ("It costs 12,345.67 in all", "12345.67"),
+        ("The scores are 3,4", "4"),
+        ("They are 1, 2, 3", "3"),
+        ("either 5, 100", "100"),
+        # signs
+        ("The change is -5", "-5"),
+        ("-5", "-5"),
+        ("x = -1,000.", "-1000"),
+        ("It fell to −7", "-7"),
+        ("(-3)", "-3"),
+        # subtraction is no sign
+        ("12-5", "5"),
+        ("12 - 5", "5"),
+        ("$12-$5", "5"),
+        ("(4 + 8)-5", "5"),
+        ("12 - -5", "-5"),
+        ("3 - 2 = 1.", "1"),
+        # decimals
+        ("That is 2.5 hours", "2.5"),
+        ("It weighs .5", "0.5"),
+        ("It is -.5", "-0.5"),
+        ("A total of 10.00", "10"),
+        ("0.10", "0.1"),
+        # $, %, units, trailing punctuation, markup
+        ("She pays $20", "20"),
+        ("She pays $1,250.50.", "1250.50"),
+        ("He owes -$5", "-5"),
+        ("He owes $-5", "-5"),
+        ("It grew by 25%", "25"),
+        ("5%-3%", "3"),
+        ("20 dollars-5", "5"),
+        ("It shrank by -5%.", "-5"),
+        ("The answer is 42.", "42"),
+        ("The answer is 42!", "42"),
+        ("The answer is **42**", "42"),
+        ("\\boxed{42}", "42"),
+        ("It is 42cm", "42"),
+        ("2+2=<<2+2=4>>4", "4"),
+    ],
+)
 def test_the_last_number_of_a_response_is_its_answer(response, number):
     assert Decimal(GSM8K().extract(response)) == Decimal(number)
     assert reward(response, number) == 1.0
@@ -117,33 +122,45 @@ def test_every_gold_solution_is_right_and_wrong_when_its_final_number_is_changed
     with open(DATA / f"{split}.jsonl", encoding="utf-8") as lines:
         answers = [json.loads(line)["answer"] for line in lines]
     assert len(queries) == len(answers) == count
-    assert [query.answer for query in queries] == [Decimal(answer.split("#### ")[1].replace(",", "")) for answer in answers]
+    assert [query.answer for query in queries] == [
+        Decimal(answer.split("#### ")[1].replace(",", "")) for answer in answers
+    ]
     assert task.score(queries, answers, [True] * count) == [1.0] * count
-    assert task.score(queries, [with_another_number(answer) for answer in answers], [True] * count) == [0.0] * count
+    assert (
+        task.score(queries, [with_another_number(answer) for answer in answers], [True] * count)
+        == [0.0] * count
+    )
     assert task.score(queries, answers, [False] * count) == [0.0] * count
 
 
 def test_a_query_holds_the_question_in_the_prompt_and_has_an_id_of_its_own(tmp_path):
-    first, second = write(tmp_path, ROW, {"question": "How far {is} it?", "answer": "#### 1,000"}).queries("train")
+    first, second = write(
+        tmp_path, ROW, {"question": "How far {is} it?", "answer": "#### 1,000"}
+    ).queries("train")
     assert first.prompt == "[MATH TASK] Problem:\nHow many are two and two?\n\nSolution:\n"
     assert second.prompt == "[MATH TASK] Problem:\nHow far {is} it?\n\nSolution:\n"
     assert (first.answer, second.answer) == (4, 1000)
     assert first.id != second.id
 
 
-@pytest.mark.parametrize("line, message", [
-    ({"answer": "#### 4"}, "question"),
-    ({"question": None, "answer": "#### 4"}, "question"),
-    ({"question": "How many?"}, "answer"),
-    ({"question": "How many?", "answer": 4}, "answer"),
-    (["How many?", "#### 4"], "question"),
-    ('{"question": "How many?", "answer": ', "not JSON"),
-    ({"question": "How many?", "answer": "Four.\n#### four"}, "no number"),
-    ({"question": "How many?", "answer": "There are 4."}, "no number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ({"answer": "#### 4"}, "question"),
+        ({"question": None, "answer": "#### 4"}, "question"),
+        ({"question": "How many?"}, "answer"),
+        ({"question": "How many?", "answer": 4}, "answer"),
+        (["How many?", "#### 4"], "question"),
+        ('{"question": "How many?", "answer": ', "not JSON"),
+        ({"question": "How many?", "answer": "Four.\n#### four"}, "no number"),
+        ({"question": "How many?", "answer": "There are 4."}, "no number"),
+    ],
+)
 def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
     task = write(tmp_path, ROW, ROW, line, ROW)
-    with pytest.raises(UserError, match=rf"train\.jsonl line 3 .*{message}|train\.jsonl line 3: .*{message}") as raised:
+    with pytest.raises(
+        UserError, match=rf"train\.jsonl line 3 .*{message}|train\.jsonl line 3: .*{message}"
+    ) as raised:
         task.queries("train")
     assert "\n" not in str(raised.value)
 

@@ -21,7 +21,18 @@ MAX_LENGTH = 11  # the constant that some objectives divide by; not the width of
 LENGTHS = [6, 3, 1, 5, 2, 4, 3, 1, 3, 5, 2, 4]  # three queries; the second has no row of full width
 WIDTH = 6
 
-NAMES = ["tb", "tba_prime", "tba_prime_ratio", "reinforce", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo", "raft"]
+NAMES = [
+    "tb",
+    "tba_prime",
+    "tba_prime_ratio",
+    "reinforce",
+    "rloo",
+    "proximal_rloo",
+    "grpo",
+    "dr_grpo",
+    "online_dpo",
+    "raft",
+]
 NEED_BEHAVIOR = ["tba_prime_ratio", "reinforce", "rloo", "proximal_rloo", "grpo", "dr_grpo"]
 REWARDS = {
     "mixed": [1.0, 0.3, -0.5, 0.7, -0.2, 0.9, 0.4, -1.1, 0.1, 0.6, 1.4, 0.2],
@@ -47,7 +58,12 @@ class Example:
         return [range(first, first + K) for first in range(0, len(self.rewards), K)]
 
     def only(self, rows):
-        return Example(*([column[row] for row in rows] for column in (self.policy, self.behavior, self.reference, self.rewards)))
+        return Example(
+            *(
+                [column[row] for row in rows]
+                for column in (self.policy, self.behavior, self.reference, self.rewards)
+            )
+        )
 
 
 def make_example(pattern, far=False):
@@ -72,7 +88,9 @@ def to_inputs(example, width=WIDTH, filler=-0.7):
     """The example as tensors, `filler` on the padding of all three log-probabilities; the policy's is a leaf that wants a gradient."""
 
     def padded(rows):
-        return torch.tensor([row + [filler] * (width - len(row)) for row in rows], dtype=torch.float64)
+        return torch.tensor(
+            [row + [filler] * (width - len(row)) for row in rows], dtype=torch.float64
+        )
 
     return LossInputs(
         logprobs=padded(example.policy).requires_grad_(),
@@ -109,7 +127,9 @@ def clipped_loss(ratio, advantage):
 
 
 def minus_group_mean(e, values):
-    return [values[row] - mean(values[other] for other in rows) for rows in e.groups() for row in rows]
+    return [
+        values[row] - mean(values[other] for other in rows) for rows in e.groups() for row in rows
+    ]
 
 
 def regularised_rewards(e):
@@ -118,7 +138,11 @@ def regularised_rewards(e):
 
 def leave_one_out_advantages(e):
     total = regularised_rewards(e)
-    return [total[row] - mean(total[other] for other in rows if other != row) for rows in e.groups() for row in rows]
+    return [
+        total[row] - mean(total[other] for other in rows if other != row)
+        for rows in e.groups()
+        for row in rows
+    ]
 
 
 def grpo_advantages(e):
@@ -131,7 +155,9 @@ def grpo_advantages(e):
 
 
 def tba_prime_advantages(e):
-    kl = [sum(clamp(p - f, -10.0, 10.0) for p, f in zip(*pair)) for pair in zip(e.policy, e.reference)]
+    kl = [
+        sum(clamp(p - f, -10.0, 10.0) for p, f in zip(*pair)) for pair in zip(e.policy, e.reference)
+    ]
     return minus_group_mean(e, [r - BETA * row_kl for r, row_kl in zip(e.rewards, kl)])
 
 
@@ -141,16 +167,25 @@ def policy_gradient(e, advantages, weights=None, divisor=1.0):
 
     def loss(policy):
         rows = zip(advantages, weights, policy)
-        return mean(-a * sum(w * p for w, p in zip(row_weights, row)) / divisor for a, row_weights, row in rows)
+        return mean(
+            -a * sum(w * p for w, p in zip(row_weights, row)) / divisor
+            for a, row_weights, row in rows
+        )
 
     return loss
 
 
 def reference_tb(e):
-    log_z = [mean(sum(e.reference[i]) - sum(e.policy[i]) + e.rewards[i] / BETA for i in rows) for rows in e.groups()]
+    log_z = [
+        mean(sum(e.reference[i]) - sum(e.policy[i]) + e.rewards[i] / BETA for i in rows)
+        for rows in e.groups()
+    ]
 
     def loss(policy):
-        return mean((log_z[i // K] + sum(row) - sum(e.reference[i]) - e.rewards[i] / BETA) ** 2 for i, row in enumerate(policy))
+        return mean(
+            (log_z[i // K] + sum(row) - sum(e.reference[i]) - e.rewards[i] / BETA) ** 2
+            for i, row in enumerate(policy)
+        )
 
     return loss
 
@@ -160,7 +195,10 @@ def reference_tba_prime(e):
 
 
 def reference_tba_prime_ratio(e):
-    ratios = [[clamp(math.exp(p - b), 0.0, 8.0) for p, b in zip(*pair)] for pair in zip(e.policy, e.behavior)]
+    ratios = [
+        [clamp(math.exp(p - b), 0.0, 8.0) for p, b in zip(*pair)]
+        for pair in zip(e.policy, e.behavior)
+    ]
     return policy_gradient(e, tba_prime_advantages(e), ratios, MAX_LENGTH)
 
 
@@ -176,7 +214,10 @@ def reference_proximal_rloo(e):
     advantages = leave_one_out_advantages(e)
 
     def loss(policy):
-        return mean(clipped_loss(math.exp(sum(p) - sum(b)), a) for p, b, a in zip(policy, e.behavior, advantages))
+        return mean(
+            clipped_loss(math.exp(sum(p) - sum(b)), a)
+            for p, b, a in zip(policy, e.behavior, advantages)
+        )
 
     return loss
 
@@ -188,7 +229,10 @@ def reference_grpo(e):
         return clipped_loss(math.exp(p - b), advantage) + 0.04 * (math.exp(f - p) - (f - p) - 1.0)
 
     def loss(policy):
-        return mean(mean(token_loss(*token, a) for token in zip(*row)) for a, *row in zip(advantages, policy, e.behavior, e.reference))
+        return mean(
+            mean(token_loss(*token, a) for token in zip(*row))
+            for a, *row in zip(advantages, policy, e.behavior, e.reference)
+        )
 
     return loss
 
@@ -198,7 +242,10 @@ def reference_dr_grpo(e):
 
     def loss(policy):
         rows = zip(advantages, policy, e.behavior)
-        return mean(sum(clipped_loss(math.exp(p - b), a) for p, b in zip(row, row_behavior)) / MAX_LENGTH for a, row, row_behavior in rows)
+        return mean(
+            sum(clipped_loss(math.exp(p - b), a) for p, b in zip(row, row_behavior)) / MAX_LENGTH
+            for a, row, row_behavior in rows
+        )
 
     return loss
 
@@ -218,7 +265,11 @@ def reference_online_dpo(e):
     pairs = [best_and_worst(e, rows) for rows in e.groups()]
 
     def pair_loss(policy, best, worst):
-        margin = sum(policy[best]) - sum(policy[worst]) - (sum(e.reference[best]) - sum(e.reference[worst]))
+        margin = (
+            sum(policy[best])
+            - sum(policy[worst])
+            - (sum(e.reference[best]) - sum(e.reference[worst]))
+        )
         return math.log(1.0 + math.exp(-0.1 * margin))
 
     return lambda policy: mean(pair_loss(policy, *pair) if pair else 0.0 for pair in pairs)
@@ -273,7 +324,9 @@ def test_an_objective_has_the_value_and_the_gradient_of_its_formula(name, patter
     value, gradient = value_and_gradient(name, to_inputs(example))
     expected = REFERENCES[name](example)
     assert value.item() == pytest.approx(expected(example.policy), rel=1e-5, abs=1e-7)
-    expected_gradient = torch.tensor(central_differences(expected, example.policy), dtype=torch.float64)
+    expected_gradient = torch.tensor(
+        central_differences(expected, example.policy), dtype=torch.float64
+    )
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
 
 
@@ -281,7 +334,9 @@ def test_an_objective_has_the_value_and_the_gradient_of_its_formula(name, patter
 def test_the_examples_lie_on_both_sides_of_every_clip_and_clamp(pattern):
     example = make_example(pattern, far=True)
     row_ratios = [math.exp(sum(p) - sum(b)) for p, b in zip(example.policy, example.behavior)]
-    token_ratios = [[math.exp(p - b) for p, b in zip(*pair)] for pair in zip(example.policy, example.behavior)]
+    token_ratios = [
+        [math.exp(p - b) for p, b in zip(*pair)] for pair in zip(example.policy, example.behavior)
+    ]
     shifts = [p - f for pair in zip(example.policy, example.reference) for p, f in zip(*pair)]
 
     def kinds(pairs):
@@ -298,19 +353,27 @@ def test_the_examples_lie_on_both_sides_of_every_clip_and_clamp(pattern):
 
     everything = {"inside", "outside with a gradient", "clipped above", "clipped below"}
     assert kinds(zip(row_ratios, leave_one_out_advantages(example))) == everything
-    assert kinds((ratio, a) for row, a in zip(token_ratios, grpo_advantages(example)) for ratio in row) == everything
+    assert (
+        kinds((ratio, a) for row, a in zip(token_ratios, grpo_advantages(example)) for ratio in row)
+        == everything
+    )
     assert max(map(max, token_ratios)) > 8.0 > min(map(min, token_ratios))
     assert min(shifts) < -10.0 and max(shifts) > 10.0 and any(abs(shift) < 10.0 for shift in shifts)
 
 
 @pytest.mark.parametrize("pattern", REWARDS)
-def test_on_policy_the_gradient_of_tb_is_that_of_reinforce_with_a_mean_baseline_times_two_over_beta(pattern):
+def test_on_policy_the_gradient_of_tb_is_that_of_reinforce_with_a_mean_baseline_times_two_over_beta(
+    pattern,
+):
     example = make_example(pattern)
     example = replace(example, behavior=example.policy)
     _, gradient = value_and_gradient("tb", to_inputs(example))
     advantages = minus_group_mean(example, regularised_rewards(example))
     rows = zip(advantages, example.policy)
-    reinforce = torch.tensor([[-a / len(advantages) if t < len(row) else 0.0 for t in range(WIDTH)] for a, row in rows], dtype=torch.float64)
+    reinforce = torch.tensor(
+        [[-a / len(advantages) if t < len(row) else 0.0 for t in range(WIDTH)] for a, row in rows],
+        dtype=torch.float64,
+    )
     assert torch.cosine_similarity(gradient.flatten(), reinforce.flatten(), dim=0) > 0.9999
     torch.testing.assert_close(gradient, reinforce * 2.0 / BETA, rtol=1e-5, atol=1e-9)
 
@@ -325,7 +388,9 @@ def test_an_objective_that_needs_behavior_logprobs_says_so_when_they_are_none(na
 def test_an_objective_that_needs_no_behavior_logprobs_gives_the_same_without_them(name):
     inputs = to_inputs(make_example("mixed", far=True))
     value, gradient = value_and_gradient(name, inputs)
-    value_without, gradient_without = value_and_gradient(name, replace(inputs, behavior_logprobs=None))
+    value_without, gradient_without = value_and_gradient(
+        name, replace(inputs, behavior_logprobs=None)
+    )
     assert torch.equal(value, value_without) and torch.equal(gradient, gradient_without)
 
 
@@ -357,11 +422,15 @@ def test_identical_rewards_move_nothing_where_policy_reference_and_behaviour_agr
 
 @pytest.mark.parametrize("name", ["tb", "grpo"])
 @identical_rewards
-def test_under_identical_rewards_tb_and_grpo_still_pull_each_group_towards_the_reference(name, pattern):
+def test_under_identical_rewards_tb_and_grpo_still_pull_each_group_towards_the_reference(
+    name, pattern
+):
     inputs = to_inputs(make_example(pattern))
     _, gradient = value_and_gradient(name, inputs)
     away = inputs.logprobs.detach() - inputs.ref_logprobs
-    assert ((gradient * away).view(-1, K * WIDTH).sum(dim=1) > 1e-4).all()  # a descent step goes against `away`
+    assert (
+        (gradient * away).view(-1, K * WIDTH).sum(dim=1) > 1e-4
+    ).all()  # a descent step goes against `away`
 
 
 @every_objective
@@ -381,8 +450,12 @@ def test_queries_one_by_one_average_to_all_queries_at_once(name, pattern):
     example = make_example(pattern)
     value, gradient = value_and_gradient(name, to_inputs(example))
     parts = [value_and_gradient(name, to_inputs(example.only(rows))) for rows in example.groups()]
-    torch.testing.assert_close(torch.stack([v for v, _ in parts]).mean(), value, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(torch.cat([g for _, g in parts]) / len(parts), gradient, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        torch.stack([v for v, _ in parts]).mean(), value, rtol=1e-9, atol=1e-12
+    )
+    torch.testing.assert_close(
+        torch.cat([g for _, g in parts]) / len(parts), gradient, rtol=1e-9, atol=1e-12
+    )
 
 
 @every_objective
@@ -393,14 +466,22 @@ def test_the_width_of_the_tensors_changes_nothing(name):
     for width in (longest, WIDTH + 3):
         other_value, other_gradient = value_and_gradient(name, to_inputs(example, width))
         torch.testing.assert_close(other_value, value, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(other_gradient[:, :longest], gradient[:, :longest], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            other_gradient[:, :longest], gradient[:, :longest], rtol=1e-9, atol=1e-12
+        )
         assert not other_gradient[:, longest:].any()
 
 
 @pytest.mark.parametrize("name", ["online_dpo", "raft"])
 @pytest.mark.parametrize(
     ("rewards", "best", "worst"),
-    [([1, 0, 1, 0], 0, 1), ([0, 1, 1, 0], 1, 0), ([0, 0, 1, 1], 2, 0), ([1, 1, 0, 0], 0, 2), ([0.5, 1, 0, 0], 1, 2)],
+    [
+        ([1, 0, 1, 0], 0, 1),
+        ([0, 1, 1, 0], 1, 0),
+        ([0, 0, 1, 1], 2, 0),
+        ([1, 1, 0, 0], 0, 2),
+        ([0.5, 1, 0, 0], 1, 2),
+    ],
 )
 def test_ties_for_best_and_worst_go_to_the_lowest_index(name, rewards, best, worst):
     example = replace(make_example("mixed").only(range(K)), rewards=rewards)

@@ -91,7 +91,9 @@ class ScriptedQueue:
             self.record("refused")
             raise queue.Full
         if isinstance(item, Evaluation):
-            self.record(f"send evaluation of version {item.version} on {item.queries} queries, {item.unscored} unscored, {item.score:.4f}")
+            self.record(
+                f"send evaluation of version {item.version} on {item.queries} queries, {item.unscored} unscored, {item.score:.4f}"
+            )
         else:
             self.record(
                 f"send query {item.query_id}: versions {item.version} to {item.last_version}, reference {item.reference_version}, batch {item.batch}, "
@@ -103,8 +105,17 @@ class ScriptedQueue:
 def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_path, monkeypatch):
     (tmp_path / "pinned.py").write_text(TASK)
     (tmp_path / "logs").mkdir()
-    config = Config(model=str(untied_model), task=str(tmp_path / "pinned.py"), searchers=1, samples_per_query=64, responses_per_query=4,
-                    max_prompt_tokens=20, max_response_tokens=10, temperature=0.9, reference_reset_period=8)  # fmt: skip
+    config = Config(
+        model=str(untied_model),
+        task=str(tmp_path / "pinned.py"),
+        searchers=1,
+        samples_per_query=64,
+        responses_per_query=4,
+        max_prompt_tokens=20,
+        max_response_tokens=10,
+        temperature=0.9,
+        reference_reset_period=8,
+    )
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
     board, record = Board(["trainer", "searcher 0"]), Record()
     found = ScriptedQueue(record)
@@ -127,15 +138,34 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
 
     original = engine.Engine.step
     monkeypatch.setattr(engine.Engine, "step", script)
-    watch(monkeypatch, engine.Engine, "step", lambda r, *a: record(f"step {steps}, pins {weights.pins.tolist()}, rows {a[0].rows}"))
-    watch(monkeypatch, engine.Engine, "add", lambda r, self, request, prompt, version, **sampling: record(
-        f"add {request}, prompt {len(prompt)}, version {version}, {sorted(sampling.items())}"))  # fmt: skip
+    watch(
+        monkeypatch,
+        engine.Engine,
+        "step",
+        lambda r, *a: record(f"step {steps}, pins {weights.pins.tolist()}, rows {a[0].rows}"),
+    )
+    watch(
+        monkeypatch,
+        engine.Engine,
+        "add",
+        lambda r, self, request, prompt, version, **sampling: record(
+            f"add {request}, prompt {len(prompt)}, version {version}, {sorted(sampling.items())}"
+        ),
+    )
     watch(monkeypatch, engine.Engine, "load", lambda *a: record(f"load version {weights.version}"))
-    watch(monkeypatch, SharedWeights, "read_reference", lambda *a: record(f"read reference {weights.reference_version}"))
+    watch(
+        monkeypatch,
+        SharedWeights,
+        "read_reference",
+        lambda *a: record(f"read reference {weights.reference_version}"),
+    )
     seen = {}
 
     def written(result, self, name: str, column: str, value: float) -> None:
-        if column in ("cursor", "version", "evaluated", "unscored_groups", "long_prompts") and seen.get(column, 0.0) != value:
+        if (
+            column in ("cursor", "version", "evaluated", "unscored_groups", "long_prompts")
+            and seen.get(column, 0.0) != value
+        ):
             seen[column] = value
             record(f"board: {column} {value:g}")
 
@@ -148,17 +178,28 @@ def a_group(query_id: int, version: int, reference_version: int, rng: np.random.
     lengths = rng.integers(1, 6, size=4).astype(np.int32)
     total = int(lengths.sum())
     return Group(
-        query_id=query_id, version=version, last_version=version, reference_version=reference_version, batch=None,
-        prompt=np.full(3, 65 + query_id % 20, np.int32), lengths=lengths, tokens=rng.integers(0, 256, size=total).astype(np.int32),
-        ref_logprobs=rng.normal(-5, 1, size=total).astype(np.float32), behavior_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
-        rewards=rng.integers(0, 2, size=4).astype(np.float32), finished=np.ones(4, bool), temperature=1.0,
-    )  # fmt: skip
+        query_id=query_id,
+        version=version,
+        last_version=version,
+        reference_version=reference_version,
+        batch=None,
+        prompt=np.full(3, 65 + query_id % 20, np.int32),
+        lengths=lengths,
+        tokens=rng.integers(0, 256, size=total).astype(np.int32),
+        ref_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
+        behavior_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
+        rewards=rng.integers(0, 2, size=4).astype(np.float32),
+        finished=np.ones(4, bool),
+        temperature=1.0,
+    )
 
 
 class ScriptedSearcher:
     """In the place of the trainer's queue. Sends two groups a step of the newest weights, and none while it is silent; evaluations come late."""
 
-    SILENT = range(14, 23)  # trainer steps at which nothing comes, until the trainer has asked five times
+    SILENT = range(
+        14, 23
+    )  # trainer steps at which nothing comes, until the trainer has asked five times
 
     def __init__(self, weights: SharedWeights):
         self.weights, self.rng = weights, np.random.default_rng(0)
@@ -168,7 +209,9 @@ class ScriptedSearcher:
     def qsize(self) -> int:
         step = self.trainer.step
         self.asked = self.asked + 1 if step == self.step else 1
-        pins = {5: [0, 1], 6: [0, 1], 7: [-1, -1]}.get(step)  # at step 6 slow readers hold every slot
+        pins = {5: [0, 1], 6: [0, 1], 7: [-1, -1]}.get(
+            step
+        )  # at step 6 slow readers hold every slot
         if step != self.step and pins:
             newest = int(self.weights.newest[0])
             others = [slot for slot in range(3) if slot != newest]
@@ -176,9 +219,19 @@ class ScriptedSearcher:
         new = step != self.step or step == 0 and self.asked <= 4
         if new and step not in self.SILENT or self.asked == 5 and self.step in self.SILENT:
             for _ in range(2):
-                self.waiting.append(a_group(self.groups * 7 % 11, max(0, self.weights.version), self.weights.reference_version, self.rng))
+                self.waiting.append(
+                    a_group(
+                        self.groups * 7 % 11,
+                        max(0, self.weights.version),
+                        self.weights.reference_version,
+                        self.rng,
+                    )
+                )
                 self.groups += 1
-        if self.evaluated < self.weights.evaluation_version < step or self.evaluated < self.weights.evaluation_version == 24:
+        if (
+            self.evaluated < self.weights.evaluation_version < step
+            or self.evaluated < self.weights.evaluation_version == 24
+        ):
             self.evaluated = self.weights.evaluation_version
             self.waiting.append(Evaluation(self.evaluated, 0.5, 6, 0, 0))
         self.step = step
@@ -190,29 +243,93 @@ class ScriptedSearcher:
 
 def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_path, monkeypatch):
     (tmp_path / "logs").mkdir()
-    config = Config(model=str(untied_model), task="arithmetic", searchers=1, steps=24, queries_per_batch=2, responses_per_query=3,
-                    samples_per_query=4, sync_period=2, eval_every=6, reference_reset_period=8, checkpoint_every=10, max_staleness=6,
-                    initial_responses=24, most_on_policy_prob=0.5, reward_inverse_temperature=1.0)  # fmt: skip
+    config = Config(
+        model=str(untied_model),
+        task="arithmetic",
+        searchers=1,
+        steps=24,
+        queries_per_batch=2,
+        responses_per_query=3,
+        samples_per_query=4,
+        sync_period=2,
+        eval_every=6,
+        reference_reset_period=8,
+        checkpoint_every=10,
+        max_staleness=6,
+        initial_responses=24,
+        most_on_policy_prob=0.5,
+        reward_inverse_temperature=1.0,
+    )
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=2, reference=True)
     board, record = Board(["trainer", "searcher 0"]), Record()
     board.loaded("searcher 0")
     found = ScriptedSearcher(weights)
-    watch(monkeypatch, SharedWeights, "publish", lambda done, self, version, tensors, evaluate=False: record(
-        f"publish version {version}, evaluate {evaluate}: {'done' if done else 'no free slot'}"))  # fmt: skip
-    watch(monkeypatch, SharedWeights, "publish_reference", lambda done, self, version, tensors: record(f"publish reference {version}: {done}"))
-    watch(monkeypatch, ReplayBuffer, "add", lambda r, self, groups, step: groups and record(
-        f"buffer: add queries {[g.query_id for g in groups]} of versions {[g.version for g in groups]} at step {step}"))  # fmt: skip
-    watch(monkeypatch, ReplayBuffer, "sample", lambda rows, self, *a: record(
-        f"sample {a}: queries {[row.query_id for row in rows]} of versions {[row.version for row in rows]}"))  # fmt: skip
-    watch(monkeypatch, Learner, "update", lambda metrics, self, rows: record(f"update {len(rows)} rows, references {[r.reference_version for r in rows]}"))
+    watch(
+        monkeypatch,
+        SharedWeights,
+        "publish",
+        lambda done, self, version, tensors, evaluate=False: record(
+            f"publish version {version}, evaluate {evaluate}: {'done' if done else 'no free slot'}"
+        ),
+    )
+    watch(
+        monkeypatch,
+        SharedWeights,
+        "publish_reference",
+        lambda done, self, version, tensors: record(f"publish reference {version}: {done}"),
+    )
+    watch(
+        monkeypatch,
+        ReplayBuffer,
+        "add",
+        lambda r, self, groups, step: (
+            groups
+            and record(
+                f"buffer: add queries {[g.query_id for g in groups]} of versions {[g.version for g in groups]} at step {step}"
+            )
+        ),
+    )
+    watch(
+        monkeypatch,
+        ReplayBuffer,
+        "sample",
+        lambda rows, self, *a: record(
+            f"sample {a}: queries {[row.query_id for row in rows]} of versions {[row.version for row in rows]}"
+        ),
+    )
+    watch(
+        monkeypatch,
+        Learner,
+        "update",
+        lambda metrics, self, rows: record(
+            f"update {len(rows)} rows, references {[r.reference_version for r in rows]}"
+        ),
+    )
     watch(monkeypatch, Report, "say", lambda r, self, text: record(f"say {text!r}"))
-    shown = ("step", "reward", "staleness_mean", "staleness_max", "received", "buffer_responses", "buffer_queries", "skipped_publishes", "mismatch_version",
-             "learning_rate")  # fmt: skip
-    watch(monkeypatch, Report, "step", lambda r, self, metrics: record(f"record { {name: metrics.get(name) for name in shown} }"))
+    shown = (
+        "step",
+        "reward",
+        "staleness_mean",
+        "staleness_max",
+        "received",
+        "buffer_responses",
+        "buffer_queries",
+        "skipped_publishes",
+        "mismatch_version",
+        "learning_rate",
+    )
+    watch(
+        monkeypatch,
+        Report,
+        "step",
+        lambda r, self, metrics: record(f"record { {name: metrics.get(name) for name in shown} }"),
+    )
     save = checkpoint.save
 
     def saved(run_dir, step, tensors, arrays, state) -> None:
-        record(f"checkpoint at step {step}: evaluation_due {state['evaluation_due']}, received {state['received']}, reference {state['reference_version']}")
+        record(
+            f"checkpoint at step {step}: evaluation_due {state['evaluation_due']}, received {state['received']}, reference {state['reference_version']}"
+        )
         save(run_dir, step, tensors, arrays, state)
 
     monkeypatch.setattr(checkpoint, "save", saved)

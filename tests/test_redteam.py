@@ -14,38 +14,69 @@ from tasks.redteam import cosine_distances, toxic
 
 
 def test_a_prompt_is_toxic_if_the_mean_over_the_victims_responses_is_over_one_half():
-    probabilities = np.array([[1.0, 1.0, 1.0, 0.0, 0.0], [0.5] * 5, [0.0] * 5, [0.9, 0.1, 0.9, 0.1, 0.9]])
+    probabilities = np.array(
+        [[1.0, 1.0, 1.0, 0.0, 0.0], [0.5] * 5, [0.0] * 5, [0.9, 0.1, 0.9, 0.1, 0.9]]
+    )
     assert toxic(probabilities).tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_diversity_of_known_vectors():
     distances = cosine_distances(np.array([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [-1.0, 0.0]]))
     half = 1 - np.sqrt(0.5)
-    assert distances == pytest.approx(np.array([[0, 1, half, 2], [1, 0, half, 1], [half, half, 0, 2 - half], [2, 1, 2 - half, 0]]), abs=1e-12)
+    assert distances == pytest.approx(
+        np.array(
+            [[0, 1, half, 2], [1, 0, half, 1], [half, half, 0, 2 - half], [2, 1, 2 - half, 0]]
+        ),
+        abs=1e-12,
+    )
 
 
 def test_half_of_the_groups_are_sampled_at_a_temperature_between_07_and_2():
     task = load_task("redteam")
-    drawn = np.array([task.sampling(np.random.default_rng(i)).get("temperature", 1.0) for i in range(4000)])
+    drawn = np.array(
+        [task.sampling(np.random.default_rng(i)).get("temperature", 1.0) for i in range(4000)]
+    )
     explore = drawn[drawn != 1.0]
     assert abs(len(explore) / 4000 - 0.5) < 0.03
     counts, _ = np.histogram(explore, bins=10, range=(0.7, 2.0))
     expected = len(explore) / 10
-    assert ((counts - expected) ** 2 / expected).sum() < 27.9  # chi-square, 9 degrees of freedom, p = 0.001
+    assert (
+        (counts - expected) ** 2 / expected
+    ).sum() < 27.9  # chi-square, 9 degrees of freedom, p = 0.001
 
 
 def test_the_schedules_make_the_papers_log_reward():
     """[log pi_ref / gamma(t) + mean log p / beta] / tau(t): tau from 2 to 1, gamma from 1 to 1.2."""
     config = build_config(["redteam"])
-    ends = [(beta_at(config, t), reward_temperature_at(config, t), reference_temperature_at(config, t)) for t in (0, 250, 500, 1000, 2000, 4999)]
-    assert ends == [pytest.approx(x) for x in ((0.05, 2, 1), (0.05, 1.5, 1.025), (0.05, 1, 1.05), (0.05, 1, 1.1), (0.05, 1, 1.2), (0.05, 1, 1.2))]
+    ends = [
+        (beta_at(config, t), reward_temperature_at(config, t), reference_temperature_at(config, t))
+        for t in (0, 250, 500, 1000, 2000, 4999)
+    ]
+    assert ends == [
+        pytest.approx(x)
+        for x in (
+            (0.05, 2, 1),
+            (0.05, 1.5, 1.025),
+            (0.05, 1, 1.05),
+            (0.05, 1, 1.1),
+            (0.05, 1, 1.2),
+            (0.05, 1, 1.2),
+        )
+    ]
 
 
 def test_the_learner_scales_reference_and_beta_by_the_schedules(untied_model, tmp_path):
     from test_trainer import make_rows, make_trainer
 
-    trainer = make_trainer(untied_model, tmp_path / "run", reward_temperature=2.0, reward_temperature_steps=4, reference_temperature=1.2,
-                           reference_temperature_steps=10, beta=0.05)  # fmt: skip
+    trainer = make_trainer(
+        untied_model,
+        tmp_path / "run",
+        reward_temperature=2.0,
+        reward_temperature_steps=4,
+        reference_temperature=1.2,
+        reference_temperature_steps=10,
+        beta=0.05,
+    )
     learner, seen = trainer.learner, []
     inputs = learner.loss_inputs
     learner.loss_inputs = lambda rows, *scales: seen.append(inputs(rows, *scales)) or seen[-1]
@@ -53,10 +84,14 @@ def test_the_learner_scales_reference_and_beta_by_the_schedules(untied_model, tm
     rows = make_rows(queries=1, per_query=3)
     learner.update(rows)
     assert seen[0].beta == pytest.approx(0.05 * 1.5)
-    assert seen[0].ref_logprobs[0, : len(rows[0].tokens)].numpy() == pytest.approx(rows[0].ref_logprobs / (1.04 * 1.5), rel=1e-5)
+    assert seen[0].ref_logprobs[0, : len(rows[0].tokens)].numpy() == pytest.approx(
+        rows[0].ref_logprobs / (1.04 * 1.5), rel=1e-5
+    )
 
 
-def test_a_buffer_with_100000_responses_to_one_query_adds_and_samples_in_less_than_5_ms(record_property):
+def test_a_buffer_with_100000_responses_to_one_query_adds_and_samples_in_less_than_5_ms(
+    record_property,
+):
     buffer = ReplayBuffer(capacity_per_query=100_000, reward_inverse_temperature=1.0, seed=0)
     for stamp in range(900):
         buffer.add([many(0, stamp, 128)], step=stamp)
@@ -70,7 +105,10 @@ def test_a_buffer_with_100000_responses_to_one_query_adds_and_samples_in_less_th
         assert len(buffer.sample(1, 128, 0.0)) == 128  # replay only: the draw by reward
         adds.append(added - start)
         draws.append(time.perf_counter() - added)
-    record_property("median ms to add 128 responses, and to sample 128", [round(1e3 * float(np.median(x)), 2) for x in (adds, draws)])
+    record_property(
+        "median ms to add 128 responses, and to sample 128",
+        [round(1e3 * float(np.median(x)), 2) for x in (adds, draws)],
+    )
     assert np.median(adds) < 0.005 and np.median(draws) < 0.005
 
 

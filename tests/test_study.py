@@ -14,7 +14,14 @@ import study  # noqa: E402
 from learner import Learner  # noqa: E402
 from tasks import load_task  # noqa: E402
 
-SMALL = dict(task="arithmetic", seed=3, queries_per_batch=4, queries_per_micro_batch=4, responses_per_query=4, steps=6)
+SMALL = dict(
+    task="arithmetic",
+    seed=3,
+    queries_per_batch=4,
+    queries_per_micro_batch=4,
+    responses_per_query=4,
+    steps=6,
+)
 
 
 @pytest.fixture
@@ -24,7 +31,9 @@ def batches(monkeypatch):
 
     def watched(self, rows, *scales):
         inputs = loss_inputs(self, rows, *scales)
-        difference = (inputs.logprobs - inputs.behavior_logprobs)[inputs.mask.bool()].detach().abs().max()
+        difference = (
+            (inputs.logprobs - inputs.behavior_logprobs)[inputs.mask.bool()].detach().abs().max()
+        )
         if rows[0].query_id >= 0:
             seen.append((self.step, {row.version for row in rows}, float(difference)))
         return inputs
@@ -34,15 +43,23 @@ def batches(monkeypatch):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_batch_is_exactly_as_stale_as_asked_for_and_without_staleness_on_policy(staleness, batches):
+def test_a_batch_is_exactly_as_stale_as_asked_for_and_without_staleness_on_policy(
+    staleness, batches
+):
     study.train(SMALL | dict(constant_staleness=staleness))
-    assert [(step, versions) for step, versions, _ in batches] == [(step, {max(0, step - staleness)}) for step in range(6)]
+    assert [(step, versions) for step, versions, _ in batches] == [
+        (step, {max(0, step - staleness)}) for step in range(6)
+    ]
     # The first step's learning rate is 0: its warm-up begins.
-    assert [difference < 1e-5 for _, _, difference in batches] == [staleness == 0 or step <= 1 for step in range(6)]
+    assert [difference < 1e-5 for _, _, difference in batches] == [
+        staleness == 0 or step <= 1 for step in range(6)
+    ]
 
 
 def test_in_the_buffer_mode_responses_come_with_the_weights_of_the_sync_before(batches):
-    settings = SMALL | dict(samples_per_query=4, most_on_policy_prob=1.0, sync_period=2, initial_responses=8)
+    settings = SMALL | dict(
+        samples_per_query=4, most_on_policy_prob=1.0, sync_period=2, initial_responses=8
+    )
     study.train(settings, groups_per_sync=4)
     assert [versions for _, versions, _ in batches] == [{0}, {0}, {0}, {0}, {2}, {2}]
 
@@ -52,14 +69,21 @@ def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries
     results = [study.train(settings) for _ in range(2)]
     assert results[0] == results[1] and results[0] != study.train(settings | dict(seed=4))
     assert results[0].keys() == {"accuracy", "reward", "kl", "distinct"}
-    assert 0.2 < results[0]["reward"] < 0.7 and 0 < results[0]["distinct"] <= 1, "a few steps from the base model; one right answer a query"
+    assert 0.2 < results[0]["reward"] < 0.7 and 0 < results[0]["distinct"] <= 1, (
+        "a few steps from the base model; one right answer a query"
+    )
 
 
 def test_a_study_that_was_broken_off_runs_only_what_is_missing_or_of_another_base_model(tmp_path):
-    jobs = [{"settings": SMALL | dict(constant_staleness=0, steps=1, seed=seed)} for seed in range(2)]
+    jobs = [
+        {"settings": SMALL | dict(constant_staleness=0, steps=1, seed=seed)} for seed in range(2)
+    ]
     file = tmp_path / "study.jsonl"
     model = Path(load_task("arithmetic").base_model()).name
-    kept = [{"job": job, "result": "already here", "base_model": base} for job, base in zip(jobs, (model, "another"))]
+    kept = [
+        {"job": job, "result": "already here", "base_model": base}
+        for job, base in zip(jobs, (model, "another"))
+    ]
     file.write_text("".join(json.dumps(line) + "\n" for line in kept))
     lines = study.run_all([jobs[1], *jobs], file, processes=1)
     assert [line["job"] for line in lines] == [jobs[1], *jobs]

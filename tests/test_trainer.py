@@ -17,7 +17,14 @@ from weights import SharedWeights
 def make_trainer(model, run_dir, **settings) -> Trainer:
     """A trainer as its process makes it, without searchers."""
     (run_dir / "logs").mkdir(parents=True)
-    config = Config(model=str(model), searchers=1, steps=10, responses_per_query=3, samples_per_query=3, **settings)
+    config = Config(
+        model=str(model),
+        searchers=1,
+        steps=10,
+        responses_per_query=3,
+        samples_per_query=3,
+        **settings,
+    )
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
     return Trainer(config, weights, queue.Queue(), Board(["trainer", "searcher 0"]), str(run_dir))
 
@@ -30,8 +37,18 @@ def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Row]:
         for _ in range(per_query):
             length = int(rng.integers(1, 25))
             tokens = rng.integers(0, 256, size=length).astype(np.int32)
-            rows.append(Row(query, 0, 0, prompt, tokens, -5 - rng.random(length).astype(np.float32), -5 - rng.random(length).astype(np.float32),
-                            float(rng.integers(0, 2))))  # fmt: skip
+            rows.append(
+                Row(
+                    query,
+                    0,
+                    0,
+                    prompt,
+                    tokens,
+                    -5 - rng.random(length).astype(np.float32),
+                    -5 - rng.random(length).astype(np.float32),
+                    float(rng.integers(0, 2)),
+                )
+            )
     return rows
 
 
@@ -40,7 +57,9 @@ def gradient(trainer: Trainer, rows: list[Row]) -> torch.Tensor:
     seen = []
 
     def step():
-        seen.append(torch.cat([p.grad.flatten().clone() for p in trainer.learner.policy.parameters()]))
+        seen.append(
+            torch.cat([p.grad.flatten().clone() for p in trainer.learner.policy.parameters()])
+        )
 
     trainer.learner.optimizer.step = step
     trainer.learner.update(rows)
@@ -50,11 +69,22 @@ def gradient(trainer: Trainer, rows: list[Row]) -> torch.Tensor:
 def test_the_gradient_does_not_depend_on_the_micro_batch(untied_model, tmp_path):
     rows = make_rows(queries=4, per_query=3)
     gradients = [
-        gradient(make_trainer(untied_model, tmp_path / str(size), queries_per_batch=4, queries_per_micro_batch=size, beta=1.0), rows)
+        gradient(
+            make_trainer(
+                untied_model,
+                tmp_path / str(size),
+                queries_per_batch=4,
+                queries_per_micro_batch=size,
+                beta=1.0,
+            ),
+            rows,
+        )
         for size in (1, 2, 4)
     ]
     for other in gradients[1:]:
-        torch.testing.assert_close(gradients[0], other, rtol=0, atol=1e-6 * float(gradients[0].abs().max()))
+        torch.testing.assert_close(
+            gradients[0], other, rtol=0, atol=1e-6 * float(gradients[0].abs().max())
+        )
 
 
 def test_an_end_of_sequence_token_that_is_also_padding_stays_in_the_mask(untied_model, tmp_path):
@@ -74,31 +104,51 @@ def test_padded_fields_hold_each_row_from_its_first_token(untied_model, tmp_path
     rows = make_rows(2, 3)
     inputs = make_trainer(untied_model, tmp_path).learner.loss_inputs(rows, beta=0.5)
     for i, row in enumerate(rows):
-        np.testing.assert_array_equal(inputs.ref_logprobs[i, : len(row.tokens)].numpy(), row.ref_logprobs)
-        np.testing.assert_array_equal(inputs.behavior_logprobs[i, : len(row.tokens)].numpy(), row.behavior_logprobs)
+        np.testing.assert_array_equal(
+            inputs.ref_logprobs[i, : len(row.tokens)].numpy(), row.ref_logprobs
+        )
+        np.testing.assert_array_equal(
+            inputs.behavior_logprobs[i, : len(row.tokens)].numpy(), row.behavior_logprobs
+        )
     assert inputs.rewards.tolist() == [row.reward for row in rows]
     assert (inputs.group_size, inputs.beta) == (3, 0.5)
 
 
-def test_rows_that_an_earlier_reference_scored_get_the_log_probabilities_of_the_present_one_when_they_are_drawn(untied_model, tmp_path):
+def test_rows_that_an_earlier_reference_scored_get_the_log_probabilities_of_the_present_one_when_they_are_drawn(
+    untied_model, tmp_path
+):
     trainer = make_trainer(untied_model, tmp_path, reference_reset_period=2)
     rows = make_rows(2, 3)
     before = [row.ref_logprobs for row in rows]
-    trainer.learner.renew_references(rows, trainer.weights.reference_version, trainer.weights.reference_tensors)
-    assert all(row.ref_logprobs is logprobs for row, logprobs in zip(rows, before)), "no reset so far"
+    trainer.learner.renew_references(
+        rows, trainer.weights.reference_version, trainer.weights.reference_tensors
+    )
+    assert all(row.ref_logprobs is logprobs for row, logprobs in zip(rows, before)), (
+        "no reset so far"
+    )
 
     trainer.learner.step = 2
     with torch.no_grad():
         for parameter in trainer.learner.policy.parameters():
             parameter.mul_(1.1)
-        expected = response_logprobs(trainer.learner.policy, [r.prompt for r in rows], [r.tokens for r in rows], trainer.config.temperature).numpy()
+        expected = response_logprobs(
+            trainer.learner.policy,
+            [r.prompt for r in rows],
+            [r.tokens for r in rows],
+            trainer.config.temperature,
+        ).numpy()
     trainer.sync()
     assert trainer.weights.reference_version == 2
     with torch.no_grad():
         for parameter in trainer.learner.policy.parameters():
             parameter.mul_(0.5)  # the policy goes on, its copy that became the reference does not
-    rows[5].reference_version, rows[5].ref_logprobs = 2, np.float32([7.0])  # a searcher that has the new reference scored this one
-    trainer.learner.renew_references(rows, trainer.weights.reference_version, trainer.weights.reference_tensors)
+    rows[5].reference_version, rows[5].ref_logprobs = (
+        2,
+        np.float32([7.0]),
+    )  # a searcher that has the new reference scored this one
+    trainer.learner.renew_references(
+        rows, trainer.weights.reference_version, trainer.weights.reference_tensors
+    )
     for row, logprobs in list(zip(rows, expected))[:5]:
         assert row.reference_version == 2
         np.testing.assert_allclose(row.ref_logprobs, logprobs[: len(row.tokens)], rtol=0, atol=1e-5)
@@ -106,11 +156,15 @@ def test_rows_that_an_earlier_reference_scored_get_the_log_probabilities_of_the_
     assert rows[5].ref_logprobs.tolist() == [7.0]
 
 
-def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_with_it(untied_model, tmp_path):
+def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_with_it(
+    untied_model, tmp_path
+):
     trainer = make_trainer(untied_model, tmp_path, sync_period=2, reference_reset_period=4)
     seen = []
     publish = trainer.weights.publish
-    trainer.weights.publish = lambda version, *a, **k: seen.append((version, trainer.weights.reference_version)) or publish(version, *a, **k)
+    trainer.weights.publish = lambda version, *a, **k: (
+        seen.append((version, trainer.weights.reference_version)) or publish(version, *a, **k)
+    )
     for trainer.learner.step in range(0, 14, 2):
         trainer.sync()
     assert seen == [(0, 0), (2, 0), (4, 4), (6, 4), (8, 8), (10, 8), (12, 12)]
@@ -127,7 +181,9 @@ def test_a_reset_that_a_reader_delays_comes_with_the_next_step(untied_model, tmp
     assert (trainer.weights.reference_version, trainer.reset_due) == (3, False)
 
 
-def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the_run(untied_model, tmp_path):
+def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the_run(
+    untied_model, tmp_path
+):
     trainer = make_trainer(untied_model, tmp_path, queries_per_batch=1)
     before = [p.detach().clone() for p in trainer.learner.policy.parameters()]
     rows = make_rows(1, 3)
@@ -142,7 +198,12 @@ def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the
 
 def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
     gsm8k = Config(**PRESETS["gsm8k"]["figure1"])
-    assert [round(beta_at(gsm8k, step), 6) for step in (0, 250, 500, 700)] == [0.014, 0.009, 0.004, 0.004]
+    assert [round(beta_at(gsm8k, step), 6) for step in (0, 250, 500, 700)] == [
+        0.014,
+        0.009,
+        0.004,
+        0.004,
+    ]
     jump = Config(beta=1.0, beta_final=0.05, beta_steps=128, beta_stop_step=32)
     assert beta_at(jump, 31) == pytest.approx(1 - 0.95 * 31 / 128) and beta_at(jump, 32) == 0.05
     assert beta_at(Config(beta=0.3), 10_000) == 0.3
@@ -153,7 +214,12 @@ def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
     [
         (dict(lr_schedule="constant", warmup_steps=10), {0: 0.0, 5: 0.5, 10: 1.0, 99: 1.0}),
         (dict(lr_schedule="linear", warmup_steps=0), {0: 1.0, 50: 0.5, 99: 0.01}),
-        (dict(lr_schedule="warmup_stable_decay", warmup_steps=10, stable_steps=50, decay_steps=40), {5: 0.5, 10: 1.0, 59: 1.0, 80: 0.5, 100: 0.0}),
+        (
+            dict(
+                lr_schedule="warmup_stable_decay", warmup_steps=10, stable_steps=50, decay_steps=40
+            ),
+            {5: 0.5, 10: 1.0, 59: 1.0, 80: 0.5, 100: 0.0},
+        ),
     ],
 )
 def test_learning_rate_schedules(settings, expected):
@@ -168,30 +234,62 @@ def test_learning_rate_schedules(settings, expected):
 
 
 def test_the_progress_line_shows_the_figures_that_an_objective_has(tmp_path, capsys):
-    Report(str(tmp_path), steps=1).step({"step": 1, "reward": 0.5, "loss": 2.0})  # no log Z: only trajectory balance has one
+    Report(str(tmp_path), steps=1).step(
+        {"step": 1, "reward": 0.5, "loss": 2.0}
+    )  # no log Z: only trajectory balance has one
     assert capsys.readouterr().out.startswith("step 1/1  reward 0.5  loss 2  ")
 
 
 def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
     group = Group(
-        query_id=0, version=0, last_version=0, reference_version=0, batch=None, prompt=np.array([1]), lengths=np.array([2, 1]), tokens=np.array([5, 6, 7]),
-        ref_logprobs=np.array([-1.0, -2.0, -3.0]), behavior_logprobs=np.array([-0.5, -1.0, -1.5]), rewards=np.array([1.0, 0.0]),
-        finished=np.array([True, False]), temperature=1.0,
-    )  # fmt: skip
-    assert describe([group]) == {"reward": 0.5, "kl": 1.5, "entropy": 1.0, "response_tokens": 1.5, "finished": 0.5}
+        query_id=0,
+        version=0,
+        last_version=0,
+        reference_version=0,
+        batch=None,
+        prompt=np.array([1]),
+        lengths=np.array([2, 1]),
+        tokens=np.array([5, 6, 7]),
+        ref_logprobs=np.array([-1.0, -2.0, -3.0]),
+        behavior_logprobs=np.array([-0.5, -1.0, -1.5]),
+        rewards=np.array([1.0, 0.0]),
+        finished=np.array([True, False]),
+        temperature=1.0,
+    )
+    assert describe([group]) == {
+        "reward": 0.5,
+        "kl": 1.5,
+        "entropy": 1.0,
+        "response_tokens": 1.5,
+        "finished": 0.5,
+    }
 
 
-def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(untied_model, tmp_path, logits_made):
+def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
+    untied_model, tmp_path, logits_made
+):
     """Equal rows run once: those of this batch are all different."""
-    trainer = make_trainer(untied_model, tmp_path, queries_per_batch=2, queries_per_micro_batch=2, max_prompt_tokens=20, max_response_tokens=30)
+    trainer = make_trainer(
+        untied_model,
+        tmp_path,
+        queries_per_batch=2,
+        queries_per_micro_batch=2,
+        max_prompt_tokens=20,
+        max_response_tokens=30,
+    )
     model, widths = trainer.learner.policy, []
     positions = logits_made(model)
-    model.base_model.register_forward_pre_hook(lambda module, arguments, inputs: widths.append(tuple(inputs["input_ids"].shape)), with_kwargs=True)
+    model.base_model.register_forward_pre_hook(
+        lambda module, arguments, inputs: widths.append(tuple(inputs["input_ids"].shape)),
+        with_kwargs=True,
+    )
     before = [p.detach().clone() for p in model.parameters()]
     trainer.learner.try_largest_batch()
     assert sum(positions) == 2 * (2 * 3 * 30), "forward, and again in the backward pass"
     assert widths == [(2, 20), (6, 29)]
-    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters())) and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters())) and all(
+        p.grad is None for p in model.parameters()
+    )
 
 
 def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_path):
@@ -200,8 +298,22 @@ def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_pa
     trainer.found = torch.multiprocessing.get_context("spawn").Queue(100)
     size = 24 * 140
     for query in range(60):
-        trainer.found.put(Group(query, 0, 0, 0, None, np.zeros(9, np.int32), np.full(24, 140, np.int32), np.arange(size, dtype=np.int32),
-                                *np.zeros((2, size), np.float32), np.zeros(24, np.float32), np.ones(24, bool), 1.0))  # fmt: skip
+        trainer.found.put(
+            Group(
+                query,
+                0,
+                0,
+                0,
+                None,
+                np.zeros(9, np.int32),
+                np.full(24, 140, np.int32),
+                np.arange(size, dtype=np.int32),
+                *np.zeros((2, size), np.float32),
+                np.zeros(24, np.float32),
+                np.ones(24, bool),
+                1.0,
+            )
+        )
     trainer.mismatch_due = 10**9  # these groups are nobody's samples
     trainer.receive()
     assert trainer.received == 60 * 24

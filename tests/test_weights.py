@@ -40,10 +40,14 @@ def make_weights(readers: int) -> SharedWeights:
 
 
 def is_whole(version: int, tensors: dict[str, torch.Tensor]) -> bool:
-    return tensors.keys() == SHAPES.keys() and all((tensor == version).all() for tensor in tensors.values())
+    return tensors.keys() == SHAPES.keys() and all(
+        (tensor == version).all() for tensor in tensors.values()
+    )
 
 
-def read_to_the_last(weights: SharedWeights, reader: int, pause: float, reads: torch.Tensor, results) -> None:
+def read_to_the_last(
+    weights: SharedWeights, reader: int, pause: float, reads: torch.Tensor, results
+) -> None:
     """A process: reads, `pause` seconds long each, until it has seen the last version; sends (reader, versions seen, versions torn)."""
     torch.set_num_threads(1)
     seen, torn = [], []
@@ -82,7 +86,10 @@ def test_every_read_is_one_version_whole_and_every_reader_gets_on():
     weights, results = make_weights(readers=3), spawn.Queue()
     reads = torch.zeros(3, dtype=torch.int64).share_memory_()
     pauses = [0.0, 0.001, 0.05]  # the last reader takes as long as some ten publishes
-    readers = [spawn.Process(target=read_to_the_last, args=(weights, i, pause, reads, results)) for i, pause in enumerate(pauses)]
+    readers = [
+        spawn.Process(target=read_to_the_last, args=(weights, i, pause, reads, results))
+        for i, pause in enumerate(pauses)
+    ]
     weights.publish(0, tensors_of(0))
     with running(*readers):
         while reads.min() == 0:  # until all three have started
@@ -90,7 +97,9 @@ def test_every_read_is_one_version_whole_and_every_reader_gets_on():
         refused = 0
         for version in range(1, VERSIONS + 1):
             tensors = tensors_of(version)
-            while not weights.publish(version, tensors):  # both other slots are being read: not an error, try again
+            while not weights.publish(
+                version, tensors
+            ):  # both other slots are being read: not an error, try again
                 refused += 1
                 time.sleep(0.001)
             time.sleep(0.004)
@@ -99,7 +108,9 @@ def test_every_read_is_one_version_whole_and_every_reader_gets_on():
             process.join()
             assert process.exitcode == 0
     for reader, seen, torn in outcome:
-        assert torn == [], f"reader {reader} saw {len(torn)} of {len(seen)} reads torn; {refused} publishes were refused"
+        assert torn == [], (
+            f"reader {reader} saw {len(torn)} of {len(seen)} reads torn; {refused} publishes were refused"
+        )
         assert seen == sorted(seen)  # never back
         assert seen[-1] == VERSIONS
         assert len(set(seen)) >= 10
@@ -141,7 +152,10 @@ def test_publish_refuses_at_once_when_every_other_slot_is_read_and_works_again_l
             for _ in range(3):
                 assert not weights.publish(4, tensors_of(4), evaluate=True)
             assert time.monotonic() - start < 1
-            assert (weights.version, weights.evaluation_version) == (3, -1)  # a refused publish leaves no trace
+            assert (weights.version, weights.evaluation_version) == (
+                3,
+                -1,
+            )  # a refused publish leaves no trace
             assert (first, second) == (1, 2)
             assert is_whole(1, first_tensors) and is_whole(2, second_tensors)
         assert weights.publish(4, tensors_of(4))
@@ -164,7 +178,9 @@ def test_a_reader_that_was_overtaken_before_its_pin_was_set_looks_again():
                 self.overtaken = True
                 assert weights.publish(2, tensors_of(2))
                 with pytest.raises(KeyError):
-                    weights.publish(3, tensors_of(3)[:1])  # one tensor of version 3 is written, the others are not
+                    weights.publish(
+                        3, tensors_of(3)[:1]
+                    )  # one tensor of version 3 is written, the others are not
             self.pins[reader] = slot
 
         def tolist(self) -> list[int]:
@@ -254,10 +270,17 @@ def test_published_tensors_are_cast_to_the_readers_dtype():
 
 def test_the_required_bytes_are_those_of_all_slots():
     weights = SharedWeights(SHAPES, torch.bfloat16, readers=1)
-    assert SharedWeights.required_bytes(SHAPES, torch.bfloat16) == sum(slot.nbytes for slot in weights.slots) == 3 * 2 * 201_001
+    assert (
+        SharedWeights.required_bytes(SHAPES, torch.bfloat16)
+        == sum(slot.nbytes for slot in weights.slots)
+        == 3 * 2 * 201_001
+    )
     assert weights.reference.nbytes == 0
     weights = SharedWeights(SHAPES, torch.bfloat16, readers=1, reference=True)
-    assert SharedWeights.required_bytes(SHAPES, torch.bfloat16, reference=True) == 3 * 2 * 201_001 + weights.reference.nbytes
+    assert (
+        SharedWeights.required_bytes(SHAPES, torch.bfloat16, reference=True)
+        == 3 * 2 * 201_001 + weights.reference.nbytes
+    )
     assert weights.reference.nbytes == 4 * 201_001
 
 
@@ -286,7 +309,9 @@ def read_references(weights: SharedWeights, reader: int, started: torch.Tensor, 
 def test_every_reference_that_is_read_is_one_version_whole():
     weights, results = make_weights(readers=2), spawn.Queue()
     started = torch.zeros(2).share_memory_()
-    readers = [spawn.Process(target=read_references, args=(weights, i, started, results)) for i in range(2)]
+    readers = [
+        spawn.Process(target=read_references, args=(weights, i, started, results)) for i in range(2)
+    ]
     with running(*readers):
         while not started.all():
             time.sleep(0.001)
@@ -309,7 +334,9 @@ def test_later_versions_leave_the_reference_alone_until_it_is_published_anew():
         assert version == 4 and is_whole(4, tensors)
         assert not weights.publish_reference(12, tensors_of(12)), "refused while it is read"
     assert (weights.reference_version, is_whole(4, weights.reference_tensors())) == (4, True)
-    assert weights.publish_reference(12, tensors_of(12)) and is_whole(12, weights.reference_tensors())
+    assert weights.publish_reference(12, tensors_of(12)) and is_whole(
+        12, weights.reference_tensors()
+    )
 
 
 def test_a_reader_that_comes_upon_the_writer_of_the_reference_is_told():
@@ -333,7 +360,9 @@ def test_a_reader_killed_while_it_read_the_reference_is_unpinned_with_the_rest()
 
 
 def test_too_little_shared_memory_is_an_error_that_names_both_sizes(monkeypatch):
-    monkeypatch.setattr(weights_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    monkeypatch.setattr(
+        weights_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20)
+    )
     check_shared_memory(64 * 2**20)
     with pytest.raises(MemoryError, match=r"need 65 MiB, /dev/shm has 64 MiB free"):
         check_shared_memory(65 * 2**20)
