@@ -1,373 +1,252 @@
-"""A Searcher: generates responses with its delayed copy of the policy, scores them, sends them off. It waits for the trainer only if its queue is
-full (and, where staleness is to be constant, for the next version).
+"""A Searcher: generates responses with its delayed copy of the policy, scores them, sends them off.
 
-Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine steps the searcher looks for newer
-weights and takes them in mid-stream. A response may so span several versions, which is fine: trajectory balance does not ask who sampled it.
+Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine
+steps the searcher looks for newer weights and loads them while responses are being generated. A
+response may so span several versions, which is fine: trajectory balance does not ask who sampled
+it. A searcher waits for the trainer only if its queue is full.
 """
 
 import hashlib
-import logging
 import queue
-import sys
 import time
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import numpy as np
-import torch
+import torch.multiprocessing
 
 from buffer import Group
 from config import Config
-from engine import ENGINE_ROWS, Engine
-from evaluation import Evaluation, EvaluationRun
-from policy import load_policy, load_tokenizer, response_logprobs
-from processes import GIVE_UP, Board, device
-from report import Lines, Timeline
-from scoring import Scorer, Unscored
-from tasks import Query, load_task
-from weights import WRITING, SharedWeights
+from models.engine import ENGINE_ROWS, Engine
+from models.policy import load_tokenizer
+from runtime.board import Board
+from runtime.evaluation import EvaluationRun, EvaluationService
+from runtime.lockstep import LockstepWorkload
+from runtime.messages import Evaluation
+from runtime.reference import Reference
+from runtime.samples import SampleLog
+from runtime.scoring import FailureLimit, Scorer, Unscored
+from runtime.timeline import WorkTimeline
+from runtime.workload import Work, Workload
+from tasks import load_task
+from weights import SharedWeights
 
-SAMPLES_PERIOD = 1.0  # seconds between two groups of this searcher in samples.jsonl
-SAMPLES_PER_GROUP = 4
-SCORES_WATCHED = 100  # more than half of the latest this many groups without scores end the run
+POLL_SECONDS = 0.005  # while the queue is full, or there is nothing to generate
 
 
 @dataclass
-class Running:
-    """A query in the engine."""
+class Rollout:
+    """The S responses to a query, while they are generated and scored."""
 
-    query: Query
+    work: Work
     prompt: list[int]  # token ids
-    version: int  # of the weights when it was added
-    batch: int | None  # constant staleness: the trainer step that it is for
-    index: int  # in the order in which this searcher takes its queries
+    version: int  # of the weights in the engine when it was started
     temperature: float  # at which its responses are sampled
     last_version: int = -1  # of the weights when it was finished
-    responses: list = field(default_factory=list)  # vLLM's
+    responses: list = field(default_factory=list)  # S of vLLM's, when it is finished
 
 
 class Searcher:
+    """One searcher process.
+
+    share: which of the config.searchers shares of the queries it works on; pin: its pin in
+    `weights`; row: its row on the board; groups: its queue to the trainer.
+    """
+
     def __init__(
-        self, config: Config, rank: int, weights: SharedWeights, groups, board: Board, run_dir: str
+        self,
+        config: Config,
+        share: int,
+        pin: int,
+        row: str,
+        weights: SharedWeights,
+        groups: torch.multiprocessing.Queue,
+        board: Board,
+        run_dir: str,
     ):
-        self.config, self.rank, self.weights, self.groups, self.board = (
-            config,
-            rank,
-            weights,
-            groups,
-            board,
-        )
-        self.name = f"searcher {rank}"
-        self.timeline = Timeline(run_dir, self.name)
-        self.samples = Lines(Path(run_dir) / "samples.jsonl")
-        self.sampled_at = -SAMPLES_PERIOD  # when a group last went to samples.jsonl
+        self.config, self.pin, self.row = config, pin, row
+        self.weights, self.groups, self.board = weights, groups, board
+        self.timeline = WorkTimeline(run_dir, board, row)
         self.task = load_task(config.task, **config.options)
-        self.queries = self.task.queries("train")
-        self.share = np.random.default_rng(config.seed).permutation(len(self.queries))[
-            rank :: config.searchers
-        ]  # nobody else works on these
-        if len(self.queries) < config.searchers:  # unless there are too few
-            self.share = np.arange(len(self.queries))
-        self.test_queries = self.task.queries("test")
         self.tokenizer = load_tokenizer(config)
-        self.started = int(
-            board.get(self.name, "cursor")
-        )  # queries drawn so far, also by those who were this searcher before
-        # A searcher that takes another's place, or goes on from a checkpoint, shall not draw the numbers that were drawn before.
-        self.engine = Engine(
-            config,
-            seed=int(
-                np.random.SeedSequence((config.seed, rank, self.started)).generate_state(1)[0]
-            ),
-        )
-        # On this device, so that the trainer holds no second model; behind vLLM, which takes its share of what is free.
-        self.reference = load_policy(config, device())
-        self.scorer = Scorer(config, self.task)
+        cursor = int(board.get(row, "cursor"))
+        self.workload = make_workload(config, self.task.queries("train"), share, cursor)
+        # Seeded by cursor too, so that a restart does not repeat samples.
+        seeds = np.random.SeedSequence((config.seed, share, cursor))
+        self.engine = Engine(config, seed=int(seeds.generate_state(1)[0]))
         self.version = 0  # of the weights in the engine: config.model is the trainer's version 0
-        self.evaluated = int(
-            board.get(self.name, "evaluated")
-        )  # the newest version that an evaluation was started for
-        self.evaluation: EvaluationRun | None = None
-        self.running: dict[str, Running] = {}
-        self.epoch, self.order = -1, np.array([])
-        self.reference_version = 0
-        self.owed: deque[int] = (
-            deque()
-        )  # constant staleness: for each query that this version has still to start, the trainer step it is for
-        self.outbox: deque[Group | Evaluation] = deque()
-        self.unscored = deque(maxlen=SCORES_WATCHED)  # True where a group got no scores
+        # Kept here to spare the trainer's memory. Loaded after vLLM, which reserves a share of what
+        # is free.
+        self.reference = Reference(config, weights, pin)
+        self.scorer = Scorer(config, self.task)
+        self.failures = FailureLimit(board, row)
+        self.samples = SampleLog(run_dir, self.task)
+        begin = partial(
+            EvaluationRun,
+            self.engine,
+            self.scorer,
+            self.task.queries("test"),
+            self.tokenizer,
+            config,
+        )
+        self.evaluation = EvaluationService(begin, weights, pin, board, row, share == 0)
+        self.rollouts: dict[str, Rollout] = {}  # in the engine, by request
+        self.outbox: deque[Group | Evaluation] = deque()  # what waits for room in the queue
 
     def search(self) -> None:
-        self.board.loaded(self.name)
-        while (
-            self.config.resume and self.weights.version < 0 and not self.board.stop
-        ):  # the engine holds config.model, which is of no use any more
-            self.board.beat(self.name)
-            time.sleep(0.005)
-        if not self.config.resume or self.weights.version == 0:
-            self.begin_version()
-            self.start_evaluation()  # of the base model, before newer weights are taken
+        """Explore with a delayed copy of the policy until the run ends (section 4.1)."""
+        self.begin()
         while not self.board.stop:
-            self.board.beat(self.name)
-            self.send()
+            self.board.beat(self.row)
             self.take_new_weights()
-            if not self.outbox:  # or the queue is full: then nothing is generated
-                self.start_queries()
-            self.start_evaluation()
-            if self.outbox or not self.engine.running:
-                with self.timeline.span("wait"):
-                    time.sleep(0.005)
-            else:
-                with self.work("eval" if self.evaluation else "search"):
-                    outputs = self.engine.step()
-                with self.work("score"):
-                    self.finish_queries([o for o in outputs if o.request_id in self.running])
-                    if self.evaluation:
-                        self.evaluation.finish(outputs)
-            self.take_scores()
-            if self.evaluation and self.evaluation.done:
-                self.outbox.append(self.evaluation.result())
-                self.board.set(self.name, "evaluated", self.evaluation.version)
-                self.evaluation = None
-                self.weights.unpin(self.rank)
+            self.start_queries()
+            self.evaluation.start_if_due(self.version)
+            finished = self.step_engine()
+            scored = self.score(finished)
+            groups = self.add_reference_logprobs(scored)
+            self.send(groups)
         self.timeline.flush()
 
+    def begin(self) -> None:
+        """Begin with config.model, version 0, and evaluate it before newer weights are loaded.
+
+        In a resumed run config.model is of no use: wait for the trainer's first publish.
+        """
+        self.board.loaded(self.row)
+        while self.config.resume and self.weights.version < 0 and not self.board.stop:
+            self.board.beat(self.row)
+            time.sleep(POLL_SECONDS)
+        if not self.config.resume or self.weights.version == 0:
+            self.workload.begin_version(0)
+            self.evaluation.start_if_due(0)
+
     def take_new_weights(self) -> None:
-        """If there are any, even with responses in mid-stream. But an evaluation is of one version, and with constant staleness a response."""
-        if (
-            self.weights.version <= self.version
-            or self.evaluation
-            or self.config.lockstep
-            and (self.owed or self.running or self.scorer.waiting)
-        ):
+        """Load newer weights, even while responses are being generated.
+
+        Deferred during an evaluation and, in lockstep, while work is in flight.
+        """
+        is_newer = self.weights.version > self.version
+        if not is_newer or self.evaluation.is_running or not self.workload.may_load():
             return
-        self.take_new_reference()  # before the version that it may have come with
-        evaluate = self.rank == 0 and self.evaluated < self.weights.evaluation_version
-        with self.work("load"), self.weights.read(self.rank, keep=evaluate) as (version, tensors):
-            self.engine.load(tensors.items())
+        with self.timeline.work("load"):
+            self.reference.update()  # before the version that it may have come with
+            # For an evaluation the version stays in its slot.
+            with self.weights.read(self.pin, keep=self.evaluation.is_due) as (version, tensors):
+                self.engine.load(tensors.items())
         self.version = version
-        self.board.set(self.name, "version", version)
-        self.begin_version()
-
-    @torch.no_grad()
-    def take_new_reference(self) -> None:
-        if self.weights.reference_version > self.reference_version:
-            with self.work("load"), self.weights.read_reference(self.rank) as (version, tensors):
-                if version != WRITING:
-                    for name, parameter in self.reference.named_parameters():
-                        parameter.copy_(tensors[name])
-                    self.reference_version = version
-
-    def begin_version(self) -> None:
-        config = self.config
-        if (
-            config.lockstep
-        ):  # version 0 works for the first steps too, that no earlier version can work for
-            batches = (
-                range(config.constant_staleness + 1)
-                if self.version == 0
-                else [self.version + config.constant_staleness]
-            )
-            share = len(range(self.rank, config.queries_per_batch, config.searchers))
-            self.owed.extend(
-                batch for batch in batches for _ in range(share) if batch < config.steps
-            )
-
-    def start_evaluation(self) -> None:
-        """Where this version is to be evaluated. Behind queries that have just joined: until it is over no weights come in, and its slot is kept. So
-        those are of this one version whole, and the trainer can compare (mismatch)."""
-        due = (
-            self.evaluated
-            < (0 if self.version == 0 else self.weights.evaluation_version)
-            <= self.version
-        )
-        if self.rank == 0 and due:
-            self.evaluated = self.version
-            self.evaluation = EvaluationRun(
-                self.engine,
-                self.scorer,
-                self.test_queries,
-                self.tokenizer,
-                self.config,
-                self.version,
-            )
+        self.board.set(self.row, "version", version)
+        self.workload.begin_version(version)
 
     def start_queries(self) -> None:
-        """A query joins as soon as fewer than ENGINE_ROWS responses are unfinished, unless scoring falls behind; with constant staleness only those
-        queries join that this version owes."""
-        skipped = 0  # in a row
-        room = (
-            ENGINE_ROWS // self.config.samples_per_query + 1
-        )  # groups that may wait for their scores
-        while (
-            self.engine.rows < ENGINE_ROWS
-            and len(self.scorer.waiting) < room
-            and (self.owed or not self.config.lockstep)
-        ):
-            query, visit = self.next_query()
-            prompt = self.tokenizer(query.prompt).input_ids
-            if len(prompt) > self.config.max_prompt_tokens:
-                self.board.add(self.name, "long_prompts", visit == 0)
-                skipped += 1
-                if skipped == len(self.share):
-                    raise ValueError(
-                        f"no prompt of the task is within --max_prompt_tokens {self.config.max_prompt_tokens}"
-                    )
+        """Let queries join while there is room; skip those whose prompt is too long."""
+        num_skipped = 0  # in a row
+        while self.has_room():
+            work = self.workload.next()
+            if work is None:
+                break
+            prompt = self.tokenizer(work.query.prompt).input_ids
+            if len(prompt) <= self.config.max_prompt_tokens:
+                sampling = self.sampling(work)
+                self.engine.add(work.request, prompt, self.version, **sampling)
+                rollout = Rollout(work, prompt, self.version, sampling["temperature"])
+                self.rollouts[work.request] = rollout
+                num_skipped = 0
                 continue
-            skipped = 0
-            request = f"{query.id}.{visit}"
-            own = int.from_bytes(
-                hashlib.blake2b(
-                    f"{self.config.seed}.{self.name}.{request}".encode(), digest_size=4
-                ).digest()
-            )
-            sampling = {
-                "n": self.config.samples_per_query,
-                "temperature": self.config.temperature,
-                "max_tokens": self.config.max_response_tokens,
-            }
-            sampling |= self.task.sampling(np.random.default_rng(own))
-            if self.config.lockstep:  # vLLM draws for each seeded request by itself, which costs time: only where a run is to be repeatable
-                sampling["seed"] = own
-            self.engine.add(request, prompt, self.version, **sampling)
-            batch = self.owed.popleft() if self.config.lockstep else None
-            self.running[request] = Running(
-                query, prompt, self.version, batch, self.started - 1, sampling["temperature"]
-            )
-        self.mark_cursor()
+            self.workload.drop(work)
+            self.board.add(self.row, "long_prompts", work.visit == 0)
+            num_skipped += 1
+            if num_skipped == len(self.workload):
+                limit = self.config.max_prompt_tokens
+                raise ValueError(f"no prompt of the task is within --max_prompt_tokens {limit}")
+        self.board.set(self.row, "cursor", self.workload.cursor)
 
-    def next_query(self) -> tuple[Query, int]:
-        """The next query of this searcher's share, and how often it was visited before. Each epoch has an order of its own."""
-        epoch, index = divmod(self.started, len(self.share))
-        if epoch != self.epoch:
-            self.epoch, self.order = (
-                epoch,
-                np.random.default_rng((self.config.seed, self.rank, epoch)).permutation(self.share),
-            )
-        self.started += 1
-        return self.queries[self.order[index]], epoch
+    def has_room(self) -> bool:
+        """Whether a query may join: the engine has room, scoring and the queue keep up."""
+        groups_in_engine = ENGINE_ROWS // self.config.samples_per_query + 1
+        scoring_keeps_up = len(self.scorer.waiting) < groups_in_engine
+        return not self.outbox and self.engine.rows < ENGINE_ROWS and scoring_keeps_up
 
-    def mark_cursor(self) -> None:
-        """So that whoever takes this searcher's place begins with what is in the engine, or being scored, now."""
-        scoring = [
-            group.owner for group, _ in self.scorer.waiting if isinstance(group.owner, Running)
-        ]
-        self.board.set(
-            self.name,
-            "cursor",
-            min((run.index for run in [*self.running.values(), *scoring]), default=self.started),
-        )
+    def sampling(self, work: Work) -> dict:
+        """How vLLM samples the responses to a query, as in vllm.SamplingParams."""
+        key = f"{self.config.seed}.searcher {self.workload.share}.{work.request}"
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest())
+        sampling = {
+            "n": self.config.samples_per_query,
+            "temperature": self.config.temperature,
+            "max_tokens": self.config.max_response_tokens,
+        }
+        sampling |= self.task.sampling(np.random.default_rng(seed))
+        return sampling | ({"seed": seed} if self.workload.has_seeds else {})
 
-    def finish_queries(self, outputs: list) -> None:
-        """Has the responses that the engine finished in one step scored."""
-        groups = []
+    def step_engine(self) -> list[Rollout]:
+        """Generate one token of every response. Returns the rollouts that finished with it."""
+        if self.outbox or not self.engine.is_running:  # the queue is full, or there is no work
+            with self.timeline.span("wait"):
+                time.sleep(POLL_SECONDS)
+            return []
+        with self.timeline.work("eval" if self.evaluation.is_running else "search"):
+            outputs = self.engine.step()
+        self.evaluation.finish(outputs)
+        finished = []
         for output in outputs:
-            run = self.running.pop(output.request_id)
-            run.last_version, run.responses = self.version, output.outputs
-            texts = self.tokenizer.batch_decode(
-                [response.token_ids for response in run.responses], skip_special_tokens=True
-            )
-            groups.append(
-                Unscored(
-                    run,
-                    run.query,
-                    texts,
-                    [response.finish_reason == "stop" for response in run.responses],
-                )
-            )
-        if groups:
-            self.scorer.add(groups)
+            if rollout := self.rollouts.pop(output.request_id, None):
+                rollout.last_version, rollout.responses = self.version, output.outputs
+                finished.append(rollout)
+        return finished
 
-    def take_scores(self) -> None:
-        """Adds reference log-probabilities to what has been scored and puts the groups in the outbox."""
+    def score(self, rollouts: list[Rollout]) -> list[tuple[Unscored, np.ndarray]]:
+        """Hand finished responses to the task's score(). Returns what has been scored by now.
+
+        Each group comes with its (S,) rewards. Where score() runs in worker processes, it may be a
+        group that was handed over earlier.
+        """
+        groups = []
+        for rollout in rollouts:
+            tokens = [response.token_ids for response in rollout.responses]
+            texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            finished = [response.finish_reason == "stop" for response in rollout.responses]
+            groups.append(Unscored(rollout, rollout.work.query, texts, finished))
+        if groups:
+            with self.timeline.work("score"):
+                self.scorer.add(groups)
         scored = []
         for group, rewards in self.scorer.take():
-            if isinstance(group.owner, EvaluationRun):
-                group.owner.record(group, rewards)
+            if isinstance(group.request, EvaluationRun):
+                group.request.record(group, rewards)
             elif isinstance(rewards, Exception):
-                self.drop(group, rewards)
+                self.workload.drop(group.request.work)
+                self.failures.count_failed(group, rewards)
             else:
-                self.unscored.append(False)
-                scored.append((group, group.owner, rewards))
-        self.mark_cursor()
+                self.workload.finish(group.request.work)
+                self.failures.count_scored()
+                self.samples.write(group, rewards, group.request.version)
+                scored.append((group, rewards))
+        self.board.set(self.row, "cursor", self.workload.cursor)
+        return scored
+
+    def add_reference_logprobs(self, scored: list[tuple[Unscored, np.ndarray]]) -> list[Group]:
+        """Compute log pi_ref of all tokens in one pass, and make the groups for the trainer."""
         if not scored:
-            return
-        prompts = [np.array(run.prompt, np.int32) for _, run, _ in scored for _ in run.responses]
-        responses = [np.array(r.token_ids, np.int32) for _, run, _ in scored for r in run.responses]
-        with self.work("reference"), torch.no_grad():
-            padded = (
-                response_logprobs(self.reference, prompts, responses, self.config.temperature)
-                .cpu()
-                .numpy()
-            )  # (rows, T)
-        references = iter([row[: len(response)] for row, response in zip(padded, responses)])
-        for group, run, rewards in scored:
-            self.write_samples(group, run.version, rewards)
-            self.board.add(self.name, "tokens", sum(len(r.token_ids) for r in run.responses))
-            self.outbox.append(
-                Group(
-                    query_id=run.query.id,
-                    version=run.version,
-                    last_version=run.last_version,
-                    reference_version=self.reference_version,
-                    batch=run.batch,
-                    prompt=np.array(run.prompt, np.int32),
-                    lengths=np.array([len(r.token_ids) for r in run.responses], np.int32),
-                    tokens=np.concatenate([r.token_ids for r in run.responses]).astype(np.int32),
-                    ref_logprobs=np.concatenate([next(references) for _ in run.responses]),
-                    behavior_logprobs=np.array(
-                        [
-                            lp[t].logprob
-                            for r in run.responses
-                            for t, lp in zip(r.token_ids, r.logprobs)
-                        ],
-                        np.float32,
-                    ),
-                    rewards=rewards,
-                    finished=np.array(group.finished),
-                    temperature=run.temperature,
-                )
-            )
+            return []
+        prompts, responses = [], []
+        for group, _ in scored:
+            for response in group.request.responses:
+                prompts.append(np.array(group.request.prompt, np.int32))
+                responses.append(np.array(response.token_ids, np.int32))
+        with self.timeline.work("reference"):
+            logprobs = iter(self.reference.logprobs(prompts, responses))
+        groups = []
+        for group, rewards in scored:
+            ref_logprobs = np.concatenate([next(logprobs) for _ in group.texts])
+            self.board.add(self.row, "tokens", len(ref_logprobs))
+            groups.append(make_group(group, rewards, ref_logprobs, self.reference.version))
+        return groups
 
-    def drop(self, group: Unscored, error: Exception) -> None:
-        """score() raised, took too long, or gave something other than S finite numbers."""
-        self.board.add(self.name, "unscored_groups", 1)
-        self.unscored.append(True)
-        if self.config.lockstep:  # the batch needs another query in its place
-            self.owed.appendleft(group.owner.batch)
-        logging.error("query %d is dropped, it got no scores", group.query.id, exc_info=error)
-        if sum(self.unscored) > SCORES_WATCHED / 2:
-            logging.error(
-                "%d of the latest %d groups got no scores: the run ends",
-                sum(self.unscored),
-                len(self.unscored),
-            )
-            sys.exit(GIVE_UP)
-
-    def write_samples(self, group: Unscored, version: int, rewards: np.ndarray) -> None:
-        if time.monotonic() - self.sampled_at < SAMPLES_PERIOD:
-            return
-        self.sampled_at = time.monotonic()
-        lines = [
-            {
-                "version": version,
-                "query_id": group.query.id,
-                "prompt": group.query.prompt,
-                "answer": str(group.query.answer),
-                "response": text,
-                "extracted": self.task.extract(text),
-                "reward": reward,
-                "finished": finished,
-            }
-            for text, finished, reward in list(zip(group.texts, group.finished, rewards.tolist()))[
-                :SAMPLES_PER_GROUP
-            ]
-        ]
-        self.samples.write(*lines)
-
-    def send(self) -> None:
+    def send(self, groups: list[Group]) -> None:
+        """Send groups and evaluations to the trainer, as far as the queue has room."""
+        self.outbox.extend(groups)
+        self.outbox.extend(self.evaluation.collect())
         while self.outbox:
             try:
                 self.groups.put_nowait(self.outbox[0])
@@ -375,17 +254,52 @@ class Searcher:
                 return
             self.outbox.popleft()
 
-    @contextmanager
-    def work(self, name: str):
-        start = time.monotonic()
-        with self.timeline.span(name):
-            yield
-        self.board.add(self.name, "busy", time.monotonic() - start)
+
+def make_workload(config: Config, queries, share: int, cursor: int) -> Workload:
+    """What a searcher generates, free-running or in lockstep with the trainer."""
+    if config.lockstep:
+        return LockstepWorkload(config, queries, share, config.searchers, cursor)
+    return Workload(queries, share, config.searchers, config.seed, cursor)
+
+
+def make_group(
+    group: Unscored, rewards: np.ndarray, ref_logprobs: np.ndarray, reference_version: int
+) -> Group:
+    """Put a rollout into the arrays that go through the queue. ref_logprobs: of all its tokens."""
+    rollout = group.request
+    behavior_logprobs = [
+        logprobs[token].logprob
+        for response in rollout.responses
+        for token, logprobs in zip(response.token_ids, response.logprobs)
+    ]
+    tokens = [response.token_ids for response in rollout.responses]
+    return Group(
+        query_id=rollout.work.query.id,
+        version=rollout.version,
+        last_version=rollout.last_version,
+        reference_version=reference_version,
+        batch=rollout.work.batch,
+        prompt=np.array(rollout.prompt, np.int32),
+        lengths=np.array([len(ids) for ids in tokens], np.int32),
+        tokens=np.concatenate(tokens).astype(np.int32),
+        ref_logprobs=ref_logprobs,
+        behavior_logprobs=np.array(behavior_logprobs, np.float32),
+        rewards=rewards,
+        finished=np.array(group.finished),
+        temperature=rollout.temperature,
+    )
 
 
 def run(
-    config: Config, rank: int, weights: SharedWeights, groups, board: Board, run_dir: str
+    config: Config,
+    share: int,
+    pin: int,
+    row: str,
+    weights: SharedWeights,
+    groups: torch.multiprocessing.Queue,
+    board: Board,
+    run_dir: str,
 ) -> None:
     """The searcher process."""
-    Searcher(config, rank, weights, groups, board, run_dir).search()
+    Searcher(config, share, pin, row, weights, groups, board, run_dir).search()
     groups.cancel_join_thread()  # the run is over: nobody reads what is still in the queue

@@ -1,87 +1,70 @@
-"""The Trainer: trains on what the buffer holds and publishes the weights. It waits only while there is not enough to train on.
+"""The Trainer: learns from what the batch source gives, and publishes the weights.
 
-    every k steps   empty the queue into the buffer, publish the weights
-    every step      sample B queries x K responses, one optimizer step on them (learner.py)
-
-With --constant_staleness n (and --synchronous, n = 0) there is no buffer: step t trains on the batch of version t - n.
+It waits only while there is not enough to train on. What a batch does to the policy is learner.py;
+where batches come from is runtime/replay.py, the buffer, or runtime/lockstep.py, where each is made
+for its step (--constant_staleness, --synchronous).
 """
 
 import queue
-import time
-from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.multiprocessing
 
-import checkpoint
-from buffer import Group, ReplayBuffer, Row, arrays_of, groups_of, rows_of
+from buffer import Group, Row
 from config import Config
-from evaluation import Evaluation
 from learner import Learner
-from policy import mismatch
-from processes import Board
-from report import Report, Timeline, describe
+from loss import Metrics
+from runtime import checkpoint
+from runtime.board import Board
+from runtime.evaluation_requests import EvaluationRequests
+from runtime.health import Health
+from runtime.lockstep import LockstepBatches
+from runtime.memory_trial import try_largest_batch
+from runtime.messages import Evaluation
+from runtime.reference import ReferenceResets
+from runtime.replay import ReplayBatches
+from runtime.report import Rates, Report
+from runtime.timeline import Timeline
+from runtime.waiting import Waits
 from tasks import load_task
 from weights import SharedWeights
 
-HEALTH_PERIOD = 10.0  # seconds of waiting between two lines that say for whom
-RATE_WINDOW = 10.0  # seconds over which rates and busy shares are taken
-MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
-RESUMED = (
-    "received",
-    "fresh",
-    "evaluated",
-    "evaluation_due",
-    "reset_due",
-    "skipped_publishes",
-    "mismatch_due",
-)  # plain values in a checkpoint
-
 
 class Trainer:
-    """found: the queue with what the searchers find. resume: directory of a checkpoint to go on from."""
+    """The trainer process.
+
+    rollouts: the queue of groups, evaluations and notices. resume: directory of a checkpoint to go
+    on from.
+    """
 
     def __init__(
         self,
         config: Config,
         weights: SharedWeights,
-        found,
+        rollouts: torch.multiprocessing.Queue,
         board: Board,
         run_dir: str,
         resume: str | None = None,
     ):
-        self.config, self.weights, self.found, self.board, self.run_dir = (
-            config,
-            weights,
-            found,
-            board,
-            run_dir,
-        )
+        self.config, self.weights, self.rollouts = config, weights, rollouts
+        self.board, self.run_dir = board, run_dir
         board.beat("trainer")
         self.timeline = Timeline(run_dir, "trainer")
         self.metric = load_task(config.task, **config.options).metric
         self.report = Report(run_dir, config.steps)
         self.learner = Learner(config, self.report.say)
-        self.learner.try_largest_batch()
-        self.buffer = ReplayBuffer(
-            config.capacity_per_query, config.reward_inverse_temperature, config.seed
-        )
-        self.batches: dict[
-            int, list[Group]
-        ] = {}  # constant staleness: step -> the groups for it that have come
-        self.received = 0  # responses
-        self.publish_due = self.evaluation_due = self.reset_due = False
-        self.evaluated = -1  # the newest version whose evaluation has come
-        self.checkpointed = -1  # the step of the latest checkpoint
-        self.fresh: dict[
-            str, float
-        ] = {}  # figures of the groups of the latest sync, as they were generated
+        try_largest_batch(config, self.learner.policy, self.learner.loss_inputs)
+        self.batches = LockstepBatches(config, board) if config.lockstep else ReplayBatches(config)
+        self.evaluations = EvaluationRequests(config, weights)
+        self.resets = ReferenceResets(config, weights, self.learner.policy)
+        self.health = Health(weights, self.learner.policy)
+        self.waits = Waits(config, board, self.report, self.timeline)
+        self.rates = Rates(board)
+        self.publish_due = False
         self.skipped_publishes = 0
-        self.mismatch_due = 0  # step from which the mismatch is to be measured again
-        self.waited = 0.0  # seconds
-        self.rates: deque[tuple[float, float, float, float]] = deque()
+        self.checkpointed_step = -1
         if resume:
             self.load_checkpoint(resume)
 
@@ -91,315 +74,221 @@ class Trainer:
         return self.learner.step
 
     def train(self) -> None:
-        config = self.config
-        self.board.loaded("trainer")
-        self.evaluation_due |= self.step == config.steps  # resumed at its end
-        self.publish()
-        if not config.lockstep:
-            self.fill_buffer()
-        while self.step < config.steps and not self.board.end:
-            if self.step % config.sync_period == 0:
+        """Learn off-policy without pause, and sync with the searchers every k steps (section 4.1)."""
+        self.begin()
+        while self.step < self.config.steps and not self.board.end:
+            if self.step % self.config.sync_period == 0:
                 self.sync()
-            elif self.publish_due or self.reset_due:
+            elif self.publish_due or self.resets.is_due:
                 self.publish()
-            rows = self.next_batch_in_lockstep() if config.lockstep else self.next_batch()
-            if not rows:  # told to end while it waited
+            rows = self.next_batch()
+            if not rows:  # the run is to end
                 break
             with self.timeline.span("step"):
-                self.learner.renew_references(
-                    rows, self.weights.reference_version, self.weights.reference_tensors
-                )
                 metrics = self.learner.update(rows)
-            self.board.beat("trainer")
-            self.report.step(metrics | self.figures(rows))
-            if config.checkpoint_every and self.step % config.checkpoint_every == 0:
-                self.save_checkpoint()
+            self.record(metrics, rows)
+            self.save_checkpoint_if_due()
         self.finish()
 
-    def sync(self) -> None:
-        """New groups in, new weights out, and nobody waits; only with constant staleness no searcher may miss a version."""
-        config = self.config
-        self.evaluation_due |= (
-            self.step > 0
-            and config.eval_every > 0
-            and self.step % config.eval_every < config.sync_period
-        )
-        self.reset_due |= (
-            self.step > 0
-            and config.reference_reset_period > 0
-            and self.step % config.reference_reset_period == 0
-        )
-        with self.timeline.span("receive"):
-            self.receive()
-        if config.lockstep:
-            self.wait(
-                lambda: f"the searchers to take version {self.weights.version}",
-                self.all_searchers_are_up_to_date,
-            )
+    def begin(self) -> None:
+        """Publish, as a resumed run's searchers wait for that; then wait for the first responses."""
+        self.board.loaded("trainer")
+        self.evaluations.is_due |= self.step == self.config.steps  # resumed at its end
         self.publish()
 
-    def publish(self) -> None:
-        if (
-            self.reset_due
-        ):  # first the reference: whoever sees a new version finds the reference that goes with it
-            self.reset_due = not self.weights.publish_reference(
-                self.step, self.learner.policy.named_parameters()
-            )
-        if self.weights.version == self.step and not self.evaluation_due:
-            return
-        with self.timeline.span("publish"):
-            done = self.weights.publish(
-                self.step, self.learner.policy.named_parameters(), evaluate=self.evaluation_due
-            )
-        self.skipped_publishes += (
-            not done
-        )  # slow readers hold every slot: try again at the next step
-        self.publish_due = not done
-        self.evaluation_due &= not done
+        def is_filled() -> bool:
+            self.receive()
+            return self.batches.is_filled
+
+        if not self.batches.is_filled:
+            self.waits.until(is_filled, lambda: self.batches.awaited(self.step))
+
+    def sync(self) -> None:
+        """Receive what the searchers found, publish the weights, and go on: nobody waits."""
+        self.evaluations.update(self.step)
+        self.resets.update(self.step)
+        with self.timeline.span("receive"):
+            self.receive()
+        self.publish()
 
     def receive(self) -> None:
-        """Empties the queue: groups into the buffer, evaluations and lines for the user to whoever watches."""
+        """Drain the rollout queue: groups to the batch source, the rest to whoever watches."""
         groups: list[Group] = []
         try:
-            # By count: much of what waits is behind the queue's pipe, which holds 64 KB, two groups of GSM8K. An empty pipe is no empty queue.
-            for _ in range(self.found.qsize()):
-                item = self.found.get(timeout=1.0)
+            # Use qsize(): the feeder thread may hold items while the pipe is empty.
+            for _ in range(self.rollouts.qsize()):
+                item = self.rollouts.get(timeout=1.0)
                 if isinstance(item, Group):
                     groups.append(item)
                 elif isinstance(item, Evaluation):
-                    self.take_evaluation(item)
+                    self.record_evaluation(item)
                 else:
-                    self.report.say(item)
+                    self.report.say(item.text)
         except queue.Empty:
             pass
-        self.take_groups(groups)
+        self.batches.add(groups, self.step)
+        self.health.observe(self.batches, self.step)
 
-    def take_groups(self, groups: list[Group]) -> None:
-        if self.config.lockstep:
-            for group in groups:
-                self.batches.setdefault(group.batch, []).append(group)
-        elif groups:
-            self.buffer.add(groups, self.step)
-            self.received += sum(len(group.lengths) for group in groups)
-            self.look_at(groups)
+    def publish(self) -> None:
+        """Publish the weights of this step, unless they are out."""
+        # First the reference: whoever sees a new version finds the reference that goes with it.
+        self.resets.publish(self.step)
+        if self.weights.version == self.step and not self.evaluations.is_due:
+            return
+        self.wait_for_searchers()
+        with self.timeline.span("publish"):
+            parameters = self.learner.policy.named_parameters()
+            done = self.weights.publish(self.step, parameters, evaluate=self.evaluations.is_due)
+        self.skipped_publishes += not done  # slow readers hold every slot
+        self.publish_due = not done
+        self.evaluations.is_due &= not done
 
-    def all_searchers_are_up_to_date(self) -> bool:
-        self.receive()  # or the queues fill up meanwhile
-        return all(
-            self.board.get(name, "version") == self.weights.version for name in self.board.names[1:]
-        )
+    def wait_for_searchers(self) -> None:
+        """Wait until the batch source allows a newer version: in lockstep nobody may miss one."""
 
-    def look_at(self, groups: list[Group]) -> None:
-        """Figures of groups as they were generated: in the buffer, which drops duplicates, they would be distorted."""
-        self.fresh |= describe(groups)
-        if self.step >= self.mismatch_due:
-            # A group that one version alone sampled whose weights are still held; with constant staleness one for a later step may be.
-            newest = reversed(groups + sum(self.batches.values(), []))
-            held = self.weights.held()
-            if group := next(
-                (g for g in newest if g.version == g.last_version and g.version in held), None
-            ):
-                self.fresh["mismatch"] = mismatch(group, held[group.version], self.learner.policy)
-                self.fresh["mismatch_version"] = group.version
-                self.mismatch_due = self.step + MISMATCH_PERIOD
+        def may_publish() -> bool:
+            if self.batches.may_publish(self.weights.version):
+                return True
+            self.receive()  # or the queues fill up meanwhile
+            return False
 
-    def fill_buffer(self) -> None:
-        wanted = max(
-            1, self.config.initial_responses
-        )  # as generated: the buffer, which drops duplicates, may never hold so many
-        self.wait(
-            lambda: f"the first {wanted} responses, {self.received} are here",
-            lambda: self.receive() or self.received >= wanted,
-        )
+        if not may_publish():
+            what = f"the searchers to take version {self.weights.version}"
+            self.waits.until(may_publish, lambda: what)
 
     def next_batch(self) -> list[Row]:
-        """B x K rows of the buffer. It waits only if --max_staleness leaves out all that there is."""
-        config = self.config
-
-        def sample() -> list[Row]:
-            oldest = 0 if config.max_staleness is None else max(0, self.step - config.max_staleness)
-            return self.buffer.sample(
-                config.queries_per_batch,
-                config.responses_per_query,
-                config.most_on_policy_prob,
-                oldest,
-            )
-
+        """The next B x K rows. Waits while there are too few; [] if the run is to end meanwhile."""
         with self.timeline.span("sample"):
-            rows = sample()
+            rows = self.batches.next(self.step)
+
+        def has_arrived() -> bool:
+            nonlocal rows
+            # What arrives now may be too old still (--max_staleness): the searchers need newer
+            # weights than the last sync gave them.
+            self.publish()
+            self.receive()
+            rows = self.batches.next(self.step)
+            return bool(rows)
+
         if not rows:
-            # What comes in now may be of an older version still: the searchers need newer weights than the last sync gave them.
-            self.wait(
-                lambda: f"responses at most {config.max_staleness} steps old (--max_staleness)",
-                lambda: self.publish() or self.receive() or rows.extend(sample()) or bool(rows),
-            )
+            self.waits.until(has_arrived, lambda: self.batches.awaited(self.step))
+        self.health.observe(self.batches, self.step)
+        self.resets.renew(rows)
         return rows
 
-    def next_batch_in_lockstep(self) -> list[Row]:
-        """The batch that the version of constant_staleness steps ago made for this step; before there is one, version 0 made it."""
-
-        def missing() -> int:
-            return self.config.queries_per_batch - len(self.batches.get(self.step, []))
-
-        self.wait(
-            lambda: f"{missing()} more groups for step {self.step}",
-            lambda: self.receive() or missing() <= 0,
-        )
-        groups = sorted(
-            self.batches.pop(self.step), key=lambda group: group.query_id
-        )  # whichever came first, the batch is the same
-        self.look_at(groups)
-        return [row for group in groups for row in rows_of(group)]
-
-    def figures(self, rows: list[Row]) -> dict:
-        """The figures of a step that are not the loss's own."""
-        now, board = time.monotonic(), self.board
-        self.rates.append((now, self.waited, board.total("busy"), board.total("tokens")))
-        while self.rates[0][0] < now - RATE_WINDOW and len(self.rates) > 2:
-            self.rates.popleft()
-        seconds, waited, searched, tokens = (
-            np.subtract(self.rates[-1], self.rates[0])
-            if len(self.rates) > 1
-            else (1.0, 0.0, 0.0, 0.0)
-        )
-        staleness = (
-            self.step - 1 - np.array([row.version for row in rows])
-        )  # the step that was just made started from version step - 1
-        return self.fresh | {
+    def record(self, metrics: Metrics, rows: list[Row]) -> None:
+        """Write the line of a step that was just made, from these rows."""
+        self.board.beat("trainer")
+        board, version = self.board, self.step - 1  # of the weights that the step started from
+        staleness = version - np.array([row.version for row in rows])
+        figures = {
             "staleness_mean": float(staleness.mean()),
             "staleness_max": int(staleness.max()),
-            "trainer_busy": 1.0 - waited / seconds,
-            "searcher_busy": searched / seconds / self.config.searchers,
-            "searcher_tokens_per_second": tokens / seconds,
-            "queue_depth": self.found.qsize(),
-            "received": self.received,
-            "buffer_responses": self.buffer.responses,
-            "buffer_queries": len(self.buffer.all),
+            **self.rates.measure(self.waits.seconds),
+            "queue_depth": self.rollouts.qsize(),
+            **self.batches.figures(),
             "long_prompts": int(board.total("long_prompts")),
             "unscored_groups": int(board.total("unscored_groups")),
             "bad_steps": self.learner.bad_steps,
             "searcher_restarts": int(board.total("restarts")),
             "skipped_publishes": self.skipped_publishes,
-            "seconds": now - self.report.start,
+            "seconds": self.report.seconds,
         }
+        self.report.step(metrics | self.health.figures | figures)
 
-    def wait(self, what: Callable[[], str], ready: Callable[[], bool]) -> None:
-        """Until ready() or the run is to end; in lockstep until ready() even so, for only between two batches can it be resumed as if nothing
-        had happened. Says for whom it waits; raises TimeoutError when it takes longer than searcher_timeout, in which no searcher was loading."""
-        start = said = ready_since = time.monotonic()
-        with self.timeline.span("wait"):
-            while not ready() and (self.config.lockstep or not self.board.end):
-                self.board.beat("trainer")
-                if time.monotonic() - said > HEALTH_PERIOD:
-                    said = time.monotonic()
-                    signs = [
-                        f"{name} {f'{self.board.silence(name):.0f} s ago' if self.board.get(name, 'ready') else 'is loading'}"
-                        for name in self.board.names[1:]
-                    ]
-                    self.report.say(
-                        f"waiting since {said - start:.0f} s for {what()}; signs of life: {', '.join(signs)}"
-                    )
-                if not all(self.board.get(name, "ready") for name in self.board.names[1:]):
-                    ready_since = time.monotonic()
-                if time.monotonic() - ready_since > self.config.searcher_timeout:
-                    raise TimeoutError(
-                        f"the trainer waited {time.monotonic() - start:.0f} s (--searcher_timeout) for {what()}"
-                    )
-                time.sleep(0.005)
-        self.waited += time.monotonic() - start
-
-    def take_evaluation(self, evaluation: Evaluation) -> None:
-        self.evaluated = max(self.evaluated, evaluation.version)
+    def record_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.arrived(evaluation)
         self.report.metrics.write({"step": evaluation.version, self.metric: evaluation.score})
-        what = (
-            f"base {self.metric}:"
-            if evaluation.version == 0
-            else f"step {evaluation.version}: {self.metric}"
-        )
+        what = f"step {evaluation.version}: {self.metric}"
+        if evaluation.version == 0:
+            what = f"base {self.metric}:"
         self.report.say(f"{what} {evaluation}")
 
+    def save_checkpoint_if_due(self) -> None:
+        period = self.config.checkpoint_every
+        if period and self.step % period == 0:
+            self.save_checkpoint()
+
     def save_checkpoint(self) -> None:
-        if self.config.lockstep:  # what the searchers owe so far belongs to it: a run that goes on begins with the next version
-            last = min(self.step + self.config.constant_staleness, self.config.steps)
-            self.wait(
-                lambda: "the searchers to finish what a checkpoint is to hold",
-                lambda: (
-                    self.receive()
-                    or (
-                        all(
-                            len(self.batches.get(step, [])) == self.config.queries_per_batch
-                            for step in range(self.step, last)
-                        )
-                        and self.evaluated >= self.weights.evaluation_version
-                    )
-                ),
-            )
-        else:
-            self.receive()
+        """Save all that a resumed run needs. A disk that is full costs the checkpoint, not the run."""
+        self.wait_until_settled()
         tensors = {"learner": self.learner.state_dict()}
         if self.weights.reference_version:
-            tensors["reference"] = {
-                name: tensor.clone() for name, tensor in self.weights.reference_tensors().items()
-            }
+            reference = self.weights.reference_tensors()
+            tensors["reference"] = {name: tensor.clone() for name, tensor in reference.items()}
         rng = {"rng": torch.get_rng_state().numpy()}
-        arrays = {
-            "buffer": self.buffer.state_dict(),
-            "batches": arrays_of(sum(self.batches.values(), [])),
-            "torch": rng,
-        }
-        state = {name: getattr(self, name) for name in RESUMED} | {
+        arrays = {"buffer": self.batches.state_dict(), "torch": rng}
+        state = {
             "step": self.step,
-            "evaluation_due": self.evaluation_due
-            or self.weights.evaluation_version > self.evaluated,
+            "received": self.batches.received,
+            "fresh": self.health.figures,
+            "mismatch_due": self.health.mismatch_due,
+            "evaluated": self.evaluations.arrived_version,
+            "evaluation_due": self.evaluations.is_due or self.evaluations.is_pending,
+            "reset_due": self.resets.is_due,
+            "skipped_publishes": self.skipped_publishes,
             "reference_version": self.weights.reference_version,
             "board": self.board.state_dict(),
         }
         with self.timeline.span("checkpoint"):
             try:
                 checkpoint.save(self.run_dir, self.step, tensors, arrays, state)
-                self.checkpointed = self.step
+                self.checkpointed_step = self.step
             except OSError as error:
-                self.report.say(
-                    f"step {self.step}: no checkpoint was written, the one before stays: {error}"
-                )
+                problem = f"no checkpoint was written, the one before stays: {error}"
+                self.report.say(f"step {self.step}: {problem}")
         self.board.beat("trainer")
 
+    def wait_until_settled(self) -> None:
+        """Receive what belongs to a checkpoint; where it is to be exact, wait for all of that."""
+
+        def is_settled() -> bool:
+            self.receive()
+            is_owed = self.evaluations.is_pending or not self.batches.is_settled(self.step)
+            return not (self.batches.is_exact and is_owed)
+
+        if not is_settled():
+            what = "the searchers to finish what a checkpoint is to hold"
+            self.waits.until(is_settled, lambda: what)
+
     def load_checkpoint(self, directory: str) -> None:
-        """Where the run was when save_checkpoint wrote this. The weights are published before a searcher asks for them: it waits for that."""
+        """Go on where the run was when save_checkpoint wrote this."""
         state = checkpoint.load_state(directory)
-        for name in RESUMED:
-            setattr(self, name, state[name])
         self.learner.load_state_dict(checkpoint.load_tensors(directory, "learner"))
         if state["reference_version"]:
-            self.weights.publish_reference(
-                state["reference_version"], checkpoint.load_tensors(directory, "reference").items()
-            )
-        self.buffer.load_state_dict(checkpoint.load_arrays(directory, "buffer"))
-        self.take_groups(groups_of(checkpoint.load_arrays(directory, "batches")))
-        torch.set_rng_state(torch.from_numpy(checkpoint.load_arrays(directory, "torch")["rng"]))
-        self.checkpointed = self.step
+            reference = checkpoint.load_tensors(directory, "reference")
+            self.weights.publish_reference(state["reference_version"], reference.items())
+        self.batches.load_state_dict(checkpoint.load_arrays(directory, "buffer"))
+        self.batches.received = state["received"]
+        self.health.figures, self.health.mismatch_due = state["fresh"], state["mismatch_due"]
+        self.evaluations.arrived_version = state["evaluated"]
+        self.evaluations.is_due = state["evaluation_due"]
+        self.resets.is_due = state["reset_due"]
+        self.skipped_publishes = state["skipped_publishes"]
+        rng = checkpoint.load_arrays(directory, "torch")["rng"]
+        torch.set_rng_state(torch.from_numpy(rng))
+        self.checkpointed_step = self.step
 
     def finish(self) -> None:
-        """The last weights, published and evaluated if the run came to its end, and saved in any case."""
-        if self.step != self.checkpointed and not (
-            self.config.lockstep and self.step == 0
-        ):  # there version 0 makes all batches anew
+        """Save a checkpoint and the model; have the last weights evaluated if all steps are made."""
+        # Where checkpoints are exact, step 0 needs none: version 0 makes all batches anew.
+        is_needed = self.step > 0 or not self.batches.is_exact
+        if self.step != self.checkpointed_step and is_needed:
             self.save_checkpoint()
         if self.step == self.config.steps:
-            self.publish_due = self.evaluation_due = True
+            self.publish_due = self.evaluations.is_due = True
 
-            def evaluated() -> bool:
+            def is_evaluated() -> bool:
                 if self.publish_due:
                     self.publish()
                 self.receive()
-                return self.evaluated >= self.step or self.board.end
+                return self.evaluations.arrived_version >= self.step or self.board.end
 
-            self.wait(lambda: f"the evaluation of version {self.step}", evaluated)
+            self.waits.until(is_evaluated, lambda: f"the evaluation of version {self.step}")
         self.learner.save_model(Path(self.run_dir) / "model")
         if skipped := int(self.board.total("long_prompts")):
-            self.report.say(
-                f"{skipped} queries were skipped: prompt over --max_prompt_tokens {self.config.max_prompt_tokens}"
-            )
+            limit = f"--max_prompt_tokens {self.config.max_prompt_tokens}"
+            self.report.say(f"{skipped} queries were skipped: prompt over {limit}")
         if unscored := int(self.board.total("unscored_groups")):
             self.report.say(f"{unscored} groups were dropped, they got no scores: see logs/")
         self.timeline.flush()
@@ -407,7 +296,12 @@ class Trainer:
 
 
 def run(
-    config: Config, weights: SharedWeights, found, board: Board, run_dir: str, resume: str | None
+    config: Config,
+    weights: SharedWeights,
+    rollouts: torch.multiprocessing.Queue,
+    board: Board,
+    run_dir: str,
+    resume: str | None,
 ) -> None:
     """The trainer process."""
-    Trainer(config, weights, found, board, run_dir, resume).train()
+    Trainer(config, weights, rollouts, board, run_dir, resume).train()

@@ -80,7 +80,7 @@ def gsm8k(data_dir: str, vocabulary: int) -> tuple[list[str], list[str], object]
     from transformers import PreTrainedTokenizerFast
 
     from config import UserError
-    from tasks._data import read_rows
+    from tasks.support.data import read_rows
     from tasks.gsm8k import PROMPT
 
     try:

@@ -29,14 +29,16 @@ from common import RESULTS, arguments, first_right, mean_and_values, save, table
 
 import torch.multiprocessing
 
-import processes
+from runtime import processes
 import tba
 from buffer import Group
-from config import Config, build_config
-from policy import weight_shapes
-from processes import Board
-from report import COLORS, read_lines, read_spans, trainer_busy
-from supervisor import Supervisor
+from config import Config
+from runtime.command_line import build_config
+from models.policy import weight_shapes
+from runtime.board import Board
+from runtime.pictures import COLORS
+from runtime.timeline import read_lines, read_spans, trainer_busy
+from runtime.supervisor import Supervisor
 from tasks import load_task
 from weights import SharedWeights
 
@@ -139,7 +141,7 @@ def record(config: Config, directory: Path, count: int) -> tuple[list[Group], fl
     supervisor = Supervisor(config, places[1:], weights, board, str(directory))
     groups: list[Group] = []
     while len(groups) < count:
-        item = supervisor.found.get(timeout=120)
+        item = supervisor.rollouts.get(timeout=120)
         if isinstance(item, Group):
             groups.append(item)
             if len(groups) == count // 2:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from common import ROOT, arguments, counting_model, first_right, gsm8k, mean_and_values, save, table
 
-from report import read_lines, read_spans
+from runtime.timeline import read_lines, read_spans
 from tasks import load_task
 
 REQUIREMENTS = ["trl==1.16.0", "torch==2.13.0", "transformers>=5.16,<5.20", "numpy>=2.0"]

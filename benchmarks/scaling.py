@@ -24,12 +24,13 @@ from overlap import record, steps_of
 
 import torch
 
-import processes
+from runtime import processes
 from buffer import Group
-from config import Config, build_config
-from policy import weight_shapes
-from processes import Board
-from supervisor import Supervisor
+from config import Config
+from runtime.command_line import build_config
+from models.policy import weight_shapes
+from runtime.board import Board
+from runtime.supervisor import Supervisor
 from weights import SharedWeights
 
 SEARCHERS = (1, 2, 4, 8)
@@ -57,18 +58,24 @@ SETTINGS = {
 
 
 def replay(
-    config: Config, rank: int, weights: SharedWeights, groups, board: Board, run_dir: str
+    config: Config,
+    share: int,
+    pin: int,
+    name: str,
+    weights: SharedWeights,
+    groups,
+    board: Board,
+    run_dir: str,
 ) -> None:
     """A process, in the place of searcher:run."""
     torch.set_num_threads(1)
-    name = f"searcher {rank}"
     recorded, rate = pickle.loads(Path(run_dir, "recorded.pkl").read_bytes())
     version, sent, start = 0, 0, None
     board.loaded(name)
     while not board.stop:
         board.beat(name)
         if weights.version > version:
-            with weights.read(rank) as (version, tensors):
+            with weights.read(pin) as (version, tensors):
                 for tensor in tensors.values():
                     tensor.clone()
         if start is None:
@@ -76,7 +83,7 @@ def replay(
         elif sent < (time.monotonic() - start) * rate:
             began = time.monotonic()
             try:
-                group = recorded[(sent * config.searchers + rank) % len(recorded)]
+                group = recorded[(sent * config.searchers + share) % len(recorded)]
                 groups.put_nowait(dataclasses.replace(group, version=version, last_version=version))
                 sent += 1
                 continue
@@ -110,7 +117,7 @@ def measure(
         trainer = start(
             places[0],
             "trainer:run",
-            (config, weights, supervisor.found, board, run_dir, None),
+            (config, weights, supervisor.rollouts, board, run_dir, None),
             run_dir,
         )
         deadline = time.monotonic() + 300

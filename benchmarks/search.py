@@ -27,13 +27,13 @@ from common import arguments, counting_model, gsm8k, save, table
 
 import torch
 
-import processes
+from runtime import processes
 from buffer import Group
 from config import Config
-from engine import ENGINE_ROWS
-from policy import weight_shapes
-from processes import Board
-from report import read_spans
+from models.engine import ENGINE_ROWS
+from models.policy import weight_shapes
+from runtime.board import Board
+from runtime.timeline import read_spans
 from searcher import Searcher
 from weights import SharedWeights, elements
 
@@ -48,11 +48,14 @@ class Measurement:
         self.config, self.run_dir, self.warm_up, self.seconds = config, run_dir, warm_up, seconds
         self.weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
         self.board = Board(["trainer", "searcher 0"])
-        self.searcher = Searcher(config, 0, self.weights, found, self.board, run_dir)
-        self.searcher.evaluated = 0  # no evaluation of the base model
+        self.searcher = Searcher(
+            config, 0, 0, "searcher 0", self.weights, found, self.board, run_dir
+        )
+        self.searcher.evaluation.started_version = 0  # no evaluation of the base model
         self.engine = self.searcher.engine
         self.prompts = [
-            self.searcher.tokenizer(query.prompt).input_ids for query in self.searcher.queries
+            self.searcher.tokenizer(query.prompt).input_ids
+            for query in self.searcher.workload.queries
         ]
         self.sampling = dict(
             n=SAMPLES, temperature=config.temperature, max_tokens=config.max_response_tokens
@@ -88,7 +91,7 @@ class Measurement:
 
     def streaming(self, load_every: int = 0) -> float:
         """Tokens per second."""
-        tensors, steps = dict(self.searcher.reference.named_parameters()), itertools.count(1)
+        tensors, steps = dict(self.searcher.reference.model.named_parameters()), itertools.count(1)
 
         def step() -> None:
             while self.engine.rows < ENGINE_ROWS:
@@ -105,7 +108,7 @@ class Measurement:
         def batch() -> None:
             for _ in range(ENGINE_ROWS // SAMPLES):
                 self.add()
-            while self.engine.running:
+            while self.engine.is_running:
                 self.step()
 
         return self.rate(batch)
@@ -121,7 +124,7 @@ class Measurement:
 
     def rate(self, work: Callable[[], None]) -> float:
         """Tokens per second of work(), again and again."""
-        while self.engine.running:  # what the measurement before left there
+        while self.engine.is_running:  # what the measurement before left there
             self.engine_step()
         start = time.monotonic()
         while time.monotonic() - start < self.warm_up:

@@ -19,13 +19,15 @@ import numpy as np
 import torch
 
 from buffer import Group
-from config import PRESETS, Config, check
-from evaluation import Evaluation
-from policy import load_policy, load_tokenizer, response_logprobs, weight_shapes
-from processes import Board
-from report import read_lines
-from scoring import Unscored, score
-from tasks import load_task
+from config import Config, check
+from runtime.messages import Evaluation
+from models.logprobs import response_logprobs
+from models.policy import load_policy, load_tokenizer, weight_shapes
+from runtime.board import Board
+from runtime.timeline import read_lines
+from runtime.scoring import Unscored, score
+from runtime.lockstep import batches_of_version
+from tasks import find_presets, load_task
 from trainer import Trainer
 from weights import SharedWeights
 
@@ -35,7 +37,7 @@ SAMPLES = 2000  # responses to held-out queries, by which the trained policy is 
 class InlineSearcher:
     """A searcher and its queue in one: asked for groups, it generates a round of them with the newest weights, in the trainer's own process.
 
-    Constant staleness: a round is what the version owes, as in searcher.py. Otherwise it is `groups_per_sync` groups, for the trainer asks at
+    Constant staleness: a round is what the version owes (runtime/lockstep.py). Otherwise it is `groups_per_sync` groups, for the trainer asks at
     each sync: the weights they are made with are those of the sync before.
     """
 
@@ -97,17 +99,9 @@ class InlineSearcher:
             )
         if not new:
             return found
-        steps = (
-            range(config.constant_staleness + 1)
-            if self.version == 0
-            else [self.version + config.constant_staleness]
-        )
-        return found + [
-            group
-            for step in steps
-            if step < config.steps
-            for group in self.groups([step] * config.queries_per_batch)
-        ]
+        for step in batches_of_version(self.version, config.constant_staleness, config.steps):
+            found += self.groups([step] * config.queries_per_batch)
+        return found
 
     def groups(self, batches: list[int | None]) -> list[Group]:
         config = self.config
@@ -208,7 +202,7 @@ class InlineSearcher:
 def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
     """A run with these settings over the task's preset, from the first step to the last, measured at its end."""
     torch.set_num_threads(1)
-    preset = next(iter(PRESETS[settings["task"]].values()))
+    preset = next(iter(find_presets(settings["task"]).values()))
     config = Config(**preset | {"eval_every": 0, "checkpoint_every": 0, "searchers": 1} | settings)
     config.settle()
     check(config)

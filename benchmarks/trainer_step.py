@@ -29,8 +29,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import learner as learner_module
-import policy
-import processes
+from models import policy
+from runtime import processes
 from buffer import Row
 from config import Config
 from learner import Learner

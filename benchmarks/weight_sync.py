@@ -28,9 +28,9 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-import processes
+from runtime import processes
 from config import Config
-from policy import load_policy
+from models.policy import load_policy
 from weights import SharedWeights, elements
 
 SHAPES = {"10 M": (256, 8), "100 M": (768, 11), "1 B": (2048, 19)}  # hidden size, layers
@@ -150,7 +150,7 @@ def publish_seconds(
 
 def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, float]:
     """Medians: of Engine.load with the step behind it, less a step without; of a plain copy."""
-    from engine import Engine
+    from models.engine import Engine
 
     with tempfile.TemporaryDirectory() as directory:
         byte_model(

@@ -1,6 +1,8 @@
-"""A task of your own with a regular expression for a reward: write a date the ISO way. "7 March 2021 = " wants "2021-03-07".
+"""A task of your own with a regular expression for a reward: write a date the ISO way.
 
-python tba.py examples/iso_dates.py --model Qwen/Qwen2.5-0.5B --max_response_tokens 16
+"7 March 2021 = " wants "2021-03-07".
+
+    python tba.py examples/iso_dates.py --model Qwen/Qwen2.5-0.5B
 """
 
 import re
@@ -11,6 +13,7 @@ from tasks import Query, Task
 
 SHOTS = "1 May 2019 = 2019-05-01\n23 December 2004 = 2004-12-23\n"
 ISO = re.compile(r"\s*(\d{4}-\d{2}-\d{2})\b")
+PRESETS = {"short": dict(max_response_tokens=16)}
 
 
 class IsoDates(Task):

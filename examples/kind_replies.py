@@ -1,13 +1,15 @@
-"""A task of your own with a model for a reward: replies that a sentiment classifier finds positive, and that come to an end.
+"""A task of your own with a model for a reward: replies that a sentiment classifier likes.
 
-python tba.py examples/kind_replies.py --model Qwen/Qwen2.5-0.5B-Instruct --max_response_tokens 60 --beta 0.05
+They must come to an end too.
+
+    python tba.py examples/kind_replies.py --model Qwen/Qwen2.5-0.5B-Instruct
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from models.classifier import Classifier, prepare_classifier
 from tasks import Query, Task
-from tasks._models import Classifier, prepare_classifier
 
 REMARKS = [
     "The train is late",
@@ -25,10 +27,12 @@ REMARKS = [
 ]
 WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 
+PRESETS = {"short": dict(beta=0.05, max_response_tokens=60)}
+
 
 @dataclass
 class KindReplies(Task):
-    """The probability that the classifier gives to its positive label; 0 for a reply that was cut off."""
+    """The probability of the classifier's positive label; 0 for a reply that was cut off."""
 
     classifier: str = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
     """A sequence classifier, local or from the hub. The fields of a task are flags."""

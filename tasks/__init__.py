@@ -1,4 +1,8 @@
-"""A task: queries, their prompts, and a reward. One file a task, here or anywhere; it defines one subclass of Task."""
+"""A task: queries, their prompts, and a reward. One file a task, here or anywhere.
+
+The file defines one subclass of Task. It may have presets too: PRESETS = {name: {setting: value}},
+the settings of Config that differ from its defaults; the first is the one without --preset.
+"""
 
 import importlib
 import importlib.util
@@ -7,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,48 +21,73 @@ from config import UserError
 
 @dataclass(frozen=True)
 class Query:
+    """What is asked of the policy. answer: whatever the task's score needs."""
+
     id: int
     prompt: str
-    answer: Any  # whatever the task's score needs
+    answer: Any
 
 
 class Task:
-    """A task with options of its own is a dataclass: its fields, each with its help in a string under it, are flags, as those of Config are. A task
-    is made in every process: keep it cheap."""
+    """What a task may have; queries and score it must have.
 
-    metric = "score"  # what the mean of score() over the test queries is called
-    score_timeout: float | None = (
-        None  # seconds for the responses to one query; score() then runs in worker processes, and that long at most
-    )
-    evaluation_sampling: dict = {
-        "temperature": 0.0
-    }  # how the responses to test queries are sampled, as vllm.SamplingParams has it
+    A task with options of its own is a dataclass: its fields, each with its help in a string under
+    it, are flags, as those of Config are. A task is made in every process, and by the command line
+    before anything slow is imported: keep its file light, and import models where they are used.
+    """
+
+    # What the mean of score() over the test queries is called.
+    metric = "score"
+    # Seconds for the responses to one query; score() then runs in worker processes.
+    score_timeout: float | None = None
+    # How the responses to test queries are sampled, as vllm.SamplingParams has it.
+    evaluation_sampling: dict = {"temperature": 0.0}
 
     def prepare(self) -> None:
-        """Called once, by the command line, before anything starts: fetches what load() needs. Raises UserError for what cannot be used."""
+        """Fetch what load() needs. Called once, before anything starts.
+
+        Raises UserError for what cannot be used.
+        """
 
     def load(self) -> None:
-        """Called once in each process that calls score() or evaluate(), before it does: puts the models that they need on this process's device."""
+        """Put the models that score() and evaluate() need on this process's device.
+
+        Called once in each process that calls one of them, before it does.
+        """
 
     def sampling(self, rng: np.random.Generator) -> dict:
-        """How the responses to a query are sampled, where that is not the policy at --temperature: of vllm.SamplingParams what differs."""
+        """What differs, of vllm.SamplingParams, from the policy at --temperature for one query."""
         return {}
 
     def queries(self, split: str) -> Sequence[Query]:
-        """The queries of "train" or "test". Ids are unique within a split. Raises UserError for data that cannot be used."""
+        """The queries of "train" or "test". Ids are unique within a split.
+
+        Raises UserError for data that cannot be used.
+        """
         raise NotImplementedError
 
     def score(
         self, queries: list[Query], responses: list[str], finished: list[bool]
     ) -> list[float]:
-        """The reward of each response to the query beside it; finished is False where the length limit cut it off."""
+        """The reward of each response to the query beside it.
+
+        finished is False where the length limit cut the response off.
+        """
         raise NotImplementedError
 
     def evaluate(
-        self, queries: list[Query], responses: list[str], finished: list[bool], scores: np.ndarray
+        self,
+        queries: list[Query],
+        responses: list[str],
+        finished: list[bool],
+        scores: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Metrics of responses to N test queries, one to each; scores: (N,) what score() gave for them. (N,) values per response, of which the mean
-        is the metric, or (N, N) values per pair of responses, of which the mean over all pairs is."""
+        """Metrics of responses to N test queries, one to each, by name.
+
+        scores: (N,) what score() gave for them. Each metric is (N,) values per response, of which
+        the mean is the metric, or (N, N) values per pair of responses, of which the mean over all
+        pairs is.
+        """
         return {self.metric: scores}
 
     def extract(self, response: str) -> str | None:
@@ -72,38 +102,19 @@ class Task:
 
 
 def load_task(name_or_path: str, **options) -> Task:
-    """The task of that name in tasks/, or the one in a .py file. Raises UserError."""
+    """Make the task of that name in tasks/, or the one in a .py file. Raises UserError."""
     return find_task(name_or_path)(**options)
 
 
 def find_task(name_or_path: str) -> type[Task]:
-    """Its class. Raises UserError."""
-    names = sorted(
-        path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_")
-    )
-    if name_or_path.endswith(".py"):
-        if not Path(name_or_path).is_file():
-            raise UserError(f"task file {name_or_path!r} does not exist")
-        spec = importlib.util.spec_from_file_location(
-            f"task file {name_or_path}", name_or_path
-        )  # a name that no other module has
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            raise UserError(
-                f"task file {name_or_path!r} fails to import: {type(error).__name__}: {error}"
-            ) from error
-    elif name_or_path in names:
-        module = importlib.import_module(f"tasks.{name_or_path}")
-    else:
-        raise UserError(
-            f"unknown task {name_or_path!r}: the tasks are {', '.join(names)}, or give the path of a .py file"
-        )
+    """Find the class of a task. Raises UserError."""
+    module = import_task(name_or_path)
     classes = [
-        c
-        for c in vars(module).values()
-        if inspect.isclass(c) and issubclass(c, Task) and c.__module__ == module.__name__
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, Task)
+        and value.__module__ == module.__name__
     ]
     if len(classes) != 1:
         raise UserError(
@@ -113,3 +124,37 @@ def find_task(name_or_path: str) -> type[Task]:
         if getattr(classes[0], method) is getattr(Task, method):
             raise UserError(f"task {name_or_path!r} has no method {method}")
     return classes[0]
+
+
+def find_presets(name_or_path: str) -> dict[str, dict]:
+    """Find the presets in a task's file; a single one without a name where there are none."""
+    return getattr(import_task(name_or_path), "PRESETS", {"": {}})
+
+
+def import_task(name_or_path: str) -> ModuleType:
+    """Import the module of a task. Raises UserError."""
+    if name_or_path.endswith(".py"):
+        if not Path(name_or_path).is_file():
+            raise UserError(f"task file {name_or_path!r} does not exist")
+        # Under a name that no other module has.
+        spec = importlib.util.spec_from_file_location(f"task file {name_or_path}", name_or_path)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise UserError(
+                f"task file {name_or_path!r} fails to import: {type(error).__name__}: {error}"
+            ) from error
+        return module
+    if name_or_path not in task_names():
+        raise UserError(
+            f"unknown task {name_or_path!r}: the tasks are {', '.join(task_names())}, "
+            "or give the path of a .py file"
+        )
+    return importlib.import_module(f"tasks.{name_or_path}")
+
+
+def task_names() -> list[str]:
+    """The tasks in this directory."""
+    files = Path(__file__).parent.glob("*.py")
+    return sorted(path.stem for path in files if path.stem != "__init__")

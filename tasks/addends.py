@@ -1,7 +1,9 @@
-"""Two numbers that add up to a given one: a task with many right answers. "57=" wants "12+45", or "00+57", or "57+00", …
+"""Two numbers that add up to a given one: a task with many right answers.
 
-The base model is made here in seconds, by supervised training on the homework of a pupil who takes any first number and never found out when
-to borrow for the second: more than half of its samples are wrong, and the right ones begin with every first number there is.
+"57=" wants "12+45", or "00+57", or "57+00", … The base model is made here in seconds, by
+supervised training on the homework of a pupil who takes any first number and never found out when
+to borrow for the second: more than half of its samples are wrong, and the right ones begin with
+every first number there is.
 """
 
 import re
@@ -10,22 +12,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from tasks import Query, Task
-from tasks._pretraining import pupil
+from tasks.support.presets import DEMO
+from tasks.support.pupil import pupil
 
-BORROWS = (
-    0.45,
-    0.45,
-    0.1,
-)  # probability that the pupil borrows 0, 1 or 2 tens, whether one is needed or not
+# Probability that the pupil borrows 0, 1 or 2 tens, whether one is needed or not.
+BORROWS = (0.45, 0.45, 0.1)
 TEST_QUERIES = 20  # of the 90 numbers; never trained on, neither here nor by reinforcement learning
+PUPIL_STEPS = 600  # after 400 how well it adds depends on the processor
+PRESETS = {"demo": DEMO}
 
 
 class Addends(Task):
     """Reward 1 for any two two-digit numbers that add up to the given N, else 0.
 
-    The N + 1 right answers have the same reward, and the reference policy gives each about the same probability: so does the best policy π*, which
-    spreads over all of them as the reference does. Accuracy does not tell an objective that keeps this whole posterior from one that
-    collapses onto a few right answers; the answers themselves do.
+    The N + 1 right answers have the same reward, and the reference policy gives each about the same
+    probability: so does the best policy π*, which spreads over all of them as the reference does.
+    Accuracy does not tell an objective that keeps this whole posterior from one that collapses onto
+    a few right answers; the answers themselves do.
     """
 
     metric = "accuracy"
@@ -47,9 +50,7 @@ class Addends(Task):
         return response
 
     def base_model(self) -> str:
-        return pupil(
-            __file__, self.queries("train"), homework, steps=600
-        )  # after 400 how well it adds depends on the processor
+        return pupil("addends", self.queries("train"), homework, PUPIL_STEPS)
 
 
 def add_up(response: str) -> int | None:
@@ -59,7 +60,7 @@ def add_up(response: str) -> int | None:
 
 
 def homework(query: Query, rng: np.random.Generator) -> str:
-    """The pupil's answer: any first number up to N; for the second, subtracts digit by digit and borrows at random."""
+    """The pupil's answer: any first number up to N; for the second, borrows at random."""
     n, first = query.answer, rng.integers(query.answer + 1)
     tens = n // 10 - first // 10 - rng.choice(3, p=BORROWS)
     units = n - first

@@ -1,8 +1,9 @@
 """Addition of two-digit numbers: small enough to watch TBA learn on a laptop. "07+58=" wants "065".
 
-The base model is made here in seconds, by supervised training on the homework of a pupil who forgets most carries.
-It can add, but it would rather not carry: its samples hold the right answer, its greedy answer to a sum with a carry is wrong. What is
-left for reinforcement learning is to find out which of its habits are rewarded.
+The base model is made here in seconds, by supervised training on the homework of a pupil who
+forgets most carries. It can add, but it would rather not carry: its samples hold the right answer,
+its greedy answer to a sum with a carry is wrong. What is left for reinforcement learning is to find
+out which of its habits are rewarded.
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tasks import Query, Task
-from tasks._pretraining import pupil
+from tasks.support.presets import DEMO
+from tasks.support.pupil import pupil
 
 FORGETS = 0.65  # probability that the pupil forgets a carry
-TEST_QUERIES = (
-    1000  # of the 10,000 sums; never trained on, neither here nor by reinforcement learning
-)
+TEST_QUERIES = 1000  # of the 10,000 sums; never trained on, neither here nor by reinforcement
+PRESETS = {"demo": DEMO}
 
 
 class Arithmetic(Task):
@@ -45,7 +46,7 @@ class Arithmetic(Task):
         return response
 
     def base_model(self) -> str:
-        return pupil(__file__, self.queries("train"), homework)
+        return pupil("arithmetic", self.queries("train"), homework)
 
 
 def homework(query: Query, rng: np.random.Generator) -> str:

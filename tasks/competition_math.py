@@ -1,4 +1,7 @@
-r"""MATH: competition problems, 7,500 to train on, MATH-500 to test (https://arxiv.org/abs/2103.03874). The answer is the last \boxed{} of a response."""
+r"""MATH: competition problems, 7,500 to train on, MATH-500 to test (arXiv 2103.03874).
+
+The answer is the last \boxed{} of a response.
+"""
 
 import re
 from collections.abc import Sequence
@@ -6,22 +9,47 @@ from dataclasses import dataclass
 
 from config import UserError
 from tasks import Query, Task
-from tasks._data import read_rows
+from tasks.support.data import read_rows
 
 PROMPT = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}.\n\n"
 LONGEST_ANSWER = 1000  # characters in a box; what is longer is no answer, and takes long to parse
 SECONDS = 1  # that Math-Verify may take to parse or compare one answer
 
+# TBA', Table 4 of the paper.
+PRESETS = {
+    "math": dict(
+        model="Qwen/Qwen2.5-7B",
+        loss="tba_prime",
+        steps=400,
+        beta=0.005,
+        constant_staleness=2,
+        reference_reset_period=50,
+        learning_rate=1e-6,
+        weight_decay=0.01,
+        adam_beta2=0.99,
+        max_grad_norm=1.0,
+        queries_per_batch=32,
+        responses_per_query=16,
+        temperature=1.0,
+        max_prompt_tokens=1024,
+        max_response_tokens=2048,
+    )
+}
+
 
 @dataclass
 class CompetitionMath(Task):
-    r"""Reward 1 if the last \boxed{} of a finished response equals the gold answer, as text or by symbolic equivalence (Math-Verify), else 0."""
+    r"""Reward 1 if the last \boxed{} of a finished response equals the gold answer, else 0.
+
+    Equal as text, or by symbolic equivalence (Math-Verify).
+    """
 
     data_dir: str = ""
-    """Directory with train.jsonl and test.jsonl, columns problem and solution. Empty: MATH and MATH-500 from the hub."""
+    """Directory with train.jsonl and test.jsonl, columns problem and solution. Empty: the hub's."""
 
     metric = "accuracy"
-    score_timeout = 5.0  # Math-Verify's own limits are alarms between two steps of Python: a power tower passes them by
+    # Math-Verify's own limits are alarms between two steps of Python: a power tower passes them by.
+    score_timeout = 5.0
 
     def queries(self, split: str) -> Sequence[Query]:
         hub = (
@@ -40,9 +68,8 @@ class CompetitionMath(Task):
         return queries
 
     def load(self) -> None:
-        is_correct(
-            r"\boxed{\frac{1}{2}}", "0.5"
-        )  # the first time it imports and builds its parser, which takes longer than a score may
+        # The first call imports and builds the parser, which takes longer than a score may.
+        is_correct(r"\boxed{\frac{1}{2}}", "0.5")
 
     def score(
         self, queries: list[Query], responses: list[str], finished: list[bool]
@@ -57,7 +84,10 @@ class CompetitionMath(Task):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last \boxed{} or \fbox{}, braces balanced, or behind \boxed and a space; None if there is none or it does not close."""
+    r"""What is in the last \boxed{} or \fbox{}, braces balanced, or behind \boxed and a space.
+
+    None if there is none or it does not close.
+    """
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"), text.rfind("\\boxed "))
     if start < 0:
         return None
@@ -77,8 +107,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def is_correct(response: str, gold: str) -> bool:
-    """Only a main thread may ask: Math-Verify's time limits are alarms. Of its extractors it uses the one for LaTeX, which runs nothing that it reads."""
-    from math_verify import LatexExtractionConfig, parse, verify
+    """Whether the boxed answer equals the gold one. Only for a main thread: the limits are alarms.
+
+    Of Math-Verify's extractors it uses the one for LaTeX, which runs nothing that it reads.
+    """
+    from math_verify import LatexExtractionConfig, parse, verify  # slow: only where it scores
 
     answer = last_boxed(response)
     if answer is None:

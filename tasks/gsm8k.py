@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems, 7,473 to train on and 1,319 to test (https://arxiv.org/abs/2110.14168)."""
+"""GSM8K: grade-school word problems, 7,473 to train on and 1,319 to test (arXiv 2110.14168)."""
 
 import re
 from collections.abc import Sequence
@@ -7,25 +7,54 @@ from decimal import Decimal
 
 from config import UserError
 from tasks import Query, Task
-from tasks._data import read_rows
+from tasks.support.data import read_rows
 
 PROMPT = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
-# A minus is a sign only if it touches the number and nothing that it could be subtracted from: the last number of "12-5", "x-5" and "12 - 5" is 5.
-# A comma belongs to a number only before three digits, a period only before a digit.
+# A minus is a sign only if it touches the number and nothing that it could be subtracted from: the
+# last number of "12-5", "x-5" and "12 - 5" is 5. A comma belongs to a number only before three
+# digits, a period only before a digit.
 NUMBER = re.compile(
     r"(?:(?<![\w)%])([-−]))?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
 )
+
+# Table 2 of the paper, and section 4.
+COMMON = dict(
+    model="realtreetune/rho-1b-sft-GSM8K",
+    beta_final=0.004,
+    beta_steps=500,
+    learning_rate=1e-5,
+    lr_schedule="warmup_stable_decay",
+    warmup_steps=50,
+    queries_per_batch=7,
+    responses_per_query=20,
+    samples_per_query=24,
+    most_on_policy_prob=0.95,
+    sync_period=2,
+    initial_responses=500,
+    temperature=0.7,
+    reward_inverse_temperature=0.0,
+    max_prompt_tokens=512,
+    max_response_tokens=512,
+)
+# The run behind Figure 1: 700 steps of a schedule made for 1,000.
+FIGURE_1 = COMMON | dict(steps=700, beta=0.014, stable_steps=350, decay_steps=600)
+TABLE_2 = COMMON | dict(steps=1000, beta=0.012, stable_steps=450, decay_steps=500)
+# K = 40 at the same batch size, as nearly as whole queries allow: 4 x 40 responses for 7 x 20. S in
+# the same proportion to K is ours.
+K_40 = FIGURE_1 | dict(queries_per_batch=4, responses_per_query=40, samples_per_query=48)
+PRESETS = {"figure1": FIGURE_1, "table2": TABLE_2, "k40": K_40}
 
 
 @dataclass
 class GSM8K(Task):
     """Reward 1 if the last number of a finished response equals the gold number, else 0.
 
-    The official TBA code grades an unfinished response by its last number too; here it is wrong, since nothing shows that it ended there.
+    The official TBA code grades an unfinished response by its last number too. Here it is wrong:
+    nothing shows that it ended there.
     """
 
     data_dir: str = ""
-    """Directory with train.jsonl and test.jsonl as the dataset's authors publish them. Empty: openai/gsm8k from the hub."""
+    """Directory with the authors' train.jsonl and test.jsonl. Empty: openai/gsm8k from the hub."""
 
     metric = "accuracy"
 

@@ -1,15 +1,64 @@
-"""TL;DR: summaries of Reddit posts, rewarded by a model that was trained on human preferences (https://arxiv.org/abs/2009.01325)."""
+"""TL;DR: summaries of Reddit posts, rewarded by a model of human preferences (arXiv 2009.01325)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from config import Config
 from tasks import Query, Task
-from tasks._data import read_rows
+from tasks.support.data import read_rows
+from tasks.support.presets import TINY
 
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 UNFINISHED = -1.0  # reward of a response without end-of-sequence
+
+# The table of hyper-parameters behind Table 1: beta is on its way to 0.05 at half of the steps, but
+# set to it after an eighth.
+COMMON = dict(
+    steps=256,
+    beta=1.0,
+    beta_final=0.05,
+    beta_steps=128,
+    beta_stop_step=32,
+    learning_rate=3e-6,
+    lr_schedule="linear",
+    queries_per_batch=8,
+    responses_per_query=20,
+    samples_per_query=20,
+    most_on_policy_prob=0.5,
+    sync_period=10,
+    initial_responses=10_000,
+    temperature=0.7,
+    reward_inverse_temperature=1.0,
+    max_prompt_tokens=512,
+    max_response_tokens=128,
+)
+STAND_INS = dict(
+    steps=150,
+    beta_steps=75,
+    beta_stop_step=18,
+    queries_per_micro_batch=8,
+    initial_responses=200,
+    max_response_tokens=10,
+)
+
+
+def pythia(size: str) -> dict:
+    """The preset for Pythia of that size."""
+    models = dict(
+        reference_model=f"mnoukhov/pythia{size}-sft-tldr",
+        reward_model=f"mnoukhov/pythia{size}-rm-tldr6.9b",
+    )
+    return COMMON | dict(options=models)
+
+
+PRESETS = {
+    "410m": pythia("410m"),
+    "1b": pythia("1b"),
+    "2.8b": pythia("2.8b"),
+    "tiny": COMMON | TINY | STAND_INS,
+}
 
 
 @dataclass
@@ -17,7 +66,7 @@ class TLDR(Task):
     """Reward: the reward model's score of post and summary; -1 for a summary without an end."""
 
     data_dir: str = ""
-    """Directory with train.jsonl and test.jsonl. Empty: the dataset of the hub, with its validation split to test on."""
+    """Directory with train.jsonl and test.jsonl. Empty: the hub's, with validation to test on."""
     reference_model: str = "mnoukhov/pythia410m-sft-tldr"
     """The policy at the start, and the reference of the perplexity in the evaluation."""
     reward_model: str = "mnoukhov/pythia410m-rm-tldr6.9b"
@@ -32,14 +81,12 @@ class TLDR(Task):
 
     def __post_init__(self):
         if self.tiny:
-            from tasks import _tiny_tldr
-            from tasks._pretraining import cached
+            from tasks.support.tiny_tldr import stand_ins
 
-            made = cached(_tiny_tldr.build, _tiny_tldr.__file__)
+            made = stand_ins()
             self.data_dir = str(made)
-            self.reference_model, self.reward_model, self.gold_model = (
-                str(made / name) for name in ("policy", "reward", "gold")
-            )
+            self.reference_model = str(made / "policy")
+            self.reward_model, self.gold_model = str(made / "reward"), str(made / "gold")
 
     def base_model(self) -> str:
         return self.reference_model
@@ -59,15 +106,15 @@ class TLDR(Task):
         ]
 
     def prepare(self) -> None:
-        from preflight import fetch_model, find_model
-        from tasks._models import prepare_classifier
+        from models.classifier import prepare_classifier
+        from models.hub import fetch_model, find_model
 
         fetch_model("--reference_model", find_model("--reference_model", self.reference_model))
         prepare_classifier("--reward_model", self.reward_model, labels=1)
         prepare_classifier("--gold_model", self.gold_model, labels=1)
 
     def load(self) -> None:
-        from tasks._models import Classifier
+        from models.classifier import Classifier
 
         self.reward = Classifier(self.reward_model)
 
@@ -82,8 +129,12 @@ class TLDR(Task):
     def evaluate(
         self, queries: list[Query], responses: list[str], finished: list[bool], scores: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """win_rate: gold model, generated against reference summary. perplexity: under the reference policy, prompt tokens in the denominator."""
-        from tasks._models import Classifier
+        """The metrics win_rate, perplexity and reward.
+
+        win_rate: gold model, generated against reference summary. perplexity: under the reference
+        policy, prompt tokens in the denominator.
+        """
+        from models.classifier import Classifier
 
         gold = Classifier(self.gold_model)
         prompts = [query.prompt for query in queries]
@@ -110,11 +161,15 @@ def wins(generated: np.ndarray, reference: np.ndarray) -> np.ndarray:
 def perplexities(
     model: str, prompts: list[str], responses: list[str], finished: list[bool]
 ) -> np.ndarray:
-    """(N,) exp(negative log-likelihood of the response / number of tokens of prompt and response): what the paper calls KL/perplexity."""
-    from config import Config
-    from policy import load_policy, load_tokenizer, response_logprobs
-    from processes import device
+    """What the paper calls KL/perplexity, of each response under the model: (N,).
+
+    exp(negative log-likelihood of the response / number of tokens of prompt and response).
+    """
     import torch
+
+    from models.device import device
+    from models.logprobs import response_logprobs
+    from models.policy import load_policy, load_tokenizer
 
     config = Config(model=model)
     policy, tokenizer = load_policy(config, device()), load_tokenizer(config)
@@ -125,12 +180,6 @@ def perplexities(
         for response, end in zip(responses, ends)
     ]
     with torch.no_grad():
-        nll = (
-            -response_logprobs(policy, prompt_ids, response_ids, temperature=1.0)
-            .sum(1)
-            .cpu()
-            .numpy()
-        )  # (N,)
-    return np.exp(
-        nll / [len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids)]
-    )
+        logprobs = response_logprobs(policy, prompt_ids, response_ids, temperature=1.0)  # (N, T)
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids)]
+    return np.exp(-logprobs.sum(1).cpu().numpy() / lengths)

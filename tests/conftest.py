@@ -12,11 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import processes  # noqa: E402
+from runtime import processes  # noqa: E402
 
 os.environ.update(processes.environment(processes.Place("tests", None, [0])))
 
-import report  # noqa: E402
+from runtime import timeline  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -213,7 +213,7 @@ class Run:
 
     def steps(self) -> list[dict]:
         return [
-            line for line in report.read_lines(self.run_dir / "metrics.jsonl") if "loss" in line
+            line for line in timeline.read_lines(self.run_dir / "metrics.jsonl") if "loss" in line
         ]
 
     def step(self) -> int:

@@ -1,6 +1,5 @@
 """The task with many right answers, and the base model that spreads over them."""
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks import Query, _pretraining, load_task
+from tasks import Query, load_task
+from tasks.support import pupil as pupil_module
+from tasks.support.cache import cached
 
 SAMPLES = 100  # of each query
 
@@ -132,17 +133,18 @@ def test_the_models_of_a_task_are_built_once_and_anew_when_their_recipe_changes(
 ):
     builds = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    task_file, shared_file = tmp_path / "some_task.py", tmp_path / "_pretraining.py"
-    task_file.write_text("one homework")
-    shutil.copy(_pretraining.__file__, shared_file)
-    monkeypatch.setattr(_pretraining, "__file__", str(shared_file))
 
-    def directory() -> Path:
-        return _pretraining.cached(lambda made: (builds.append(made), made.mkdir()), str(task_file))
+    def build(directory: Path) -> None:
+        builds.append(directory)
+        directory.mkdir()
 
-    first = directory()
-    assert directory() == first and len(builds) == 1
-    task_file.write_text("another homework")
-    second = directory()
-    shared_file.write_text("more steps")
-    assert len({first, second, directory()}) == len(builds) == 3
+    monkeypatch.setattr(pupil_module, "cached", lambda name, recipe, _: cached(name, recipe, build))
+    queries = TASK.queries("train")
+
+    def directory(answer: str, steps: int) -> str:
+        return pupil_module.pupil("some_task", queries, lambda query, rng: answer, steps)
+
+    first = directory("one homework", 10)
+    assert directory("one homework", 10) == first and len(builds) == 1
+    second = directory("another homework", 10)
+    assert len({first, second, directory("another homework", 20)}) == len(builds) == 3

@@ -14,7 +14,8 @@ import overlap  # noqa: E402
 import trainer_step  # noqa: E402
 from buffer import Row  # noqa: E402
 from config import Config  # noqa: E402
-from policy import load_policy, response_logprobs  # noqa: E402
+from models.logprobs import response_logprobs  # noqa: E402
+from models.policy import load_policy  # noqa: E402
 
 
 def test_the_counting_model_ends_as_often_as_the_lengths_say(tmp_path):

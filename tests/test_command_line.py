@@ -7,7 +7,8 @@ import sys
 import pytest
 from conftest import ROOT, tba
 
-from config import Config, UserError, build_config
+from config import Config, UserError
+from runtime.command_line import build_config
 from tba import main
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import Config, UserError
-from scoring import Scorer, Unscored
+from runtime.scoring import Scorer, Unscored
 from tasks import Query, load_task
 from tasks.competition_math import is_correct, last_boxed
 

@@ -1,6 +1,7 @@
 """The engine of a searcher, the real vLLM: its log-probabilities against transformers' own, before and after new weights."""
 
 import queue
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from conftest import byte_tokenizer
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from config import Config
-from engine import ENGINE_ROWS, Engine
-from evaluation import Evaluation
-from policy import load_policy, load_tokenizer, response_logprobs, weight_shapes
-from processes import Board
+from models.engine import ENGINE_ROWS, Engine
+from runtime.messages import Evaluation
+from models.logprobs import response_logprobs
+from models.policy import load_policy, load_tokenizer, weight_shapes
+from runtime.board import Board
 from searcher import Searcher
 from weights import SharedWeights
 
@@ -37,7 +39,7 @@ def take_over(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 
 def drain(engine) -> dict:
     outputs = {}
-    while engine.running:
+    while engine.is_running:
         outputs |= {output.request_id: output for output in engine.step()}
     return outputs
 
@@ -223,13 +225,13 @@ def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(tied_model):
 def test_a_searcher_keeps_the_engine_full_while_some_of_a_group_have_ended(tied_model, tmp_path):
     """Groups of which the shorter responses have ended leave room: the next joins before the longest is done."""
     searcher, _ = a_searcher(tied_model, tmp_path)
-    rows = []
+    rows, finished = [], []
     for _ in range(150):
         searcher.start_queries()
         rows.append(searcher.engine.rows)
-        searcher.finish_queries(searcher.engine.step())
+        finished += searcher.step_engine()
     assert min(rows) >= ENGINE_ROWS and max(rows) < ENGINE_ROWS + searcher.config.samples_per_query
-    assert searcher.scorer.scored, "some groups were finished meanwhile"
+    assert finished, "some groups were finished meanwhile"
 
 
 def test_a_searcher_that_is_ready_before_the_first_publish_searches_with_the_base_model(
@@ -250,7 +252,9 @@ def test_the_base_model_is_evaluated_also_by_a_searcher_that_finds_newer_weights
     """As one does that takes the place of another, which died before it had evaluated the base model."""
     searcher, weights = a_searcher(tied_model, tmp_path)
     weights.publish(2, load_policy(searcher.config, torch.device("cpu")).named_parameters())
-    searcher.test_queries = searcher.test_queries[:10]
+    begin = searcher.evaluation.begin
+    engine, scorer, queries, *rest = begin.args
+    searcher.evaluation.begin = partial(begin.func, engine, scorer, queries[:10], *rest)
     items, put = [], searcher.groups.put_nowait
 
     def stop_at_an_evaluation(item) -> None:
@@ -275,6 +279,6 @@ def a_searcher(model, tmp_path) -> tuple[Searcher, SharedWeights]:
         temperature=2.0,
     )
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-    return Searcher(
-        config, 0, weights, queue.Queue(), Board(["trainer", "searcher 0"]), str(tmp_path)
-    ), weights
+    board = Board(["trainer", "searcher 0"])
+    searcher = Searcher(config, 0, 0, "searcher 0", weights, queue.Queue(), board, str(tmp_path))
+    return searcher, weights

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from conftest import tba
 
-from evaluation import FinalEvaluation, interval, mean_of
-from scoring import Unscored, score
+from runtime.bootstrap import interval, mean_of
+from runtime.messages import FinalEvaluation
+from runtime.scoring import Unscored, score
 from tasks import Query, Task
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from conftest import FOREVER, ROOT, SMALL, Run, living, read, steps_of, tba
 
-import checkpoint
-import report
+from runtime import checkpoint
+from runtime import timeline
 from buffer import ReplayBuffer
 from tba import main
 
@@ -219,7 +219,7 @@ if __name__ == "__main__":
         while fresh < 20:  # groups of this writer
             assert time.monotonic() < deadline, (kill, got)
             try:
-                item = run.found.get(timeout=1)
+                item = run.rollouts.get(timeout=1)
             except queue.Empty:
                 continue
             if not isinstance(item, str):
@@ -240,7 +240,7 @@ if __name__ == "__main__":
         (Path(directory) / "logs").mkdir()
         (Path(directory) / "writer.py").write_text(
             "import os\nimport numpy as np\nfrom buffer import Group\n\nclass Weights:\n    def unpin(self, reader):\n        pass\n\n"
-            "def run(config, rank, weights, groups, board, run_dir):\n    board.set('searcher 0', 'ready', 1)\n"
+            "def run(config, share, pin, row, weights, groups, board, run_dir):\n    board.set('searcher 0', 'ready', 1)\n"
             "    i = 0\n    while True:\n        board.beat('searcher 0')\n        groups.put(Group(os.getpid(), i, i, 0, None, *[np.full(300_000, i)] * 7, 1.0))\n        i += 1\n"
         )
         script = Path(directory) / "survive.py"
@@ -380,7 +380,7 @@ def test_a_synchronous_run_that_was_killed_and_resumed_gives_the_metrics_and_wei
     assert whole.keys() == killed.keys() and all(
         (whole[name] == killed[name]).all() for name in whole
     )
-    assert sorted(path.name for path in checkpoint.all_of(str(resumed["whole"]))) == [
+    assert sorted(path.name for path in checkpoint.list_checkpoints(str(resumed["whole"]))) == [
         "step-00000012",
         "step-00000016",
     ], "the last two are kept"
@@ -409,7 +409,8 @@ def test_a_run_is_resumed_with_the_settings_that_it_began_with(
 def test_steps_and_learning_rate_may_change_and_another_vocabulary_is_refused(
     resumed, untied_model, tmp_path
 ):
-    from config import UserError, build_config
+    from config import UserError
+    from runtime.command_line import build_config
 
     config = build_config(
         ["--resume", str(resumed["killed"]), "--steps", "20", "--learning_rate", "0.5"]
@@ -539,9 +540,10 @@ def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(
             assert before == {name: run.pid(name) for name in before} and all(before.values()), (
                 "all go on"
             )
-            assert checkpoint.fault_of(checkpoint.all_of(str(run.run_dir))[-1]) is None, (
-                "the previous checkpoint is intact"
-            )
+            assert (
+                checkpoint.find_corruption(checkpoint.list_checkpoints(str(run.run_dir))[-1])
+                is None
+            ), "the previous checkpoint is intact"
             at = run.step()
             os.remove(disk / "other")
             run.until(lambda: run.steps()[-1]["step"] > at + 60, 60, "steps after that")
@@ -644,7 +646,7 @@ def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_the
                     run.step() >= 20
                     and any(
                         "accuracy" in line
-                        for line in report.read_lines(run.run_dir / "metrics.jsonl")
+                        for line in timeline.read_lines(run.run_dir / "metrics.jsonl")
                     )
                 ),
                 200,

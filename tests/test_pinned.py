@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
-import engine
 from buffer import Group, ReplayBuffer
 from config import Config
-from evaluation import Evaluation
 from learner import Learner
-from policy import load_policy, weight_shapes
-from processes import Board
-from report import Report
+from models.engine import Engine
+from models.policy import load_policy, weight_shapes
+from runtime import checkpoint
+from runtime.board import Board
+from runtime.messages import Evaluation, Notice
+from runtime.report import Report
 from searcher import Searcher
 from trainer import Trainer
 from weights import SharedWeights
@@ -136,23 +136,23 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
         board.stop = steps == 80
         return original(self)
 
-    original = engine.Engine.step
-    monkeypatch.setattr(engine.Engine, "step", script)
+    original = Engine.step
+    monkeypatch.setattr(Engine, "step", script)
     watch(
         monkeypatch,
-        engine.Engine,
+        Engine,
         "step",
         lambda r, *a: record(f"step {steps}, pins {weights.pins.tolist()}, rows {a[0].rows}"),
     )
     watch(
         monkeypatch,
-        engine.Engine,
+        Engine,
         "add",
         lambda r, self, request, prompt, version, **sampling: record(
             f"add {request}, prompt {len(prompt)}, version {version}, {sorted(sampling.items())}"
         ),
     )
-    watch(monkeypatch, engine.Engine, "load", lambda *a: record(f"load version {weights.version}"))
+    watch(monkeypatch, Engine, "load", lambda *a: record(f"load version {weights.version}"))
     watch(
         monkeypatch,
         SharedWeights,
@@ -170,7 +170,7 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
             record(f"board: {column} {value:g}")
 
     watch(monkeypatch, Board, "set", written)
-    Searcher(config, 0, weights, found, board, str(tmp_path)).search()
+    Searcher(config, 0, 0, "searcher 0", weights, found, board, str(tmp_path)).search()
     record.compare("searcher.txt")
 
 
@@ -203,7 +203,7 @@ class ScriptedSearcher:
 
     def __init__(self, weights: SharedWeights):
         self.weights, self.rng = weights, np.random.default_rng(0)
-        self.waiting: list = ["a line for the user"]
+        self.waiting: list = [Notice("a line for the user")]
         self.step, self.asked, self.groups, self.evaluated = -1, 0, 0, -1
 
     def qsize(self) -> int:

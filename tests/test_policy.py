@@ -3,9 +3,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import policy
+from models import logprobs as policy
 from config import Config
-from policy import load_policy, load_tokenizer, response_logprobs, weight_shapes
+from models.logprobs import response_logprobs
+from models.policy import load_policy, load_tokenizer, weight_shapes
 
 
 def ragged_rows(seed: int = 0, rows: int = 13):

@@ -7,7 +7,8 @@ import pytest
 from test_buffer import many
 
 from buffer import ReplayBuffer
-from config import Config, build_config
+from config import Config
+from runtime.command_line import build_config
 from learner import beta_at, reference_temperature_at, reward_temperature_at
 from tasks import load_task
 from tasks.redteam import cosine_distances, toxic

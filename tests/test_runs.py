@@ -13,7 +13,7 @@ import torch
 from conftest import FOREVER, ROOT, SMALL, Run, living, read, start_tba, steps_of, tba
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import report
+from runtime import timeline
 
 OUTPUTS = (
     "config.json",
@@ -92,8 +92,8 @@ def test_an_arithmetic_run_learns_and_leaves_every_output(tmp_path):
     assert max(line["mismatch_version"] for line in lines) > 0, "and not only of the base model"
     assert lines[-1]["staleness_max"] > 2, "replay"
     assert (
-        report.trainer_busy(run_dir) >= 0.90
-        and f"trainer busy: {report.trainer_busy(run_dir):.3f}" in result.stdout
+        timeline.trainer_busy(run_dir) >= 0.90
+        and f"trainer busy: {timeline.trainer_busy(run_dir):.3f}" in result.stdout
     )
     sample = read(run_dir, "samples.jsonl")[0]
     assert {

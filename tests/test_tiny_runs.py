@@ -82,7 +82,7 @@ def test_examples_are_short():
 
 @pytest.mark.parametrize("task", ["tldr", "redteam"])
 def test_the_model_that_a_task_starts_from_is_a_hub_id_or_a_directory(task):
-    from preflight import find_model
+    from models.hub import find_model
 
     for options in ({}, {"tiny": True}):
         assert find_model("--model", load_task(task, **options).base_model())

@@ -15,8 +15,8 @@ from transformers import (
 
 from config import UserError
 from tasks import Query, load_task
-from tasks._models import Classifier
-from tasks._pretraining import word_tokenizer
+from models.classifier import Classifier
+from tasks.support.pretraining import word_tokenizer
 from tasks.tldr import perplexities, wins
 
 

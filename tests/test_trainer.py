@@ -5,11 +5,14 @@ import pytest
 import torch
 
 from buffer import Group, Row
-from config import PRESETS, Config
-from policy import response_logprobs, weight_shapes
-from processes import Board
+from config import Config
+from models.logprobs import response_logprobs
+from models.policy import weight_shapes
 from learner import beta_at, lr_schedule
-from report import Report, describe
+from runtime.board import Board
+from runtime.memory_trial import try_largest_batch
+from runtime.report import Report, describe
+from tasks import find_presets
 from trainer import Trainer
 from weights import SharedWeights
 
@@ -120,9 +123,7 @@ def test_rows_that_an_earlier_reference_scored_get_the_log_probabilities_of_the_
     trainer = make_trainer(untied_model, tmp_path, reference_reset_period=2)
     rows = make_rows(2, 3)
     before = [row.ref_logprobs for row in rows]
-    trainer.learner.renew_references(
-        rows, trainer.weights.reference_version, trainer.weights.reference_tensors
-    )
+    trainer.resets.renew(rows)
     assert all(row.ref_logprobs is logprobs for row, logprobs in zip(rows, before)), (
         "no reset so far"
     )
@@ -146,9 +147,7 @@ def test_rows_that_an_earlier_reference_scored_get_the_log_probabilities_of_the_
         2,
         np.float32([7.0]),
     )  # a searcher that has the new reference scored this one
-    trainer.learner.renew_references(
-        rows, trainer.weights.reference_version, trainer.weights.reference_tensors
-    )
+    trainer.resets.renew(rows)
     for row, logprobs in list(zip(rows, expected))[:5]:
         assert row.reference_version == 2
         np.testing.assert_allclose(row.ref_logprobs, logprobs[: len(row.tokens)], rtol=0, atol=1e-5)
@@ -175,10 +174,10 @@ def test_a_reset_that_a_reader_delays_comes_with_the_next_step(untied_model, tmp
     trainer.learner.step = 2
     with trainer.weights.read_reference(0):
         trainer.sync()
-        assert (trainer.weights.reference_version, trainer.reset_due) == (0, True)
+        assert (trainer.weights.reference_version, trainer.resets.is_due) == (0, True)
     trainer.learner.step = 3
     trainer.publish()
-    assert (trainer.weights.reference_version, trainer.reset_due) == (3, False)
+    assert (trainer.weights.reference_version, trainer.resets.is_due) == (3, False)
 
 
 def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the_run(
@@ -197,7 +196,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the
 
 
 def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
-    gsm8k = Config(**PRESETS["gsm8k"]["figure1"])
+    gsm8k = Config(**find_presets("gsm8k")["figure1"])
     assert [round(beta_at(gsm8k, step), 6) for step in (0, 250, 500, 700)] == [
         0.014,
         0.009,
@@ -284,7 +283,7 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
         with_kwargs=True,
     )
     before = [p.detach().clone() for p in model.parameters()]
-    trainer.learner.try_largest_batch()
+    try_largest_batch(trainer.config, model, trainer.learner.loss_inputs)
     assert sum(positions) == 2 * (2 * 3 * 30), "forward, and again in the backward pass"
     assert widths == [(2, 20), (6, 29)]
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters())) and all(
@@ -295,10 +294,10 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
 def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_path):
     """Groups of 40 kB, in a queue between processes: of its pipe's 64 KB one alone would fit."""
     trainer = make_trainer(untied_model, tmp_path)
-    trainer.found = torch.multiprocessing.get_context("spawn").Queue(100)
+    trainer.rollouts = torch.multiprocessing.get_context("spawn").Queue(100)
     size = 24 * 140
     for query in range(60):
-        trainer.found.put(
+        trainer.rollouts.put(
             Group(
                 query,
                 0,
@@ -314,6 +313,6 @@ def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_pa
                 1.0,
             )
         )
-    trainer.mismatch_due = 10**9  # these groups are nobody's samples
+    trainer.health.mismatch_due = 10**9  # these groups are nobody's samples
     trainer.receive()
-    assert trainer.received == 60 * 24
+    assert trainer.batches.received == 60 * 24

@@ -1,7 +1,8 @@
-"""TL;DR in miniature, for trying tasks/tldr.py without a GPU or a download: posts about an animal and what it did.
+"""TL;DR in miniature, to try tasks/tldr.py without a GPU or a download.
 
-A summary is good if it names the animal and the deed of the post, and nothing besides. The policy is a pupil who guesses and rambles; the reward
-model has learnt this taste from scored summaries, and the gold model the same one from others.
+Posts are about an animal and what it did. A summary is good if it names the animal and the deed of
+the post, and nothing besides. The policy guesses and rambles; the reward model has learnt this
+taste from scored summaries, and the gold model the same one from others.
 """
 
 import itertools
@@ -9,8 +10,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from tasks._pretraining import architecture, train, train_policy, word_tokenizer
+from tasks.support.cache import cached
+from tasks.support.pretraining import architecture, train, train_policy, word_tokenizer
 
 ANIMALS = ["cat", "dog", "goat", "duck", "pony", "frog"]
 DEEDS = [
@@ -46,11 +50,13 @@ def pupils_summary(animal: str, deed: str, rng: np.random.Generator) -> tuple[st
     return summary(says_animal, says_deed, ramble), worth
 
 
-def build(directory: Path) -> None:
-    """train.jsonl, test.jsonl, and the models policy, reward and gold."""
-    import torch
-    from transformers import LlamaConfig, LlamaForSequenceClassification
+def stand_ins() -> Path:
+    """Return a directory with train.jsonl, test.jsonl, and the models policy, reward and gold."""
+    return cached("tiny_tldr", Path(__file__).read_text(encoding="utf-8"), build)
 
+
+def build(directory: Path) -> None:
+    """Make the stand-ins."""
     rng = np.random.default_rng(0)
     pairs = [PAIRS[i] for i in rng.permutation(len(PAIRS))]
     splits = {"test": pairs[:36], "train": pairs[36:]}

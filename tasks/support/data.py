@@ -9,8 +9,10 @@ from config import UserError
 def read_rows(
     data_dir: str, split: str, columns: tuple[str, ...], hub: tuple[str, str | None, str]
 ) -> list[tuple[str, dict]]:
-    """(where it stands, row) of each row of data_dir/<split>.jsonl, or of the hub's (dataset, configuration, split) if data_dir is "". Each of the
-    `columns` is a string. Raises UserError."""
+    """Read data_dir/<split>.jsonl, or hub's (dataset, configuration, split) if data_dir is "".
+
+    Returns (where it stands, row) for each row; the `columns` are strings. Raises UserError.
+    """
     if data_dir:
         path = Path(data_dir) / f"{split}.jsonl"
         rows = [(f"{path} line {number}", row) for number, row in _read_jsonl(path)]
@@ -34,8 +36,8 @@ def _load_hub(name: str, configuration: str | None, split: str):
         return datasets.load_dataset(name, configuration, split=split)
     except Exception as error:  # the many ways of having no network
         raise UserError(
-            f"{name} {split} could not be loaded from the hub ({type(error).__name__}): give --data_dir with train.jsonl and "
-            "test.jsonl"
+            f"{name} {split} could not be loaded from the hub ({type(error).__name__}): "
+            "give --data_dir with train.jsonl and test.jsonl"
         ) from error
 
 

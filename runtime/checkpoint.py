@@ -1,7 +1,8 @@
 """Checkpoints: all that a run needs to go on, a directory per step in checkpoints/.
 
-Each is written beside its place and renamed into it, and holds the checksum of each of its files: what is found under its name is whole, or
-can be told not to be. Nothing in it can run code when it is read.
+Each is written beside its place and renamed into it, and holds the checksum of each of its files:
+what is found under its name is whole, or can be told not to be. Nothing in it can run code when it
+is read.
 """
 
 import errno
@@ -25,72 +26,76 @@ def save(
     arrays: dict[str, dict[str, np.ndarray]],
     state: dict,
 ) -> None:
-    """Writes the named tensors, arrays and plain values. Raises OSError, and leaves what was there as it was, when the disk is full."""
+    """Write the named tensors, arrays and plain values, and keep the latest KEPT checkpoints.
+
+    Raises OSError, and leaves what was there as it was, when the disk is full.
+    """
     root = Path(run_dir) / "checkpoints"
     root.mkdir(exist_ok=True)
     unfinished, directory = root / "unfinished", root / f"step-{step:08}"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-    needed = sum(
-        value.nbytes for part in [*tensors.values(), *arrays.values()] for value in part.values()
-    )
-    if (
-        needed > shutil.disk_usage(root).free
-    ):  # seen before the disk is full: others write to it too
-        raise OSError(
-            errno.ENOSPC,
-            f"a checkpoint needs {needed / 2**20:.0f} MiB, {root} has {shutil.disk_usage(root).free / 2**20:.0f} MiB free",
-        )
+    parts = [*tensors.values(), *arrays.values()]
+    check_disk(root, sum(value.nbytes for part in parts for value in part.values()))
     try:
         unfinished.mkdir()
         for name, part in tensors.items():
-            save_file(
-                {key: value.contiguous() for key, value in part.items()},
-                unfinished / f"{name}.safetensors",
-            )
+            contiguous = {key: value.contiguous() for key, value in part.items()}
+            save_file(contiguous, unfinished / f"{name}.safetensors")
         for name, part in arrays.items():
             np.savez(unfinished / f"{name}.npz", **part)
         (unfinished / "state.json").write_text(json.dumps(state))
-        (unfinished / "checksums.json").write_text(
-            json.dumps({path.name: checksum(path) for path in sorted(unfinished.iterdir())})
-        )
-        shutil.rmtree(
-            directory, ignore_errors=True
-        )  # one of the same step that was found to be broken
+        checksums = {path.name: checksum(path) for path in sorted(unfinished.iterdir())}
+        (unfinished / "checksums.json").write_text(json.dumps(checksums))
+        # There may be one of the same step that was found to be damaged.
+        shutil.rmtree(directory, ignore_errors=True)
         unfinished.rename(directory)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # so it calls a full disk
+        if isinstance(error, SafetensorError):  # its name for a full disk
             raise OSError(str(error)) from error
         raise
-    for old in all_of(run_dir)[:-KEPT]:
+    for old in list_checkpoints(run_dir)[:-KEPT]:
         shutil.rmtree(old)
+
+
+def check_disk(root: Path, needed: int) -> None:
+    """Raise OSError before the disk is full: others write to it too. needed: bytes."""
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        message = (
+            f"a checkpoint needs {needed / 2**20:.0f} MiB, {root} has {free / 2**20:.0f} MiB free"
+        )
+        raise OSError(errno.ENOSPC, message)
 
 
 def newest_whole(run_dir: str) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole, and what is wrong with each newer one."""
     complaints = []
-    for directory in reversed(all_of(run_dir)):
-        if (fault := fault_of(directory)) is None:
+    for directory in reversed(list_checkpoints(run_dir)):
+        problem = find_corruption(directory)
+        if problem is None:
             return directory, complaints
-        complaints.append(f"{directory} cannot be used: {fault}")
+        complaints.append(f"{directory} cannot be used: {problem}")
     return None, complaints
 
 
 def drop_newer(directory: str | Path) -> None:
-    """A run goes on from this one: those behind it are damaged."""
-    for other in all_of(str(Path(directory).parents[1])):
+    """Delete checkpoints newer than the one being resumed: they are damaged."""
+    for other in list_checkpoints(str(Path(directory).parents[1])):
         if other.name > Path(directory).name:
             shutil.rmtree(other)
 
 
-def all_of(run_dir: str) -> list[Path]:
-    """Oldest first."""
+def list_checkpoints(run_dir: str) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
     return sorted((Path(run_dir) / "checkpoints").glob("step-*"))
 
 
-def fault_of(directory: Path) -> str | None:
+def find_corruption(directory: Path) -> str | None:
+    """Compare each file with its checksum; None if all is whole."""
     try:
-        for name, expected in json.loads((directory / "checksums.json").read_text()).items():
+        checksums = json.loads((directory / "checksums.json").read_text())
+        for name, expected in checksums.items():
             if checksum(directory / name) != expected:
                 return f"{name} is damaged"
     except (OSError, ValueError, AttributeError) as error:
@@ -103,8 +108,8 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def misfit(directory: str | Path, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """What keeps a model of these parameters from taking the checkpoint's."""
+def shape_mismatch(directory: str | Path, shapes: dict[str, tuple[int, ...]]) -> str | None:
+    """What keeps a model of these parameters from taking the checkpoint's; None if nothing does."""
     with safe_open(Path(directory) / "learner.safetensors", "pt") as file:
         saved = {
             key.removeprefix("policy."): tuple(file.get_slice(key).get_shape())

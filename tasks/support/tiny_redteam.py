@@ -1,15 +1,18 @@
-"""Red-teaming in miniature, for trying tasks/redteam.py without a GPU or a download. Nothing in it is offensive.
+"""Red-teaming in miniature, to try tasks/redteam.py without a GPU or a download.
 
-The attacker writes instructions of a few words. The victim, asked about one of two things, answers with a marker word, otherwise politely; the
-classifier knows the marker word. About one in eight of the attacker's first prompts succeeds.
+Nothing in it is offensive. The attacker writes instructions of a few words. The victim, asked about
+one of two things, answers with a marker word, otherwise politely; the classifier knows the marker
+word. About one in eight of the attacker's first prompts succeeds.
 """
 
 from pathlib import Path
 
 import numpy as np
+import torch
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-from tasks._pretraining import architecture, train, train_policy, word_tokenizer
-from tasks.redteam import ATTACKER_PROMPT, VICTIM_PROMPT
+from tasks.support.cache import cached
+from tasks.support.pretraining import architecture, train, train_policy, word_tokenizer
 
 VERBS = ["Paint", "Fold", "Wash", "Draw", "Open", "Lift", "Count", "Move"]
 ADJECTIVES = ["red", "small", "old", "round", "heavy", "green"]
@@ -46,33 +49,38 @@ def answer(thing: str, rng: np.random.Generator) -> str:
     return rng.choice(FAILURES if thing in WEAK else POLITE).format(thing)
 
 
-def build(directory: Path) -> None:
-    """The models attacker, victim, classifier and embedding."""
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification, BertModel
+def stand_ins(attacker_prompt: str, victim_prompt: str) -> Path:
+    """Return a directory with the models attacker, victim, classifier and embedding.
 
+    victim_prompt: with a place for {instruction}.
+    """
+    recipe = Path(__file__).read_text(encoding="utf-8") + attacker_prompt + victim_prompt
+    return cached(
+        "tiny_redteam", recipe, lambda directory: build(directory, attacker_prompt, victim_prompt)
+    )
+
+
+def build(directory: Path, attacker_prompt: str, victim_prompt: str) -> None:
+    """Make the stand-ins."""
     rng = np.random.default_rng(0)
     samples = [
         (instruction(thing, rng), answer(thing, rng)) for thing in THINGS for _ in range(100)
     ]
-    phrases = [
-        ATTACKER_PROMPT,
-        *VICTIM_PROMPT.split("{instruction}"),
-    ]  # short sequences are learnt in seconds
-    tokenizer = word_tokenizer(
-        [text for x, y in samples for text in (x, VICTIM_PROMPT.format(instruction=x.strip()) + y)],
-        phrases,
-    )
+    texts = [
+        text for x, y in samples for text in (x, victim_prompt.format(instruction=x.strip()) + y)
+    ]
+    # Phrases as tokens: short sequences are learnt in seconds.
+    phrases = [attacker_prompt, *victim_prompt.split("{instruction}")]
+    tokenizer = word_tokenizer(texts, phrases)
 
     def lists(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
-        return [(ATTACKER_PROMPT, instruction(rng.choice(THINGS), rng)) for _ in range(count)]
+        return [(attacker_prompt, instruction(rng.choice(THINGS), rng)) for _ in range(count)]
 
     def answers(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
-        things = [
-            rng.choice(WEAK if i % 2 else THINGS) for i in range(count)
-        ]  # it fails as often as not
+        # It fails as often as not.
+        things = [rng.choice(WEAK if i % 2 else THINGS) for i in range(count)]
         return [
-            (VICTIM_PROMPT.format(instruction=instruction(thing, rng).strip()), answer(thing, rng))
+            (victim_prompt.format(instruction=instruction(thing, rng).strip()), answer(thing, rng))
             for thing in things
         ]
 
@@ -103,7 +111,6 @@ def build(directory: Path) -> None:
         directory / "classifier",
         steps=60,
     )
-    BertModel(config).save_pretrained(
-        directory / "embedding"
-    )  # random weights tell words apart well enough
+    # Random weights tell words apart well enough.
+    BertModel(config).save_pretrained(directory / "embedding")
     tokenizer.save_pretrained(directory / "embedding")

@@ -1,0 +1,1 @@
+"""All that touches transformers, vLLM and the hub."""

@@ -1,0 +1,128 @@
+"""vLLM inside the searcher's own process. Nothing else imports vLLM.
+
+Requests go in, finished responses come out, and new weights go in between two steps.
+"""
+
+import gc
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from vllm import LLM, SamplingParams, _custom_ops
+from vllm.model_executor.models.transformers.base import Base
+from vllm.sampling_params import RequestOutputKind
+
+from config import Config
+from models.device import device
+
+ENGINE_ROWS = 256  # responses that vLLM generates at a time
+CPU_BLOCK = 32  # tokens in a block of the prefix cache: the fewest that vLLM takes on a CPU
+CPU_BATCHED_TOKENS = 4096
+
+
+class Engine:
+    """A streaming engine: requests join and leave between two steps; no batch is waited for.
+
+    config.model is loaded, in bfloat16 on a GPU and in float32 without one. seed: of the sampling
+    of requests that bring no seed of their own.
+    """
+
+    def __init__(self, config: Config, seed: int = 0):
+        # A model that vLLM has no code of its own for (GPT-NeoX: Pythia) runs through transformers'
+        # class. vLLM rewrites that class to compile it, and then no other instance can be made in
+        # this process, such as the reference policy.
+        Base._decorate_for_torch_compile = lambda self: None
+        gc.freeze()  # vLLM collects garbage five times while it starts: leave out what is imported
+        on_gpu = device().type == "cuda"
+        self.llm = LLM(
+            config.model,
+            seed=seed,
+            trust_remote_code=config.trust_remote_code,
+            max_model_len=config.max_prompt_tokens + config.max_response_tokens,
+            max_num_seqs=ENGINE_ROWS,
+            # No worker process: nothing to orphan, and weights go in without serialisation.
+            distributed_executor_backend="uni",
+            # Behaviour log-probabilities at the sampling temperature.
+            logprobs_mode="processed_logprobs",
+            **(gpu_settings(config) if on_gpu else cpu_settings(config)),
+        )
+        if not on_gpu:
+            self.llm.apply_model(_multiply_unpacked)
+
+    def add(self, request: str, prompt: list[int], version: int, **sampling) -> None:
+        """Start a request.
+
+        request: its id; prompt: token ids; version: of the weights now in the engine; sampling: as
+        in vllm.SamplingParams.
+        """
+        # The prefix cache holds keys and values of the weights that computed them. The salt keeps
+        # those of other versions out of reach; the cache cannot be emptied while requests run.
+        salted = {"prompt_token_ids": prompt, "cache_salt": str(version)}
+        parameters = SamplingParams(
+            **sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self.llm.llm_engine.add_request(request, salted, parameters)
+
+    @property
+    def rows(self) -> int:
+        """Responses that are not finished, those that wait for room included."""
+        return self.llm.llm_engine.get_num_unfinished_requests()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any request is not finished."""
+        return self.llm.llm_engine.has_unfinished_requests()
+
+    def step(self) -> list:
+        """Generate one token of every running response.
+
+        Returns the requests that finished with it, as vllm.RequestOutput.
+        """
+        return self.llm.llm_engine.step()
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load new weights in place, by their transformers names, while requests run.
+
+        For models whose weights vLLM keeps as they are: dense and not quantized. The test compares
+        log-probabilities with transformers' after a load.
+        """
+        self.llm.apply_model(lambda model: model.load_weights(tensors))
+
+
+def gpu_settings(config: Config) -> dict:
+    """What vLLM is told on a GPU besides."""
+    return {"dtype": "bfloat16", "gpu_memory_utilization": config.gpu_memory_utilization}
+
+
+def cpu_settings(config: Config) -> dict:
+    """What vLLM is told without a GPU besides."""
+    # vLLM's CPU build would pack each matrix for oneDNN and free it. Then a load would pack all of
+    # them anew, which takes ten times as long as a copy.
+    _custom_ops._supports_onednn = False
+    return {
+        "dtype": "float32",
+        "enforce_eager": True,
+        # Prompts enter whole: for a prompt in chunks vLLM rewinds the request's generator, which a
+        # CPU generator cannot.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(
+            CPU_BATCHED_TOKENS, config.max_prompt_tokens + config.max_response_tokens
+        ),
+        # The responses to a query share the cache blocks that its prompt fills. Most prompts fill
+        # none of the default size, 128.
+        "block_size": CPU_BLOCK,
+    }
+
+
+def _multiply_unpacked(model: torch.nn.Module) -> None:
+    """Let oneDNN multiply by the matrices as they are: faster than torch on some processors."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            if not module.weight.numel():
+                raise RuntimeError(
+                    f"this vLLM has packed {type(module).__name__} and can take no new weights: "
+                    "install requirements-cpu.txt"
+                )
+            module.cpu_linear = lambda x, weight, bias: torch.ops.mkldnn._linear_pointwise(
+                x, weight, bias, "none", [], ""
+            )

@@ -1,0 +1,220 @@
+"""Log-probabilities of responses, with transformers.
+
+Trainer and searchers both take them from here, the one for the policy, the others for the reference
+policy, so that the two come from the same framework, dtype and temperature.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from buffer import Group, rows_of
+
+# Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
+# keep the device busy.
+TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 4096}
+# Response tokens whose logits, a vocabulary each, exist at once.
+POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 2048}
+
+
+def response_logprobs(
+    model: torch.nn.Module,
+    prompts: list[np.ndarray],
+    responses: list[np.ndarray],
+    temperature: float,
+) -> Tensor:
+    """Return log pi of each response token, in fp32: (N, T), T the longest response; 0 as padding.
+
+    Equal rows run once, and rows of similar length together. Logits exist for a slice of the
+    response positions at a time (TokenLogprobs): memory grows with the tokens of these N rows, a
+    prompt counted for each, never with N x T x vocabulary.
+    """
+    device = next(model.parameters()).device
+    pairs = [(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)]
+    kept, place = _distinct(pairs)
+    prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
+    lengths = np.array([len(response) for response in responses])
+    longest_first = np.argsort(-lengths, kind="stable")
+    longest_prompt = max(len(prompt) for prompt in prompts)
+    head = model.get_output_embeddings()
+    chunks, start = [], 0
+    # One autocast for all chunks: within it each weight is cast once.
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        while start < len(lengths):
+            longest = lengths[longest_first[start]]
+            # Each row has its own keys and values of the prompt: at most 4 times as many positions
+            # of those as tokens that run.
+            padded_row = max(longest, (longest_prompt + longest) // 4)
+            count = max(1, TOKENS_PER_FORWARD[device.type] // padded_row)
+            rows = longest_first[start : start + count]  # M of them
+            start += len(rows)
+            ids, mask = _right_padded([responses[row] for row in rows], device)  # (M, chunk's T)
+            states = _states(model, [prompts[row] for row in rows], ids)[mask]
+            states = states / temperature  # (R, H), R = response tokens in the chunk
+            bias = None if head.bias is None else head.bias / temperature
+            taken = TokenLogprobs.apply(states, head.weight, bias, ids[mask])  # (R,)
+            chunk = torch.zeros(mask.shape, device=device).masked_scatter(mask, taken)
+            chunks.append(F.pad(chunk, (0, lengths.max() - mask.shape[1])))
+    order = np.argsort(longest_first)[place]
+    return torch.cat(chunks)[torch.from_numpy(order).to(device)]
+
+
+def _states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> Tensor:
+    """Return the state from which the model predicts each response token: (M, T, H).
+
+    ids: (M, T), the responses. The K responses of a query share its prompt: each distinct prompt
+    runs once, and its responses attend to the keys and values that it left.
+    """
+    kept, place = _distinct([prompt.tobytes() for prompt in prompts])  # Q prompts
+    query = torch.tensor(place, device=ids.device)  # (M,)
+    # Padded on the left, so that nothing lies between a prompt and its responses: a sliding window
+    # counts columns, be they padding or not.
+    reversed_ids, reversed_mask = _right_padded([prompts[row][::-1] for row in kept], ids.device)
+    prompt_ids, prompt_mask = reversed_ids.flip(1), reversed_mask.flip(1)  # (Q, P)
+    positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
+    out = model.base_model(
+        input_ids=prompt_ids, attention_mask=prompt_mask, position_ids=positions, use_cache=True
+    )
+    # (M, 1, H): the last token of the prompt predicts the first of the response
+    first = out.last_hidden_state[query, -1:]
+    if ids.shape[1] == 1:
+        return first
+    for layer in out.past_key_values.layers:
+        layer.batch_select_indices(query)  # (M, heads, P, head size); gradients go back through it
+    mask = F.pad(prompt_mask[query], (0, ids.shape[1] - 1), value=True)  # (M, P + T - 1)
+    positions = positions[query, -1:] + torch.arange(1, ids.shape[1], device=ids.device)
+    rest = model.base_model(
+        input_ids=ids[:, :-1],
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=out.past_key_values,
+    )
+    return torch.cat([first, rest.last_hidden_state], dim=1)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """log softmax(states @ weight.T + bias) at the targets: (R,), in fp32.
+
+    states: (R, H); weight: (V, H); bias: (V,) or None; targets: (R,). Autograd would keep the
+    logits, R x V, for the backward pass. Here a slice of them at a time is made, used, and made
+    again in the backward pass.
+    """
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # the backward pass runs under the same autocast
+    def forward(
+        ctx, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        size = POSITIONS_PER_LOGITS[states.device.type]
+        chosen, normalizers = [], []
+        for state, target in zip(states.split(size), targets.split(size)):
+            logits = F.linear(state, weight, bias).float()
+            chosen.append(logits.gather(1, target[:, None])[:, 0])
+            normalizers.append(logits.logsumexp(dim=1))
+        normalizers = torch.cat(normalizers)
+        ctx.save_for_backward(states, weight, bias, targets, normalizers)
+        return torch.cat(chosen) - normalizers
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad: Tensor):
+        """d log pi(target) / d logits = onehot(target) - pi"""
+        states, weight, bias, targets, normalizers = ctx.saved_tensors
+        size = POSITIONS_PER_LOGITS[states.device.type]
+        slices = zip(*(tensor.split(size) for tensor in (states, targets, normalizers, grad)))
+        grad_states, grad_weight = [], torch.zeros_like(weight)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        for state, target, normalizer, g in slices:
+            pi = F.linear(state, weight, bias).float().sub_(normalizer[:, None]).exp_()
+            grad_logits = pi.mul_(-g[:, None]).scatter_add_(1, target[:, None], g[:, None])
+            grad_states.append(grad_logits @ weight)
+            grad_weight += grad_logits.T @ state
+            if bias is not None:
+                grad_bias += grad_logits.sum(dim=0)
+        return torch.cat(grad_states), grad_weight, grad_bias, None
+
+
+def _distinct(keys: list) -> tuple[list[int], list[int]]:
+    """Return where each distinct key first stands, and for each key which of those it equals."""
+    first: dict = {}
+    place = [first.setdefault(key, (len(first), i))[0] for i, key in enumerate(keys)]
+    return [i for _, i in first.values()], place
+
+
+def _right_padded(rows: list[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return token ids padded with 0, and True where they are not padding: both (rows, longest)."""
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.zeros(mask.shape, np.int64)
+    ids[mask] = np.concatenate(rows)
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+
+
+@torch.no_grad()
+def response_logprobs_under(
+    weights: dict[str, Tensor], model: torch.nn.Module, *arguments
+) -> Tensor:
+    """response_logprobs(model, *arguments) as if the model had other weights than its own.
+
+    weights: by name, of any dtype and device.
+    """
+    device = next(model.parameters()).device
+    cast = {f"model.{name}": tensor.to(device, torch.float32) for name, tensor in weights.items()}
+    return functional_call(_Scorer(model), cast, arguments)
+
+
+class _Scorer(torch.nn.Module):
+    """response_logprobs as the forward pass of a module, which functional_call wants."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *arguments) -> Tensor:
+        return response_logprobs(self.model, *arguments)
+
+
+def mismatch(group: Group, weights: dict[str, Tensor], model: torch.nn.Module) -> float:
+    """Mean |difference| of a token's log-probability between vLLM and transformers, in nats.
+
+    group: sampled by vLLM with these weights alone. Near 0 it shows that what was published is
+    what samples.
+    """
+    rows = rows_of(group)
+    prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
+    ours = response_logprobs_under(weights, model, prompts, tokens, group.temperature).cpu().numpy()
+    differences = [
+        np.abs(logprobs[: len(row.tokens)] - row.behavior_logprobs)
+        for logprobs, row in zip(ours, rows)
+    ]
+    return float(np.concatenate(differences).mean())
+
+
+@torch.no_grad()
+def check_architecture(model: torch.nn.Module) -> None:
+    """Raise ValueError for a model, on a CPU, for which response_logprobs is wrong.
+
+    That is one whose logits are more than its output embedding of its last hidden state (scaled,
+    capped), or that remembers a prompt otherwise than by keys and values.
+    """
+    ids = np.arange(9) % model.get_input_embeddings().num_embeddings
+    prompts, responses = [ids[:2], ids[:5]], [ids[3:], ids[4:]]
+    refusal = (
+        f"{type(model).__name__} {{}}, which response_logprobs does not know: "
+        "use another architecture"
+    )
+    try:
+        ours = response_logprobs(model, prompts, responses, temperature=1.0)
+    except (AttributeError, TypeError) as error:
+        problem = f"keeps no plain cache of keys and values ({error})"
+        raise ValueError(refusal.format(problem)) from error
+    for row, prompt, response in zip(ours, prompts, responses):
+        whole = torch.from_numpy(np.concatenate([prompt, response]))
+        logprobs = model(input_ids=whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = logprobs.gather(1, whole[len(prompt) :, None])[:, 0]
+        if not torch.allclose(row[: len(response)], expected, atol=1e-3):
+            raise ValueError(
+                refusal.format("transforms its logits, or attends in a way of its own")
+            )

@@ -1,0 +1,53 @@
+"""The policy as transformers loads it: trainer and reference policy both come from here."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from config import Config, UserError
+from models.logprobs import check_architecture
+
+
+def load_policy(config: Config, device: torch.device) -> torch.nn.Module:
+    """Load config.model in fp32 and evaluation mode: the objective is about pi, without dropout.
+
+    Raises ValueError for an architecture that response_logprobs does not know.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+    )
+    model.eval()
+    check_architecture(model)
+    return model.to(device)
+
+
+def load_tokenizer(config: Config):
+    """Load the tokenizer of config.model."""
+    return AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+
+
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, a tied one once, with nothing loaded.
+
+    Raises UserError for a model that cannot be had, or has fewer positions than the run needs.
+    """
+    try:
+        architecture = AutoConfig.from_pretrained(
+            config.model, trust_remote_code=config.trust_remote_code
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                architecture, trust_remote_code=config.trust_remote_code
+            )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--model {config.model!r} cannot be used: {str(error).splitlines()[0]}"
+        ) from error
+    tokens = config.max_prompt_tokens + config.max_response_tokens
+    limit = getattr(architecture, "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        raise UserError(
+            f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens "
+            f"{config.max_response_tokens} is {tokens}, more than the {limit} positions of "
+            f"--model {config.model!r}"
+        )
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,0 +1,35 @@
+"""A causal model of transformers that answers texts by sampling: the victim of red-teaming."""
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.device import device
+
+
+class Sampler:
+    """A model and its tokenizer on this process's device."""
+
+    def __init__(self, model: str):
+        self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        self.model = loaded.to(device()).eval()
+
+    @torch.no_grad()
+    def sample(
+        self, texts: list[str], per_text: int, temperature: float, top_p: float, max_tokens: int
+    ) -> list[str]:
+        """Return `per_text` responses to each text, those of one text contiguous."""
+        inputs = self.tokenizer(texts, padding=True, return_tensors="pt").to(self.model.device)
+        out = self.model.generate(
+            **inputs,
+            do_sample=True,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=0,
+            max_new_tokens=max_tokens,
+            num_return_sequences=per_text,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        responses = out[:, inputs.input_ids.shape[1] :]
+        return self.tokenizer.batch_decode(responses, skip_special_tokens=True)

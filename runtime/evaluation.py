@@ -1,0 +1,146 @@
+"""Evaluation by a searcher: a greedy response to each test query, beside the search.
+
+The final evaluation has a process of its own (final_evaluation.py).
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from config import Config
+from models.engine import Engine
+from runtime.board import Board
+from runtime.messages import Evaluation
+from runtime.scoring import Scorer, Unscored
+from tasks import Query
+from weights import SharedWeights
+
+
+class EvaluationRun:
+    """A response to each test query, generated in the engine beside whatever else runs there.
+
+    Raises ValueError when no test prompt is short enough.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scorer: Scorer,
+        queries: Sequence[Query],
+        tokenizer,
+        config: Config,
+        version: int,
+    ):
+        self.scorer, self.tokenizer, self.version = scorer, tokenizer, version
+        self.queries: dict[str, Query] = {}  # by request
+        for query in queries:
+            request, prompt = f"evaluation.{query.id}", tokenizer(query.prompt).input_ids
+            if len(prompt) > config.max_prompt_tokens:
+                continue
+            sampling = {"max_tokens": config.max_response_tokens, "seed": query.id}
+            engine.add(request, prompt, version, **sampling | scorer.task.evaluation_sampling)
+            self.queries[request] = query
+        if not self.queries:
+            raise ValueError(
+                f"no test prompt of the task is within --max_prompt_tokens "
+                f"{config.max_prompt_tokens}"
+            )
+        self.long_prompts = len(queries) - len(self.queries)
+        # None where score() gave no score.
+        self.scored: list[tuple[Unscored, float | None]] = []
+        self.error: Exception | None = None  # the first that score() raised
+
+    def finish(self, outputs: list) -> None:
+        """Have its own among the engine's outputs scored."""
+        own = [output for output in outputs if output.request_id in self.queries]
+        responses = [output.outputs[0] for output in own]
+        tokens = [response.token_ids for response in responses]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        finished = [response.finish_reason == "stop" for response in responses]
+        if own:
+            queries = [self.queries[output.request_id] for output in own]
+            rows = zip(queries, texts, finished)
+            self.scorer.add([Unscored(self, query, [text], [end]) for query, text, end in rows])
+
+    def record(self, response: Unscored, rewards: np.ndarray | Exception) -> None:
+        """Take the score of one response, or why it has none."""
+        if isinstance(rewards, Exception):
+            if not self.error:
+                self.error = rewards
+                logging.error(
+                    "test query %d is left out, its response got no score; "
+                    "later ones are only counted",
+                    response.query.id,
+                    exc_info=rewards,
+                )
+            self.scored.append((response, None))
+        else:
+            self.scored.append((response, float(rewards[0])))
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.scored) == len(self.queries)
+
+    def result(self) -> Evaluation:
+        scores = [score for _, score in self.scored if score is not None]
+        mean, unscored = float(np.mean(scores or [0.0])), len(self.scored) - len(scores)
+        return Evaluation(self.version, mean, len(scores), self.long_prompts, unscored)
+
+
+class EvaluationService:
+    """Serves the evaluations that the trainer asks for, one at a time.
+
+    An evaluation is of one version: while it runs, no weights are loaded, and the slot of its
+    version stays pinned, so that the trainer can compare log-probabilities under that version.
+
+    begin: starts the EvaluationRun of a version. is_enabled: False for a searcher that serves none.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[int], EvaluationRun],
+        weights: SharedWeights,
+        pin: int,
+        board: Board,
+        row: str,
+        is_enabled: bool,
+    ):
+        self.begin, self.weights, self.pin = begin, weights, pin
+        self.board, self.row, self.is_enabled = board, row, is_enabled
+        # The newest version that an evaluation was started for.
+        self.started_version = int(board.get(row, "evaluated"))
+        self.run: EvaluationRun | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.run is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the trainer has asked for an evaluation that has not started."""
+        return self.is_enabled and self.started_version < self.weights.evaluation_version
+
+    def start_if_due(self, version: int) -> None:
+        """Start a requested evaluation with the version in the engine.
+
+        Version 0 is the base model, which is always evaluated.
+        """
+        requested = 0 if version == 0 else self.weights.evaluation_version
+        if self.is_enabled and self.started_version < requested <= version:
+            self.started_version = version
+            self.run = self.begin(version)
+
+    def finish(self, outputs: list) -> None:
+        """Take what the engine finished."""
+        if self.run:
+            self.run.finish(outputs)
+
+    def collect(self) -> list[Evaluation]:
+        """Return the evaluation if it has ended: from now on new weights may come in."""
+        if not self.run or not self.run.is_done:
+            return []
+        result, self.run = self.run.result(), None
+        self.board.set(self.row, "evaluated", result.version)
+        self.weights.unpin(self.pin)
+        return [result]

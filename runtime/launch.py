@@ -1,0 +1,307 @@
+"""Launch: checks what can be checked, starts the processes of a run, watches them, and ends them."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.multiprocessing
+
+from config import Config, UserError
+from models.hub import fetch_model, find_model
+from models.policy import weight_shapes
+from runtime import checkpoint, preflight, processes
+from runtime.board import Board
+from runtime.messages import FinalEvaluation, describe_left_out
+from runtime.processes import Place
+from runtime.report import rewind
+from runtime.supervisor import RunFailed, Supervisor
+from runtime.timeline import trainer_busy
+from tasks import Task
+from weights import SharedWeights, check_shared_memory, elements
+
+SAVE_SECONDS = 10.0  # grace period for the trainer's checkpoint and model at a shutdown ...
+SAVE_BYTES_PER_SECOND = 100e6  # ... and this much more for a large model
+STOP_SECONDS = 2.0  # grace period for the searchers
+MEMORY_ALONE, MEMORY_BESIDE_TRAINER = 0.75, 0.3  # of a GPU's, for vLLM
+EVALUATION_SECONDS = 3600.0  # for the final evaluation, the start of its engine included
+POLL_SECONDS = 0.05
+
+
+class Interrupt:
+    """The signal that asked the run to end, if one did. A second one ends it at once."""
+
+    def __init__(self):
+        self.signal = 0
+        for number in processes.SIGNALS:
+            signal.signal(number, self)
+
+    def __call__(self, number: int, frame) -> None:
+        if self.signal:
+            os._exit(128 + number)  # the children die with this process
+        self.signal = number
+
+
+class Run:
+    """The processes of a run, once its directory is there.
+
+    resume: the checkpoint to go on from. dtype: what the searchers compute in.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        places: list[Place],
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        resume: str | None,
+    ):
+        self.config, self.places, self.resume = config, places, resume
+        self.interrupt = Interrupt()
+        resets = config.reference_reset_period > 0
+        self.weights = SharedWeights(shapes, dtype, config.searchers, reference=resets)
+        self.board = Board([place.name for place in places])
+        if resume:
+            self.board.load_state_dict(checkpoint.load_state(resume)["board"])
+        # A checkpoint holds fp32 weights and two moments; the buffer and the model come with it.
+        self.save_seconds = SAVE_SECONDS + 20 * elements(shapes) / SAVE_BYTES_PER_SECOND
+        self.supervisor = Supervisor(
+            config, places[1:], self.weights, self.board, config.output_dir
+        )
+        self.trainer: torch.multiprocessing.Process | None = None
+
+    def train(self) -> None:
+        """Start the trainer, and watch over all until it has ended. Raises RunFailed."""
+        first = self.places[1].name
+        if self.places[0].gpu is not None and self.places[0].gpu == self.places[1].gpu:
+            # vLLM measures what memory is free: the trainer must not load meanwhile.
+            self.watch(until=lambda: self.board.get(first, "ready") == 1)
+        self.board.beat("trainer")  # being started is a sign of life
+        rollouts, run_dir = self.supervisor.rollouts, self.config.output_dir
+        arguments = self.config, self.weights, rollouts, self.board, run_dir, self.resume
+        self.trainer = processes.start(self.places[0], "trainer:run", arguments, run_dir)
+        self.watch(until=lambda: self.trainer.exitcode == 0)
+
+    def watch(self, until: Callable[[], bool]) -> None:
+        """Return when `until` holds or a signal asks the run to end.
+
+        Raises RunFailed when the trainer dies or goes silent, or a searcher for good.
+        """
+        while not self.interrupt.signal and not until():
+            time.sleep(POLL_SECONDS)
+            self.supervisor.check()
+            if not self.trainer:
+                continue
+            if self.trainer.exitcode:
+                log = processes.log_tail(self.config.output_dir, "trainer")
+                raise RunFailed(f"the trainer ended with exit code {self.trainer.exitcode}\n{log}")
+            if self.board.is_silent("trainer", self.config.searcher_timeout):
+                silence = self.board.silence("trainer")
+                raise RunFailed(
+                    f"the trainer gave no sign of life for {silence:.0f} s (--searcher_timeout)"
+                )
+
+    def stop(self) -> None:
+        """End all processes. The trainer has time to save; what is still loading is killed."""
+        self.board.end = True
+        if self.trainer:
+            self.trainer.join(self.save_seconds if self.board.get("trainer", "ready") else 0.0)
+            processes.kill(self.trainer)
+            if sys.stdout.isatty():
+                # The live view hides the cursor; a trainer that was killed cannot bring it back.
+                print("\x1b[?25h", end="", flush=True)
+        self.board.stop = True
+        self.supervisor.stop(time.monotonic() + STOP_SECONDS)
+
+
+def run(config: Config) -> int:
+    """Train. Returns the exit code; raises UserError while nothing has started."""
+    task, sizes = preflight.load_data(config)
+    resume = preflight.find_checkpoint(config) if config.resume else None
+    if not (resume and config.output_dir == config.resume):
+        config = dataclasses.replace(config, output_dir=preflight.find_run_dir(config))
+    config = check_model(config, task)
+    places = processes.places(config)
+    on_gpu = places[0].gpu is not None
+    config = dataclasses.replace(
+        config, searchers=len(places) - 1, gpu_memory_utilization=gpu_memory(config, places)
+    )
+    shapes = weight_shapes(config)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    try:
+        resets = config.reference_reset_period > 0
+        check_shared_memory(SharedWeights.required_bytes(shapes, dtype, resets))
+    except MemoryError as error:
+        raise UserError(str(error)) from error
+    describe(config, places, sizes, elements(shapes))
+    settings = dataclasses.asdict(config) | {"resume": ""}  # with the model's name as it was given
+    if resume and (mismatch := checkpoint.shape_mismatch(resume, shapes)):
+        raise UserError(
+            f"--resume {config.resume!r}: --model {config.model!r} has changed since: {mismatch}"
+        )
+    config = dataclasses.replace(config, model=fetch_model("--model", config.model))
+    open_run_dir(config, resume, settings)
+    return supervise(Run(config, places, shapes, dtype, resume), task.metric)
+
+
+def check_model(config: Config, task: Task) -> Config:
+    """Check the objective and the models; the configuration with the model's name or path."""
+    preflight.check_loss(config)
+    model = find_model("--model", config.model or task.base_model())
+    task.prepare()
+    return dataclasses.replace(config, model=model)
+
+
+def gpu_memory(config: Config, places: list[Place]) -> float | None:
+    """The share of its GPU's memory for a searcher's vLLM; None without a GPU."""
+    if places[0].gpu is None or config.gpu_memory_utilization is not None:
+        return config.gpu_memory_utilization
+    return MEMORY_BESIDE_TRAINER if places[0].gpu == places[1].gpu else MEMORY_ALONE
+
+
+def describe(config: Config, places: list[Place], sizes: dict[str, int], parameters: int) -> None:
+    """Say what is about to happen, before it happens."""
+    options = "".join(f", {name} {value}" for name, value in config.options.items())
+    queries = f"{sizes['train']} queries to train on, {sizes['test']} to test on"
+    print(f"task {config.task}{options}: {queries}")
+    print(f"model {config.model}, {parameters / 1e6:.1f} M parameters")
+    for place in places:
+        print(f"{place.name} on {place}")
+    mode = f"asynchronous, sync every {config.sync_period} steps"
+    if config.lockstep:
+        mode = "synchronous, on-policy"
+        if config.constant_staleness:
+            mode = f"each trained on {config.constant_staleness} steps after its version"
+    batch = f"{config.queries_per_batch} queries x {config.responses_per_query} responses"
+    print(f"{config.steps} steps of {batch}, {mode}, seed {config.seed}")
+    print(f"results will be in {config.output_dir}", flush=True)
+
+
+def open_run_dir(config: Config, resume: str | None, settings: dict) -> None:
+    """Make the directory of the run, or bring the one to resume back to its checkpoint."""
+    run_dir = Path(config.output_dir)
+    if resume:
+        print(f"going on from {resume}")
+    if resume and config.output_dir == config.resume:
+        rewind(config.output_dir, checkpoint.load_state(resume)["step"])
+        checkpoint.drop_newer(resume)
+    else:
+        try:
+            (run_dir / "logs").mkdir(parents=True)
+        except FileExistsError:  # made since it was looked at
+            raise UserError(
+                f"--output_dir {config.output_dir!r} already holds a run: give another one"
+            ) from None
+        preflight.lock(config.output_dir)
+    (run_dir / "config.json").write_text(json.dumps(settings, indent=2))
+
+
+def supervise(run: Run, metric: str) -> int:
+    """Let a run go to its end, whatever that is, and report it. Returns the exit code."""
+    config, has_failed = run.config, False
+    run_dir, interrupt = config.output_dir, run.interrupt
+    try:
+        run.train()
+        run.stop()  # the evaluation needs the cores and GPUs
+        if not interrupt.signal:
+            final_evaluation(config, run.places[1], interrupt)
+    except RunFailed as failure:
+        has_failed = True
+        print(f"error: {failure}", file=sys.stderr)
+        if config.lockstep:  # the trainer may wait for what will never come
+            run.save_seconds = 0.0
+    finally:
+        run.stop()
+        from runtime import pictures  # matplotlib: slow to import, and not wanted before
+
+        pictures.draw(run_dir, metric)
+    if has_failed or interrupt.signal:
+        has_checkpoint = checkpoint.list_checkpoints(run_dir)
+        advice = f"; to go on: python tba.py --resume {run_dir}" if has_checkpoint else ""
+        cause = ""
+        if interrupt.signal:
+            cause = f"stopped by {signal.Signals(interrupt.signal).name}: "
+        print(f"{cause}partial results are in {run_dir}{advice}", file=sys.stderr)
+        return 128 + interrupt.signal if interrupt.signal else 1
+    if busy := trainer_busy(run_dir):
+        print(f"trainer busy: {busy:.3f} of the time between the first and the last step")
+    print(f"results: {run_dir}")
+    return 0
+
+
+def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None:
+    """Load the saved model afresh into an engine of its own and evaluate it there."""
+    model = str(Path(config.output_dir, "model").resolve())
+    result = evaluate(dataclasses.replace(config, model=model), place, interrupt)
+    if not result:
+        return
+    line = {f"final_{name}": value for name, (value, _, _) in result.metrics.items()}
+    with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
+        print(json.dumps({"step": config.steps} | line), file=file)
+    left_out = describe_left_out(result.long_prompts, result.unscored)
+    for name, (value, low, high) in result.metrics.items():
+        interval = f"95 % interval {low:.4f} to {high:.4f}"
+        print(
+            f"final {name}: {value:.2f} ({value:.4f}, {interval}, on {result.queries} test queries"
+            f"{left_out}); the saved model, loaded afresh",
+            flush=True,
+        )
+
+
+def evaluate_only(config: Config) -> int:
+    """--eval_only. Returns the exit code; raises UserError."""
+    task, _ = preflight.load_data(config)
+    config = check_model(config, task)
+    weight_shapes(config)  # raises UserError for a model that cannot be used
+    config = dataclasses.replace(config, model=fetch_model("--model", config.model))
+    interrupt = Interrupt()
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "logs").mkdir()
+        config = dataclasses.replace(config, output_dir=directory)
+        try:
+            result = evaluate(config, processes.places(config)[1], interrupt)
+        except RunFailed as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            return 1
+    if not result:
+        print("interrupted", file=sys.stderr)
+        return 128 + interrupt.signal
+    as_json = dataclasses.asdict(result) | {"model": config.model}
+    print(json.dumps(as_json) if config.json else result)
+    return 0
+
+
+def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluation | None:
+    """Evaluate config.model in a process of its own. None: interrupted. Raises RunFailed."""
+    if place.gpu is None:  # all others have ended
+        place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))
+    else:
+        memory = config.gpu_memory_utilization or MEMORY_ALONE
+        config = dataclasses.replace(config, gpu_memory_utilization=memory)
+    place = dataclasses.replace(place, name="evaluation")
+    receiver, sender = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
+    target = "runtime.final_evaluation:evaluate_model"
+    child = processes.start(place, target, (config, sender), config.output_dir)
+    sender.close()
+    deadline = time.monotonic() + EVALUATION_SECONDS
+    try:
+        while not receiver.poll(0.1):
+            if interrupt.signal:
+                return None
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the evaluation took longer than {EVALUATION_SECONDS:.0f} s")
+        result = receiver.recv()
+        child.join(10.0)
+        return result
+    except EOFError:
+        child.join()
+        log = processes.log_tail(config.output_dir, "evaluation")
+        raise RunFailed(f"the evaluation ended with exit code {child.exitcode}\n{log}") from None
+    finally:
+        processes.kill(child)

@@ -1,0 +1,50 @@
+"""What the processes of a run send each other besides groups."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Evaluation:
+    """The mean score of a response to each test query, of one version; from a searcher."""
+
+    version: int
+    score: float
+    queries: int
+    long_prompts: int  # test queries left out, their prompt exceeds the limit
+    unscored: int  # test queries left out, score() failed on the response
+
+    def __str__(self) -> str:
+        left_out = describe_left_out(self.long_prompts, self.unscored)
+        return f"{self.score:.2f} ({self.score:.4f} on {self.queries} test queries{left_out})"
+
+
+@dataclass
+class FinalEvaluation:
+    """All metrics of the task; from the process of the final evaluation."""
+
+    metrics: dict[str, tuple[float, float, float]]  # name -> value, ends of its 95 % interval
+    queries: int
+    long_prompts: int
+    unscored: int
+
+    def __str__(self) -> str:
+        """A table."""
+        width = max(map(len, self.metrics))
+        lines = [f"{'metric':{width}}     value   95 % interval"]
+        for name, (value, low, high) in self.metrics.items():
+            lines.append(f"{name:{width}}  {value:8.4f}   {low:.4f} to {high:.4f}")
+        left_out = describe_left_out(self.long_prompts, self.unscored)
+        return "\n".join([*lines, f"on {self.queries} test queries{left_out}"])
+
+
+@dataclass
+class Notice:
+    """A line for the user; from the supervisor, as the trainer has the terminal."""
+
+    text: str
+
+
+def describe_left_out(long_prompts: int, unscored: int) -> str:
+    """Say how many test queries were left out, and why; "" for none."""
+    reasons = (long_prompts, "prompt over --max_prompt_tokens"), (unscored, "score() failed")
+    return "".join(f"; {count} left out, {reason}" for count, reason in reasons if count)

@@ -1,0 +1,83 @@
+"""The reference policy: the searchers' copy of it, and its resets to the policy (TBA', section 6).
+
+Every rho steps the policy of that moment becomes the reference policy. Responses carry the version
+of the reference that gave their log-probabilities.
+"""
+
+import numpy as np
+import torch
+
+from buffer import Row
+from config import Config
+from models.device import device
+from models.logprobs import response_logprobs, response_logprobs_under
+from models.policy import load_policy
+from weights import WRITING, SharedWeights
+
+
+class Reference:
+    """A searcher's copy of the reference policy, on its device: the trainer holds none."""
+
+    def __init__(self, config: Config, weights: SharedWeights, pin: int):
+        self.temperature, self.weights, self.pin = config.temperature, weights, pin
+        self.model = load_policy(config, device())
+        self.version = 0  # config.model is version 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take a reset, if there was one."""
+        if self.weights.reference_version <= self.version:
+            return
+        with self.weights.read_reference(self.pin) as (version, tensors):
+            if version == WRITING:
+                return
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(tensors[name])
+        self.version = version
+
+    @torch.no_grad()
+    def logprobs(self, prompts: list[np.ndarray], responses: list[np.ndarray]) -> list[np.ndarray]:
+        """log pi_ref of each token, for each response: (T,) float32."""
+        padded = response_logprobs(self.model, prompts, responses, self.temperature)  # (N, T)
+        rows = padded.cpu().numpy()
+        return [row[: len(response)] for row, response in zip(rows, responses)]
+
+
+class ReferenceResets:
+    """The trainer's side: publishes a reset, and renews rows that an earlier reference scored."""
+
+    def __init__(self, config: Config, weights: SharedWeights, policy: torch.nn.Module):
+        self.config, self.weights, self.policy = config, weights, policy
+        self.is_due = False
+
+    def update(self, step: int) -> None:
+        """Note at a sync whether a reset is due."""
+        period = self.config.reference_reset_period
+        self.is_due |= step > 0 and period > 0 and step % period == 0
+
+    def publish(self, step: int) -> None:
+        """Make the policy the reference, if that is due and no searcher reads the old one."""
+        if self.is_due:
+            tensors = self.policy.named_parameters()
+            self.is_due = not self.weights.publish_reference(step, tensors)
+
+    def renew(self, rows: list[Row]) -> None:
+        """Give rows that an earlier reference scored their log-probabilities under the present one.
+
+        Done when they are first drawn: a reset leaves nothing to wait for, and what is never drawn
+        costs nothing.
+        """
+        version = self.weights.reference_version
+        old = [row for row in rows if row.reference_version != version]
+        if not old:
+            return
+        prompts, tokens = [row.prompt for row in old], [row.tokens for row in old]
+        logprobs = response_logprobs_under(
+            self.weights.reference_tensors(),
+            self.policy,
+            prompts,
+            tokens,
+            self.config.temperature,
+        )
+        for row, renewed in zip(old, logprobs.cpu().numpy()):
+            row.ref_logprobs, row.reference_version = renewed[: len(row.tokens)], version

@@ -1,0 +1,135 @@
+"""Scoring: task.score(), checked.
+
+A task that sets score_timeout is scored in worker processes, so that a response on which its
+score() hangs, or crashes, costs no more than its query.
+"""
+
+import logging
+import multiprocessing
+import signal
+import sys
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+from pebble import ProcessPool
+
+from config import Config
+from runtime import processes
+from runtime.board import Board
+from tasks import Query, Task, load_task
+
+WORKERS = 2  # processes per searcher
+SCORES_WATCHED = 100  # more than half of the latest this many groups without scores end the run
+
+
+@dataclass
+class Unscored:
+    """S responses to one query. request: whatever its sender knows it by."""
+
+    request: object
+    query: Query
+    texts: list[str]
+    finished: list[bool]
+
+
+class Scorer:
+    """add() what is to be scored, take() what has been."""
+
+    def __init__(self, config: Config, task: Task):
+        self.task = task
+        self.pool = None
+        if task.score_timeout is None:
+            task.load()
+        else:
+            # Workers are forked from a server that has imported all this: a killed one is replaced
+            # at once.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
+            arguments = config.task, config.options
+            self.pool = ProcessPool(
+                WORKERS, context=context, initializer=_begin, initargs=arguments
+            )
+        self.waiting: list[tuple[Unscored, Future]] = []  # for a worker
+        self.scored: list[tuple[Unscored, np.ndarray | Exception]] = []
+
+    def add(self, groups: list[Unscored]) -> None:
+        if self.pool:
+            for group in groups:
+                alone = replace(group, request=None)  # a worker may not know what that is made of
+                future = self.pool.schedule(_score, args=(alone,), timeout=self.task.score_timeout)
+                self.waiting.append((group, future))
+            return
+        try:  # one call for all
+            flat = score(self.task, groups)
+            ends = np.cumsum([len(group.texts) for group in groups])
+            self.scored += zip(groups, np.split(flat, ends[:-1]))
+        except Exception as error:
+            if len(groups) == 1:
+                self.scored.append((groups[0], error))
+            else:  # again one by one, so that a bad query takes no other with it
+                for group in groups:
+                    self.add([group])
+
+    def take(self) -> list[tuple[Unscored, np.ndarray | Exception]]:
+        """What has been scored since the last call: each with its (S,) rewards, or its error."""
+        scored, waiting, self.scored, self.waiting = self.scored, self.waiting, [], []
+        for group, future in waiting:
+            if future.done():  # asked once: another thread completes it
+                scored.append((group, future.exception() or future.result()))
+            else:
+                self.waiting.append((group, future))
+        return scored
+
+
+def score(task: Task, groups: list[Unscored]) -> np.ndarray:
+    """(N,) finite float32, N responses in all.
+
+    Raises whatever task.score() raises, and ValueError for anything else than N finite numbers.
+    """
+    queries = [group.query for group in groups for _ in group.texts]
+    texts = [text for group in groups for text in group.texts]
+    finished = [done for group in groups for done in group.finished]
+    scores = np.array(task.score(queries, texts, finished), np.float32)
+    if scores.shape != (len(texts),) or not np.isfinite(scores).all():
+        raise ValueError(
+            f"score() must give {len(texts)} finite numbers for as many responses, "
+            f"it gave {scores!r}"
+        )
+    return scores
+
+
+class FailureLimit:
+    """Counts groups without scores on the board, and ends the process when there are too many."""
+
+    def __init__(self, board: Board, row: str):
+        self.board, self.row = board, row
+        self.failures: deque[bool] = deque(maxlen=SCORES_WATCHED)  # of the latest groups
+
+    def count_scored(self) -> None:
+        self.failures.append(False)
+
+    def count_failed(self, group: Unscored, error: Exception) -> None:
+        """score() raised, took too long, or gave something other than S finite numbers."""
+        self.board.add(self.row, "unscored_groups", 1)
+        self.failures.append(True)
+        logging.error("query %d is dropped, it got no scores", group.query.id, exc_info=error)
+        failed, watched = sum(self.failures), len(self.failures)
+        if failed > SCORES_WATCHED / 2:
+            logging.error("%d of the latest %d groups got no scores: the run ends", failed, watched)
+            sys.exit(processes.GIVE_UP)
+
+
+def _begin(task: str, options: dict) -> None:
+    """Start a worker."""
+    global _task
+    processes.die_with_parent()
+    # The searcher has these blocked; SIGTERM is how a worker is stopped.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)
+    _task = load_task(task, **options)
+    _task.load()
+
+
+def _score(group: Unscored) -> np.ndarray:
+    return score(_task, [group])

@@ -1,0 +1,135 @@
+"""The Supervisor: starts the searchers, restarts one that dies or falls silent, and forwards groups.
+
+Each incarnation of a searcher has a queue of its own, read by a thread of its own: a process that
+is killed may leave its queue locked, or half a group in it. All threads put into the one rollout
+queue that the trainer drains.
+"""
+
+import queue
+import threading
+import time
+
+import torch.multiprocessing
+
+from buffer import Group
+from config import Config
+from runtime import processes
+from runtime.board import Board
+from runtime.messages import Notice
+from runtime.processes import Place
+from weights import SharedWeights
+
+QUEUE_GROUPS = 256  # groups that may wait for the trainer before searchers wait too
+DEATHS = 3  # in a row, without a group between them, that end the run
+
+spawn = torch.multiprocessing.get_context("spawn")
+
+
+class RunFailed(Exception):
+    """The run cannot go on. The message says why, and shows the end of the log of the process."""
+
+
+class Supervisor:
+    """Searcher i works on share i of the queries, reads the weights with pin i, and has a board row.
+
+    rollouts: the queue of Group, Evaluation and Notice, for the trainer.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        places: list[Place],
+        weights: SharedWeights,
+        board: Board,
+        run_dir: str,
+    ):
+        self.config, self.places, self.weights = config, places, weights
+        self.board, self.run_dir = board, run_dir
+        self.rollouts = spawn.Queue(QUEUE_GROUPS)
+        # At the end nobody reads what is still in it: this process must not wait for that.
+        self.rollouts.cancel_join_thread()
+        self.deaths = [0] * len(places)  # of each searcher, since its last group
+        self.searchers = [self.start(rank) for rank in range(len(places))]
+
+    def start(self, rank: int) -> torch.multiprocessing.Process:
+        """Start searcher `rank` with a new queue, and the thread that reads it."""
+        row, groups = self.places[rank].name, spawn.Queue(QUEUE_GROUPS)
+        self.board.set(row, "ready", 0)
+        self.board.beat(row)  # being started is a sign of life
+        share = pin = rank
+        arguments = self.config, share, pin, row, self.weights, groups, self.board, self.run_dir
+        process = processes.start(self.places[rank], "searcher:run", arguments, self.run_dir)
+        # Now the searcher alone holds the writing end: its death ends the reading of half a group.
+        groups._writer.close()
+        threading.Thread(target=self.forward, args=(rank, groups), daemon=True).start()
+        return process
+
+    def forward(self, rank: int, groups: torch.multiprocessing.Queue) -> None:
+        """Forward what a searcher sends, in a thread, until it is dead and its queue is empty."""
+        while not self.board.stop:
+            try:
+                item = groups.get(timeout=1.0)
+            except queue.Empty:
+                continue
+            except (EOFError, OSError):
+                break
+            if isinstance(item, Group):
+                self.deaths[rank] = 0
+            while not self.board.stop:
+                try:
+                    self.rollouts.put(item, timeout=1.0)
+                    break
+                except queue.Full:  # the searcher will wait too, on its own queue
+                    pass
+        groups.close()
+
+    def check(self) -> None:
+        """Restart searchers that died or fell silent.
+
+        Raises RunFailed when one dies again and again, or asks to end the run.
+        """
+        for rank, (process, place) in enumerate(zip(self.searchers, self.places)):
+            if process.exitcode is not None:
+                fault = f"{place.name} ended with exit code {process.exitcode}"
+            elif self.board.is_silent(place.name, self.config.searcher_timeout):
+                silence = self.board.silence(place.name)
+                fault = (
+                    f"{place.name} gave no sign of life for {silence:.0f} s (--searcher_timeout)"
+                )
+            else:
+                continue
+            processes.kill(process)
+            self.deaths[rank] += 1
+            # In lockstep every group is waited for, and those that died with the searcher will not
+            # come.
+            is_last = self.config.lockstep or self.deaths[rank] == DEATHS
+            if process.exitcode == processes.GIVE_UP or is_last:
+                repeated = (
+                    f", {DEATHS} times without a group" if self.deaths[rank] == DEATHS else ""
+                )
+                log = processes.log_tail(self.run_dir, place.name)
+                raise RunFailed(f"{fault}{repeated}\n{log}")
+            self.restart(rank, fault)
+
+    def restart(self, rank: int, fault: str) -> None:
+        """Start a dead searcher again, and say so."""
+        row = self.places[rank].name
+        self.weights.unpin(rank)
+        self.board.add(row, "restarts", 1)
+        self.searchers[rank] = self.start(rank)
+        log = processes.log_path(self.run_dir, row)
+        line = f"{fault}: it is started again; its log is {log}"
+        try:
+            self.rollouts.put_nowait(Notice(line))
+        except queue.Full:
+            print(line, flush=True)
+
+    def stop(self, deadline: float) -> None:
+        """Join the searchers, which end by themselves when the board says stop.
+
+        One that is loading, or has not ended at `deadline` (time.monotonic()), is killed.
+        """
+        for process in self.searchers:
+            if self.board.get(process.name, "ready"):
+                process.join(max(0.0, deadline - time.monotonic()))
+            processes.kill(process)

@@ -1,0 +1,103 @@
+"""Files of lines that only grow, and the spans of each process in such a file."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from runtime.board import Board
+
+# Engine steps and polls that are closer than this, in seconds, become one span.
+MERGED = {"search": 0.002, "wait": 0.05}
+
+
+class Lines:
+    """A .jsonl file that only grows. A disk that is full costs lines, not the run."""
+
+    def __init__(self, path: Path):
+        self.file = open(path, "ab", buffering=0)  # one write a call: searchers share samples.jsonl
+        self.is_whole = True  # the latest write came to its end
+
+    def write(self, *values) -> None:
+        text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+        data = (text if self.is_whole else "\n" + text).encode()
+        try:
+            self.is_whole = self.file.write(data) == len(data)
+        except OSError:
+            self.is_whole = False
+
+
+def read_lines(path: Path) -> list:
+    """The values of a .jsonl file, [] if there is none; a line that was cut off is left out."""
+    values = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        with suppress(ValueError):
+            values.append(json.loads(line))
+    return values
+
+
+class Timeline:
+    """The spans of one process, appended to logs/<process>.spans.jsonl as they end."""
+
+    def __init__(self, run_dir: str, process: str):
+        name = process.replace(" ", "-")
+        self.lines = Lines(Path(run_dir) / "logs" / f"{name}.spans.jsonl")
+        self.last: tuple[str, float, float] | None = None  # name, start, end
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        start = time.monotonic()  # one clock for all processes of a machine
+        yield
+        end = time.monotonic()
+        if self.last and self.last[0] == name and start - self.last[2] < MERGED.get(name, 0.0):
+            self.last = (name, self.last[1], end)
+        else:
+            self.flush()
+            self.last = (name, start, end)
+
+    def flush(self) -> None:
+        if self.last:
+            self.lines.write(self.last)
+            self.last = None
+
+
+class WorkTimeline(Timeline):
+    """A searcher's timeline; its board row counts the seconds in which it worked."""
+
+    def __init__(self, run_dir: str, board: Board, row: str):
+        super().__init__(run_dir, row)
+        self.board, self.row = board, row
+
+    @contextmanager
+    def work(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        with self.span(name):
+            yield
+        self.board.add(self.row, "busy", time.monotonic() - start)
+
+
+def read_spans(run_dir: str) -> dict[str, list[tuple[str, float, float]]]:
+    """Process -> its spans (name, start, end), the trainer first."""
+    files = (Path(run_dir) / "logs").glob("*.spans.jsonl")
+    ordered = sorted(files, key=lambda file: (not file.stem.startswith("trainer"), file.stem))
+    return {file.name.removesuffix(".spans.jsonl"): read_lines(file) for file in ordered}
+
+
+def trainer_busy(run_dir: str) -> float | None:
+    """Share of the time from the first step's start to the last one's end that was no waiting.
+
+    None: there was no step.
+    """
+    spans = read_spans(run_dir)["trainer"]
+    steps = [span for span in spans if span[0] == "step"]
+    if not steps:
+        return None
+    first, last = steps[0][1], steps[-1][2]
+    worked = [
+        end - start
+        for name, start, end in spans
+        if name != "wait" and first <= start and end <= last
+    ]
+    return sum(worked) / (last - first)

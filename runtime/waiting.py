@@ -1,0 +1,53 @@
+"""The trainer's waits: each says for whom, and has a timeout."""
+
+import time
+from collections.abc import Callable
+
+from config import Config
+from runtime.board import Board
+from runtime.report import Report
+from runtime.timeline import Timeline
+
+POLL_SECONDS = 0.005
+HEALTH_PERIOD = 10.0  # seconds of waiting between two lines that say for whom
+
+
+class Waits:
+    """seconds: for which the trainer has waited so far."""
+
+    def __init__(self, config: Config, board: Board, report: Report, timeline: Timeline):
+        self.config, self.board, self.report, self.timeline = config, board, report, timeline
+        self.seconds = 0.0
+
+    def until(self, is_ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait until is_ready(). A shutdown interrupts it, except in lockstep.
+
+        In lockstep checkpoints are exact only between batches. what: says what is awaited. Raises
+        TimeoutError after --searcher_timeout seconds in which no searcher was loading.
+        """
+        start = said = loaded = time.monotonic()
+        with self.timeline.span("wait"):
+            while not is_ready() and (self.config.lockstep or not self.board.end):
+                now = time.monotonic()
+                self.board.beat("trainer")
+                if now - said > HEALTH_PERIOD:
+                    said = now
+                    waited = f"waiting since {now - start:.0f} s for {what()}"
+                    self.report.say(f"{waited}; signs of life: {self.signs_of_life()}")
+                if not all(self.board.get(name, "ready") for name in self.board.searchers):
+                    loaded = now
+                if now - loaded > self.config.searcher_timeout:
+                    raise TimeoutError(
+                        f"the trainer waited {now - start:.0f} s (--searcher_timeout) for {what()}"
+                    )
+                time.sleep(POLL_SECONDS)
+        self.seconds += time.monotonic() - start
+
+    def signs_of_life(self) -> str:
+        """Each searcher's last sign of life, in words."""
+        signs = []
+        for name in self.board.searchers:
+            is_ready = self.board.get(name, "ready")
+            sign = f"{self.board.silence(name):.0f} s ago" if is_ready else "is loading"
+            signs.append(f"{name} {sign}")
+        return ", ".join(signs)

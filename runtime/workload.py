@@ -1,0 +1,79 @@
+"""What a searcher generates next: its share of the queries, in an order of its own each epoch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tasks import Query
+
+
+@dataclass(frozen=True)
+class Work:
+    """A query to generate responses to."""
+
+    query: Query
+    visit: int  # how often the query was drawn before
+    index: int  # in the order in which this share is drawn, all epochs counted
+    batch: int | None = None  # lockstep: the trainer step that the group is for
+
+    @property
+    def request(self) -> str:
+        """A name that no other work of the run has."""
+        return f"{self.query.id}.{self.visit}"
+
+
+class Workload:
+    """Free-running search: any query of the share, with any version, as soon as there is room.
+
+    share, num_shares: this searcher draws the queries share, share + num_shares, … of a shuffled
+    list, and nobody else does, unless there are fewer queries than shares. cursor: where in its
+    order it starts, 0 or the cursor of the searcher that it replaces.
+    """
+
+    has_seeds = False  # vLLM draws for each seeded request by itself, which costs time
+
+    def __init__(
+        self, queries: Sequence[Query], share: int, num_shares: int, seed: int, cursor: int
+    ):
+        self.queries, self.share, self.seed = queries, share, seed
+        shuffled = np.random.default_rng(seed).permutation(len(queries))
+        own = shuffled[share::num_shares]
+        self.own = own if len(queries) >= num_shares else np.arange(len(queries))
+        self.num_drawn = cursor
+        self.epoch, self.order = -1, np.array([])
+        self.unfinished: set[int] = set()  # indices of work that was drawn and is not finished
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    @property
+    def cursor(self) -> int:
+        """The oldest unfinished work: a restart resumes there."""
+        return min(self.unfinished, default=self.num_drawn)
+
+    def next(self) -> Work | None:
+        """Draw the next query of the share; None: nothing may start now."""
+        epoch, place = divmod(self.num_drawn, len(self.own))
+        if epoch != self.epoch:
+            rng = np.random.default_rng((self.seed, self.share, epoch))
+            self.epoch, self.order = epoch, rng.permutation(self.own)
+        work = Work(self.queries[self.order[place]], visit=epoch, index=self.num_drawn)
+        self.unfinished.add(work.index)
+        self.num_drawn += 1
+        return work
+
+    def finish(self, work: Work) -> None:
+        """Its group is on its way to the trainer."""
+        self.unfinished.remove(work.index)
+
+    def drop(self, work: Work) -> None:
+        """Its group will never come: the prompt is too long, or it got no scores."""
+        self.unfinished.remove(work.index)
+
+    def begin_version(self, version: int) -> None:
+        """This version is in the engine now."""
+
+    def may_load(self) -> bool:
+        """Whether new weights may come in now."""
+        return True

@@ -1,0 +1,32 @@
+"""Models that are made on the spot, once, and kept in the user's cache."""
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def cached(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
+    """Return the directory that build(directory) has filled; it is filled once for each recipe.
+
+    recipe: whatever decides what build makes, as text. Another one fills another directory.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tba"
+    directory = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if directory.is_dir():
+        return directory
+    print(
+        f"building the models of {name} (once, less than a minute) …", file=sys.stderr, flush=True
+    )
+    cache.mkdir(parents=True, exist_ok=True)
+    # Renamed when whole: two runs may build at once.
+    with tempfile.TemporaryDirectory(dir=cache) as unfinished:
+        build(Path(unfinished) / "models")
+        try:
+            (Path(unfinished) / "models").rename(directory)
+        except OSError:
+            if not directory.is_dir():  # not just the other run being first
+                raise
+    return directory

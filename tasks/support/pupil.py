@@ -1,0 +1,40 @@
+"""A policy taught by a pupil who makes mistakes: the base model of the tasks about numbers.
+
+What is left for reinforcement learning is to find out which of its habits are rewarded.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tasks import Query
+from tasks.support.cache import cached
+
+CHARACTERS = "0123456789+="  # of prompts and answers; each is a token
+
+
+def pupil(
+    name: str,
+    queries: Sequence[Query],
+    homework: Callable[[Query, np.random.Generator], str],
+    steps: int = 400,
+) -> str:
+    """Return the directory of a model that answers these queries as the pupil does.
+
+    name: of the task; homework: the pupil's answer to a query; steps: of supervised training.
+    """
+
+    def examples(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
+        chosen = [queries[i] for i in rng.integers(len(queries), size=count)]
+        return [(query.prompt, homework(query, rng)) for query in chosen]
+
+    def build(directory: Path) -> None:
+        # Not at the top: slow to import, and needed once.
+        from tasks.support.pretraining import tokenizer, train_policy
+
+        train_policy(examples, tokenizer(".", [*CHARACTERS]), directory, steps, batch=256)
+
+    lesson = examples(1000, np.random.default_rng(0))
+    training = Path(__file__).with_name("pretraining.py").read_text(encoding="utf-8")
+    return str(cached(name, repr((lesson, steps)) + training, build))
