@@ -1,12 +1,14 @@
-"""The replay buffer: what the searchers found (D_global), and which of it the trainer trains on (section 4.2).
+"""The replay buffer: what was found (D_global), and which of it is trained on (section 4.2).
 
-Each query keeps its latest distinct responses. A batch takes a query either from the latest sync (fresh, nearly on-policy) or from
-all that was ever seen (replay), and then K of that query's responses. Every operation touches only the queries it is about, so its
-cost does not depend on how many queries the buffer holds.
+Each query keeps its latest distinct responses. A batch takes a query either from the latest sync
+(fresh, nearly on-policy) or from all that was ever seen (replay), and then K of that query's
+responses. Every operation touches only the queries it is about, so its cost does not depend on how
+many queries the buffer holds.
 """
 
 import json
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -14,24 +16,23 @@ import numpy as np
 
 @dataclass
 class Group:
-    """The S responses to one query, as a searcher sends them. Token arrays hold all responses end to end, `lengths` cuts them."""
+    """The S responses to one query, as a searcher sends them.
+
+    Token arrays hold all responses end to end; `lengths` cuts them.
+    """
 
     query_id: int
     version: int  # trainer step of the weights that the group was started with
-    last_version: int  # ... and finished with: a searcher takes new weights in mid-stream
-    reference_version: (
-        int  # trainer step of the weights that are the reference policy: 0 until it is reset
-    )
-    batch: int | None  # constant staleness: the trainer step that this group is for
+    last_version: int  # ... and finished with: new weights may be loaded in between
+    reference_version: int  # trainer step of the reference policy's weights: 0 until it is reset
+    batch: int | None  # lockstep: the trainer step that this group is for
     prompt: np.ndarray  # (P,) int32 token ids
     lengths: np.ndarray  # (S,) int32 tokens per response, end-of-sequence included
     tokens: np.ndarray  # (sum of lengths,) int32
     ref_logprobs: np.ndarray  # (sum of lengths,) float32, reference policy
-    behavior_logprobs: (
-        np.ndarray
-    )  # (sum of lengths,) float32, the policy that sampled, as vLLM reported it
+    behavior_logprobs: np.ndarray  # (sum of lengths,) float32, as vLLM sampled
     rewards: np.ndarray  # (S,) float32
-    finished: np.ndarray  # (S,) bool, False where the response was cut off at the length limit
+    finished: np.ndarray  # (S,) bool, False where the length limit cut the response off
     temperature: float  # that the responses were sampled at
 
 
@@ -50,21 +51,21 @@ class Row:
 
 
 def rows_of(group: Group) -> list[Row]:
+    """Cut a group into its S rows."""
     ends = np.cumsum(group.lengths).tolist()
     rows = []
     for start, end, reward in zip([0, *ends], ends, group.rewards.tolist()):
-        rows.append(
-            Row(
-                group.query_id,
-                group.version,
-                group.reference_version,
-                group.prompt,
-                group.tokens[start:end],
-                group.ref_logprobs[start:end],
-                group.behavior_logprobs[start:end],
-                reward,
-            )
+        row = Row(
+            group.query_id,
+            group.version,
+            group.reference_version,
+            group.prompt,
+            group.tokens[start:end],
+            group.ref_logprobs[start:end],
+            group.behavior_logprobs[start:end],
+            reward,
         )
+        rows.append(row)
     return rows
 
 
@@ -79,15 +80,19 @@ def arrays_of(groups: list[Group]) -> dict[str, np.ndarray]:
 
 def groups_of(arrays: dict[str, np.ndarray]) -> list[Group]:
     """The groups that gave these arrays_of()."""
-    columns = [
-        [arrays[f"{i}.{field.name}"] for field in fields(Group)]
-        for i in range(len(arrays) // len(fields(Group)))
-    ]
-    return [Group(*(value if value.ndim else value.item() for value in row)) for row in columns]
+    names = [field.name for field in fields(Group)]
+    groups = []
+    for i in range(len(arrays) // len(names)):
+        values = [arrays[f"{i}.{name}"] for name in names]
+        groups.append(Group(*(value if value.ndim else value.item() for value in values)))
+    return groups
 
 
 class Deck:
-    """Query ids drawn uniformly without replacement, from the start again when all were drawn. Adding and drawing cost O(1)."""
+    """Query ids drawn uniformly without replacement, from the start again when all were drawn.
+
+    Adding and drawing cost O(1).
+    """
 
     def __init__(self, cards: list[int] | None = None, drawn: int = 0):
         self.cards = cards or []
@@ -121,7 +126,10 @@ class Shelf:
         self.place: OrderedDict[bytes, int] = OrderedDict()  # tokens -> index in rows, oldest first
 
     def add(self, row: Row, key: bytes, capacity: int) -> None:
-        """key: what row.tokens.tobytes() gives; made and hashed once, for a response goes on two shelves."""
+        """Add a response; the oldest one leaves when there are more than `capacity`.
+
+        key: what row.tokens.tobytes() gives, made once for the two shelves that a response goes on.
+        """
         if key in self.place:  # an exact duplicate: the newest copy stays, and counts as new
             index = self.place.pop(key)
         elif len(self.rows) == capacity:
@@ -136,10 +144,13 @@ class Shelf:
     def draw(
         self, count: int, inverse_temperature: float, oldest_version: int, rng: np.random.Generator
     ) -> list[Row]:
-        """`count` rows by softmax(reward * inverse_temperature): without replacement, unless there are fewer than `count`. Rows of versions
-        before `oldest_version` are left out; [] if that leaves none.
+        """Draw `count` rows by softmax(reward * inverse_temperature).
 
-        Costs O(count) for a uniform draw (inverse_temperature 0) from all versions, and else O(responses of this query), about 20 ns for each.
+        Without replacement, unless there are fewer than `count`. Rows of versions before
+        `oldest_version` are left out; [] if that leaves none.
+
+        Costs O(count) for a uniform draw (inverse_temperature 0) from all versions, and else
+        O(responses of this query), about 20 ns for each.
         """
         rows, rewards = self.rows, self.rewards
         if oldest_version:
@@ -162,42 +173,127 @@ class Shelf:
         return [rows[i] for i in chosen]
 
 
+class Pool:
+    """Responses by query, and the deck that the queries are drawn from."""
+
+    ARRAYS = ("prompt", "tokens", "ref_logprobs", "behavior_logprobs")  # of a row
+
+    def __init__(self):
+        self.shelves: dict[int, Shelf] = {}  # by query id
+        self.deck = Deck()
+        self.num_responses = 0
+
+    def __len__(self) -> int:
+        return len(self.shelves)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.shelves)
+
+    def add(self, row: Row, key: bytes, capacity: int) -> None:
+        """Put a response on its query's shelf, as Shelf.add does."""
+        if row.query_id not in self.shelves:
+            self.shelves[row.query_id] = Shelf()
+            self.deck.cards.append(row.query_id)
+        shelf = self.shelves[row.query_id]
+        self.num_responses -= len(shelf.rows)
+        shelf.add(row, key, capacity)
+        self.num_responses += len(shelf.rows)
+
+    def draw(
+        self,
+        count: int,
+        inverse_temperature: float,
+        oldest_version: int,
+        rng: np.random.Generator,
+    ) -> list[Row]:
+        """Draw `count` responses to the next query that has young ones; [] if none has."""
+        while self.deck.cards:
+            query = self.deck.draw(rng)
+            rows = self.shelves[query].draw(count, inverse_temperature, oldest_version, rng)
+            if rows:
+                return rows
+            # All are too old, and will be: the query leaves, so that it is looked at in vain once.
+            self.deck.remove_last_drawn()
+            self.num_responses -= len(self.shelves.pop(query).rows)
+        return []
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The whole state as plain arrays."""
+        shelves = [self.shelves[query] for query in self.deck.cards]
+        rows = [row for shelf in shelves for row in shelf.rows]
+        ages = [index for shelf in shelves for index in shelf.place.values()]
+        state = {
+            "drawn": np.array(self.deck.drawn),
+            "cards": np.array(self.deck.cards, np.int64),
+            "counts": np.array([len(shelf.rows) for shelf in shelves], np.int64),
+            "ages": np.array(ages, np.int64),
+            "versions": np.array([row.version for row in rows], np.int64),
+            "reference_versions": np.array([row.reference_version for row in rows], np.int64),
+            "rewards": np.array([row.reward for row in rows], np.float64),
+        }
+        for field in self.ARRAYS:
+            arrays = [getattr(row, field) for row in rows]
+            state[f"{field}_lengths"] = np.array([len(array) for array in arrays], np.int64)
+            state[field] = np.concatenate(arrays) if arrays else np.empty(0)
+        return state
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Go on exactly where the pool that gave `state` was."""
+        columns = {
+            field: np.split(state[field], np.cumsum(state[f"{field}_lengths"])[:-1])
+            for field in self.ARRAYS
+        }
+        counts, versions = state["counts"].tolist(), state["versions"].tolist()
+        reference_versions, rewards = state["reference_versions"].tolist(), state["rewards"]
+        start = 0
+        for query, count in zip(state["cards"].tolist(), counts):
+            for i in range(start, start + count):
+                arrays = [columns[field][i] for field in self.ARRAYS]
+                row = Row(query, versions[i], reference_versions[i], *arrays, float(rewards[i]))
+                self.add(row, row.tokens.tobytes(), count)
+            # add() filled rows in the saved order. Restore the order of age as well, so that the
+            # same rows leave first.
+            place = self.shelves[query].place
+            keys = list(place)
+            for index in state["ages"][start : start + count].tolist():
+                place.move_to_end(keys[index])
+            start += count
+        self.deck = Deck(state["cards"].tolist(), int(state["drawn"]))
+
+
 class ReplayBuffer:
     """D_global of the paper.
 
-    capacity_per_query: responses kept per query.
-    reward_inverse_temperature: a replayed query's responses are drawn by softmax(reward * this); 0 draws uniformly.
-    seed: of all draws; the same additions and draws give the same rows.
-    Of the responses to one query with the same tokens only the newest is kept.
+    capacity_per_query: responses kept per query; of those with the same tokens only the newest.
+    reward_inverse_temperature: a replayed query's responses are drawn by softmax(reward * this);
+    0 draws uniformly. seed: of all draws; the same additions and draws give the same rows.
     """
 
     def __init__(self, capacity_per_query: int, reward_inverse_temperature: float, seed: int):
         self.capacity_per_query = capacity_per_query
         self.reward_inverse_temperature = reward_inverse_temperature
         self.rng = np.random.default_rng(seed)
-        self.all: dict[int, Shelf] = {}  # query id -> every response held
-        self.all_deck = Deck()
-        self.recent: dict[int, Shelf] = {}  # query id -> the responses that the latest sync added
-        self.recent_deck = Deck()
+        self.all = Pool()  # every response held
+        self.recent = Pool()  # the responses that the latest sync added
         self.recent_step = -1  # trainer step of that sync
-        self.responses = 0  # held in `all`
+
+    @property
+    def responses(self) -> int:
+        """Responses held."""
+        return self.all.num_responses
 
     def add(self, groups: list[Group], step: int) -> None:
-        """Takes what one sync brought. Calls with one `step` are one sync; a sync that brought nothing leaves the recent set as it was."""
+        """Add what one sync brought. Calls with one `step` are one sync.
+
+        A sync that brought nothing leaves the recent set as it was.
+        """
         if groups and step != self.recent_step:
-            self.recent, self.recent_deck, self.recent_step = {}, Deck(), step
+            self.recent, self.recent_step = Pool(), step
         for group in groups:
-            for shelves, deck in (self.all, self.all_deck), (self.recent, self.recent_deck):
-                if group.query_id not in shelves:
-                    shelves[group.query_id] = Shelf()
-                    deck.cards.append(group.query_id)
-            shelf, recent = self.all[group.query_id], self.recent[group.query_id]
-            self.responses -= len(shelf.rows)
             for row in rows_of(group):
                 key = row.tokens.tobytes()
-                shelf.add(row, key, self.capacity_per_query)
-                recent.add(row, key, self.capacity_per_query)
-            self.responses += len(shelf.rows)
+                self.all.add(row, key, self.capacity_per_query)
+                self.recent.add(row, key, self.capacity_per_query)
 
     def sample(
         self,
@@ -206,121 +302,45 @@ class ReplayBuffer:
         most_on_policy_prob: float,
         oldest_version: int = 0,
     ) -> list[Row]:
-        """B x K rows, those of one query contiguous; [] from a buffer that holds nothing, or nothing young enough.
+        """Draw B x K rows, those of one query contiguous.
 
-        Each of the B queries is, independently, with probability m one of the latest sync, with K of the responses which that sync
-        added to it, drawn uniformly; otherwise one of all queries, with K of its responses drawn by reward. Either way the queries come
-        without replacement until all have been drawn, and responses repeat only where there are fewer than K.
-        Responses of versions before `oldest_version`, which never goes down from call to call, are left out.
+        Each of the B queries is, independently, with probability m one of the latest sync, with K
+        of the responses which that sync added to it, drawn uniformly; otherwise one of all queries,
+        with K of its responses drawn by reward. Either way the queries come without replacement
+        until all have been drawn, and responses repeat only where there are fewer than K.
+
+        Responses of versions before `oldest_version`, which never goes down from call to call, are
+        left out. Returns [] from a buffer that holds nothing, or nothing young enough.
         """
-        batch = []
+        batch: list[Row] = []
         for _ in range(queries_per_batch):
-            recent = self.rng.random() < most_on_policy_prob
-            rows = (
-                self._draw(self.recent, self.recent_deck, responses_per_query, 0.0, oldest_version)
-                if recent
-                else []
-            )
-            rows = rows or self._draw(
-                self.all,
-                self.all_deck,
-                responses_per_query,
-                self.reward_inverse_temperature,
-                oldest_version,
-            )
+            rows: list[Row] = []
+            if self.rng.random() < most_on_policy_prob:
+                rows = self.recent.draw(responses_per_query, 0.0, oldest_version, self.rng)
+            if not rows:
+                by_reward = self.reward_inverse_temperature
+                rows = self.all.draw(responses_per_query, by_reward, oldest_version, self.rng)
             if not rows:
                 return []
             batch += rows
         return batch
-
-    def _draw(
-        self,
-        shelves: dict[int, Shelf],
-        deck: Deck,
-        count: int,
-        inverse_temperature: float,
-        oldest_version: int,
-    ) -> list[Row]:
-        """`count` responses to the next query of the deck that has young ones."""
-        while deck.cards:
-            query = deck.draw(self.rng)
-            if rows := shelves[query].draw(count, inverse_temperature, oldest_version, self.rng):
-                return rows
-            # All are too old, and will be: the query leaves, so that each is looked at in vain once.
-            deck.remove_last_drawn()
-            left = shelves.pop(query)
-            self.responses -= len(left.rows) if shelves is self.all else 0
-        return []
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The whole state as plain arrays, fit for np.savez without pickle."""
         state = {
             "rng": np.array(json.dumps(self.rng.bit_generator.state)),
             "recent_step": np.array(self.recent_step),
-            "all_drawn": np.array(self.all_deck.drawn),
-            "recent_drawn": np.array(self.recent_deck.drawn),
         }
-        for name, shelves, deck in (
-            ("all", self.all, self.all_deck),
-            ("recent", self.recent, self.recent_deck),
-        ):
-            rows = [row for query in deck.cards for row in shelves[query].rows]
-            state |= {
-                f"{name}_cards": np.array(deck.cards, np.int64),
-                f"{name}_counts": np.array(
-                    [len(shelves[query].rows) for query in deck.cards], np.int64
-                ),
-                f"{name}_ages": np.array(
-                    [i for query in deck.cards for i in shelves[query].place.values()], np.int64
-                ),
-                f"{name}_versions": np.array([row.version for row in rows], np.int64),
-                f"{name}_reference_versions": np.array(
-                    [row.reference_version for row in rows], np.int64
-                ),
-                f"{name}_rewards": np.array([row.reward for row in rows], np.float64),
-            }
-            for field in ("prompt", "tokens", "ref_logprobs", "behavior_logprobs"):
-                arrays = [getattr(row, field) for row in rows]
-                state[f"{name}_{field}_lengths"] = np.array(
-                    [len(array) for array in arrays], np.int64
-                )
-                state[f"{name}_{field}"] = np.concatenate(arrays) if arrays else np.empty(0)
+        for name, pool in ("all", self.all), ("recent", self.recent):
+            state |= {f"{name}_{key}": array for key, array in pool.state_dict().items()}
         return state
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Goes on exactly where the buffer that gave `state` was."""
+        """Go on exactly where the buffer that gave `state` was."""
         self.rng.bit_generator.state = json.loads(str(state["rng"]))
         self.recent_step = int(state["recent_step"])
-        for name in ("all", "recent"):
-            columns = {
-                field: np.split(
-                    state[f"{name}_{field}"], np.cumsum(state[f"{name}_{field}_lengths"])[:-1]
-                )
-                for field in ("prompt", "tokens", "ref_logprobs", "behavior_logprobs")
-            }
-            cards, shelves, start = state[f"{name}_cards"].tolist(), {}, 0
-            for query, count in zip(cards, state[f"{name}_counts"].tolist()):
-                shelf = shelves[query] = Shelf()
-                rows = [
-                    Row(
-                        query,
-                        int(state[f"{name}_versions"][i]),
-                        int(state[f"{name}_reference_versions"][i]),
-                        columns["prompt"][i],
-                        columns["tokens"][i],
-                        columns["ref_logprobs"][i],
-                        columns["behavior_logprobs"][i],
-                        float(state[f"{name}_rewards"][i]),
-                    )
-                    for i in range(start, start + count)
-                ]
-                for row in rows:
-                    shelf.add(row, row.tokens.tobytes(), count)
-                # add() filled rows in the saved order; now the order of age as well, so that the same rows leave first.
-                keys = list(shelf.place)
-                for index in state[f"{name}_ages"][start : start + count].tolist():
-                    shelf.place.move_to_end(keys[index])
-                start += count
-            setattr(self, name, shelves)
-            setattr(self, f"{name}_deck", Deck(cards, int(state[f"{name}_drawn"])))
-        self.responses = sum(len(shelf.rows) for shelf in self.all.values())
+        self.all, self.recent = Pool(), Pool()
+        for name, pool in ("all", self.all), ("recent", self.recent):
+            prefix = f"{name}_"
+            own = {key: array for key, array in state.items() if key.startswith(prefix)}
+            pool.load_state_dict({key[len(prefix) :]: array for key, array in own.items()})

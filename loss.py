@@ -1,8 +1,9 @@
 """Trajectory balance: what TBA minimises; and, below it, the objectives that it is compared with.
 
-The best policy for "maximise reward, stay near the reference" is known in closed form: pi*(y|x) ∝ pi_ref(y|x) exp(r(y;x)/beta).
-Trajectory balance drives log Z(x) + log pi(y|x) - log pi_ref(y|x) - r(y;x)/beta to zero, response by response. Nothing in it asks
-who sampled y, and that is why a replay buffer and searchers that run behind are allowed.
+The best policy for "maximise reward, stay near the reference" is known in closed form (Eq. 2):
+pi*(y|x) ∝ pi_ref(y|x) exp(r(y;x)/beta). Trajectory balance (Eq. 3) drives
+log Z(x) + log pi(y|x) - log pi_ref(y|x) - r(y;x)/beta to zero, response by response. Nothing in it
+asks who sampled y, and that is why a replay buffer and searchers that run behind are allowed.
 
 A new objective is one function `LossInputs -> (loss, metrics)` and one entry in LOSSES.
 """
@@ -17,69 +18,85 @@ from torch import Tensor
 
 @dataclass
 class LossInputs:
-    """N responses of at most T tokens. The rows of one query are contiguous: row i belongs to query i // group_size."""
+    """N responses of at most T tokens, those of one query contiguous.
 
-    logprobs: Tensor  # (N, T) log pi of each response token, at --temperature, under the policy that is trained; carries the gradient
-    ref_logprobs: Tensor  # (N, T) the same under the reference policy; divided by gamma tau where a run has these temperatures (learner.py)
-    behavior_logprobs: (
-        Tensor | None
-    )  # (N, T) of the same tokens under the policy that sampled them, as vLLM reported it
-    mask: Tensor  # (N, T) 1 on response tokens, end-of-sequence included, 0 on padding; any dtype
+    Row i belongs to query i // group_size.
+    """
+
+    # (N, T) log pi of each response token, at --temperature, under the policy that is trained.
+    # Carries the gradient.
+    logprobs: Tensor
+    # (N, T) the same under the reference policy; divided by gamma tau where a run has these
+    # temperatures (learner.py).
+    ref_logprobs: Tensor
+    # (N, T) of the same tokens under the policy that sampled them, as vLLM reported it.
+    behavior_logprobs: Tensor | None
+    # (N, T) 1 on response tokens, end-of-sequence included, 0 on padding; any dtype.
+    mask: Tensor
     rewards: Tensor  # (N,)
     group_size: int  # K, responses per query; divides N
     beta: float  # strength of the pull towards the reference policy; times tau where a run has that
-    max_response_length: int = 1  # for objectives that divide by a constant length: not T, which depends on the other rows of the micro-batch
+    # For objectives that divide by a constant length. Not T, which depends on the other rows of the
+    # micro-batch.
+    max_response_length: int = 1
 
 
 Metrics = dict[str, float | Tensor]
 
 
 def trajectory_balance(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """VarGrad trajectory balance (Eq. 4 and 5): the mean squared residual, with log Z(x) estimated from the K responses of x.
+    """VarGrad trajectory balance: mean squared residuals, with log Z(x) from the K responses of x.
 
     Needs no behaviour log-probabilities: its minimum is pi* whoever sampled the responses.
-    Returns the loss, a scalar that is averaged over all N rows, and log_z, the mean of log Z(x) over queries.
+    Returns the loss, a scalar that is averaged over all N rows, and log_z, the mean of log Z(x)
+    over queries.
     """
     log_pi = sequence_sum(x.logprobs, x.mask)  # (N,)
     log_ref = sequence_sum(x.ref_logprobs, x.mask)  # (N,)
     target = log_ref + x.rewards / x.beta  # (N,) log of the unnormalised pi*
 
-    # Eq. 5. A mean over each query's own rows: queries have different partition functions. Detached: log Z is an estimate, not a path.
+    # Eq. 4. A mean over each query's own rows: queries have different partition functions.
+    # Detached: log Z is an estimate, not a path for the gradient.
     log_z = (target - log_pi).detach().view(-1, x.group_size).mean(dim=1)  # (N / K,)
-    residual = log_z.repeat_interleave(x.group_size) + log_pi - target  # (N,)
+    residual = log_z.repeat_interleave(x.group_size) + log_pi - target  # (N,), of Eq. 3
 
-    loss = residual.square().mean()  # Eq. 4
+    loss = residual.square().mean()  # Eq. 5
     return loss, {"log_z": log_z.mean()}
 
 
 def sequence_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """(N, T) -> (N,): log pi(y|x) is the sum over the tokens of y. Padding is left out by `where`: 0 * inf would be NaN."""
+    """Sum over the tokens of each response, as log pi(y|x) is one: (N, T) -> (N,).
+
+    Padding is left out by `where`: 0 * inf would be NaN.
+    """
     return torch.where(mask.bool(), values, 0.0).sum(dim=1)
 
 
-# The objectives beside TBA. In their formulas l, b, f are the log-probability of a response (a sum over its tokens) under policy,
-# behaviour policy, reference policy. All are means over the N rows, or over the N / K queries where a query gives one term.
+# The objectives beside TBA. In their formulas l, b, f are the log-probability of a response (a sum
+# over its tokens) under policy, behaviour policy, reference policy. All are means over the N rows,
+# or over the N / K queries where a query gives one term.
 
 
 def tba_prime(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """TBA' (Eq. 7): -A l / max_response_length, A = (r - mean r) - beta (KL - mean KL), KL = sum_t clamp(log pi - log pi_ref, -10, 10).
+    """TBA' (Eq. 7): -A l / max_response_length, A = (r - mean r) - beta (KL - mean KL).
 
-    A is detached, and its KL is the current policy's whoever sampled. But for the clamp this is the gradient of trajectory balance times a constant.
-    Needs no behaviour log-probabilities.
+    KL = sum_t clamp(log pi - log pi_ref, -10, 10). A is detached, and its KL is the current
+    policy's whoever sampled. But for the clamp this is the gradient of trajectory balance times a
+    constant. Needs no behaviour log-probabilities.
     """
-    return -(
-        _tba_prime_advantage(x) * sequence_sum(x.logprobs, x.mask)
-    ).mean() / x.max_response_length, {}
+    weighted = _tba_prime_advantage(x) * sequence_sum(x.logprobs, x.mask)  # (N,)
+    return -weighted.mean() / x.max_response_length, {}
 
 
 def tba_prime_ratio(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """TBA' with importance sampling: in the sum l of tba_prime each token is weighted with clamp(pi / pi_behaviour, 0, 8), detached.
+    """TBA' with importance sampling: tokens are weighted with clamp(pi / pi_behaviour, 0, 8).
 
-    Needs behaviour log-probabilities. Off-policy rows count by how likely the policy is to sample them now.
+    That is, in the sum l of tba_prime, and detached. Needs behaviour log-probabilities. Off-policy
+    rows count by how likely the policy is to sample them now.
     """
     ratio = _token_ratio(x).detach().clamp(0.0, 8.0)  # (N, T)
-    weighted = sequence_sum(ratio * x.logprobs, x.mask)
-    return -(_tba_prime_advantage(x) * weighted).mean() / x.max_response_length, {}
+    weighted = _tba_prime_advantage(x) * sequence_sum(ratio * x.logprobs, x.mask)  # (N,)
+    return -weighted.mean() / x.max_response_length, {}
 
 
 def _tba_prime_advantage(x: LossInputs) -> Tensor:
@@ -88,35 +105,39 @@ def _tba_prime_advantage(x: LossInputs) -> Tensor:
 
 
 def reinforce(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """REINFORCE (Williams 1992) without a baseline: -R l with R = r - beta (b - f), the KL-regularised reward of the policy that sampled.
+    """REINFORCE (Williams 1992) without a baseline: -R l, R = r - beta (b - f).
 
-    Needs behaviour log-probabilities. Takes rows for on-policy ones: on stale data its fixed point is not pi*.
+    R is the KL-regularised reward of the policy that sampled. Needs behaviour log-probabilities.
+    Takes rows for on-policy ones: on stale data its fixed point is not pi*.
     """
     return -(_regularised_reward(x) * sequence_sum(x.logprobs, x.mask)).mean(), {}
 
 
 def rloo(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """REINFORCE leave-one-out (arXiv 2402.14740): -A l with A_i = R_i - mean_{j != i} R_j, R as in reinforce. Stale rows as in reinforce.
+    """REINFORCE leave-one-out (arXiv 2402.14740): -A l, A_i = R_i - mean_{j != i} R_j.
 
-    Needs behaviour log-probabilities.
+    R and stale rows as in reinforce. Needs behaviour log-probabilities.
     """
     return -(_leave_one_out(x) * sequence_sum(x.logprobs, x.mask)).mean(), {}
 
 
 def proximal_rloo(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """RLOO with PPO's (arXiv 1707.06347) clipped ratio of whole responses: max(-A rho, -A clip(rho, 0.8, 1.2)), rho = exp(l - b), A as in rloo.
+    """RLOO with PPO's clip (arXiv 1707.06347): max(-A rho, -A clip(rho, 0.8, 1.2)), A as in rloo.
 
-    Needs behaviour log-probabilities. A row that the policy has moved more than 20 % from, in the direction of A, has no gradient any more.
+    rho = exp(l - b), the ratio of whole responses (Eq. 6). Needs behaviour log-probabilities. A row
+    that the policy has moved more than 20 % from, in the direction of A, has no gradient any more.
     """
-    ratio = _ratio(sequence_sum(x.logprobs, x.mask) - sequence_sum(_behavior(x), x.mask))  # (N,)
-    return _clipped(ratio, _leave_one_out(x)).mean(), {}
+    log_ratio = sequence_sum(x.logprobs, x.mask) - sequence_sum(_behavior(x), x.mask)  # (N,)
+    return _clipped(_ratio(log_ratio), _leave_one_out(x)).mean(), {}
 
 
 def grpo(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """GRPO (arXiv 2402.03300): A = (r - mean r) / (std r + 1e-4), the std with K - 1; the clipped ratio token by token; + 0.04 k3 against the
-    reference, k3 = exp(log pi_ref - log pi) - (log pi_ref - log pi) - 1. Mean over the tokens of a row, then over rows. beta is not used.
+    """GRPO (arXiv 2402.03300): A = (r - mean r) / (std r + 1e-4), the clipped ratio token by token.
 
-    Needs behaviour log-probabilities. Clips like proximal_rloo, but each token by itself; k3 is estimated as if rows were on-policy.
+    The std is that with K - 1. + 0.04 k3 against the reference,
+    k3 = exp(log pi_ref - log pi) - (log pi_ref - log pi) - 1, estimated as if rows were on-policy.
+    Mean over the tokens of a row, then over rows. beta is not used. Needs behaviour
+    log-probabilities. Clips like proximal_rloo, but each token by itself.
     """
     std = x.rewards.view(-1, x.group_size).std(dim=1).repeat_interleave(x.group_size)
     advantage = _centred(x.rewards, x.group_size) / (std + 1e-4)
@@ -127,18 +148,21 @@ def grpo(x: LossInputs) -> tuple[Tensor, Metrics]:
 
 
 def dr_grpo(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """Dr. GRPO (arXiv 2503.20783): GRPO with A = r - mean r, no KL, and each row's sum over tokens divided by the constant max_response_length.
+    """Dr. GRPO (arXiv 2503.20783): GRPO with A = r - mean r, no KL, and a constant length.
 
-    Needs behaviour log-probabilities. Clips stale tokens as grpo does. beta is not used.
+    Each row's sum over tokens is divided by max_response_length. beta is not used. Needs behaviour
+    log-probabilities. Clips stale tokens as grpo does.
     """
     per_token = _clipped(_token_ratio(x), _centred(x.rewards, x.group_size)[:, None])
     return sequence_sum(per_token, x.mask).mean() / x.max_response_length, {}
 
 
 def online_dpo(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """Online DPO (arXiv 2402.04792) on the best and the worst of K: -log sigmoid(0.1 ((l_w - l_l) - (f_w - f_l))), a mean over queries.
+    """Online DPO (arXiv 2402.04792) on the best and the worst of K.
 
-    Needs no behaviour log-probabilities: a preference holds whoever sampled. Ties go to the lowest index; a group of equal rewards adds 0.
+    -log sigmoid(0.1 ((l_w - l_l) - (f_w - f_l))), a mean over queries. Needs no behaviour
+    log-probabilities: a preference holds whoever sampled. Ties go to the lowest index; a group of
+    equal rewards adds 0.
     """
     best, worst, differ = _best_and_worst(x)
     margin = sequence_sum(x.logprobs, x.mask) - sequence_sum(x.ref_logprobs, x.mask)  # (N,)
@@ -147,10 +171,10 @@ def online_dpo(x: LossInputs) -> tuple[Tensor, Metrics]:
 
 
 def raft(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """RAFT (arXiv 2304.06767): -l of the best of K, a sum over its tokens, not normalised by length; a mean over queries.
+    """RAFT (arXiv 2304.06767): -l of the best of K, not normalised by length; a mean over queries.
 
-    Needs no behaviour log-probabilities: it imitates, whoever sampled. Ties go to the lowest index; a group of equal rewards adds 0.
-    beta is not used.
+    Needs no behaviour log-probabilities: it imitates, whoever sampled. Ties go to the lowest index;
+    a group of equal rewards adds 0. beta is not used.
     """
     best, _, differ = _best_and_worst(x)
     loss = -sequence_sum(x.logprobs, x.mask)[best]  # (N / K,)
@@ -192,7 +216,7 @@ def _regularised_reward(x: LossInputs) -> Tensor:
 
 
 def _leave_one_out(x: LossInputs) -> Tensor:
-    """R_i minus the mean of the other K - 1, (N,): the deviation from the mean of all K, stretched."""
+    """R_i minus the mean of the other K - 1: the deviation from the mean of all K, scaled; (N,)."""
     return _centred(_regularised_reward(x), x.group_size) * x.group_size / (x.group_size - 1)
 
 
@@ -202,12 +226,18 @@ def _token_ratio(x: LossInputs) -> Tensor:
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    """exp, bounded far beyond every clip: an infinite ratio has a NaN gradient, and the responses of a long run drift far enough for one."""
+    """exp, bounded far beyond every clip.
+
+    An infinite ratio has a NaN gradient, and the responses of a long run drift far enough for one.
+    """
     return log_ratio.clamp(max=20.0).exp()
 
 
 def _best_and_worst(x: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Row of each query's best response, row of its worst, and whether they differ in reward: each (N / K,)."""
+    """For each query the row of its best response, of its worst, and whether their rewards differ.
+
+    Each (N / K,).
+    """
     grouped = x.rewards.view(-1, x.group_size)
     best, worst = grouped.argmax(dim=1), grouped.argmin(dim=1)
     first = torch.arange(len(grouped), device=grouped.device) * x.group_size
@@ -217,6 +247,7 @@ def _best_and_worst(x: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
 def _behavior(x: LossInputs) -> Tensor:
     if x.behavior_logprobs is None:
         raise ValueError(
-            "this objective needs behavior_logprobs, the log-probabilities under the policy that sampled, and they are None"
+            "this objective needs behavior_logprobs, the log-probabilities under the policy that "
+            "sampled, and they are None"
         )
     return x.behavior_logprobs

@@ -1,7 +1,7 @@
 """Trajectory Balance with Asynchrony, on one machine: the command line.
 
     python tba.py                       # the arithmetic demo, no GPU needed
-    python tba.py gsm8k                 # RhoMath-1B on GSM8K: the trainer on GPU 0, searchers on others
+    python tba.py gsm8k                 # RhoMath-1B: the trainer on GPU 0, searchers on others
     python tba.py gsm8k --eval_only --model runs/…/model
     python tba.py --help
 

@@ -74,7 +74,7 @@ class Trainer:
         return self.learner.step
 
     def train(self) -> None:
-        """Learn off-policy without pause, and sync with the searchers every k steps (section 4.1)."""
+        """Learn off-policy without pause; sync with the searchers every k steps (section 4.1)."""
         self.begin()
         while self.step < self.config.steps and not self.board.end:
             if self.step % self.config.sync_period == 0:
@@ -91,7 +91,7 @@ class Trainer:
         self.finish()
 
     def begin(self) -> None:
-        """Publish, as a resumed run's searchers wait for that; then wait for the first responses."""
+        """Publish, as a resumed run's searchers wait for that, and wait for the first responses."""
         self.board.loaded("trainer")
         self.evaluations.is_due |= self.step == self.config.steps  # resumed at its end
         self.publish()
@@ -131,11 +131,13 @@ class Trainer:
 
     def publish(self) -> None:
         """Publish the weights of this step, unless they are out."""
+        is_wanted = self.weights.version != self.step or self.evaluations.is_due
+        if is_wanted:
+            self.wait_for_searchers()
         # First the reference: whoever sees a new version finds the reference that goes with it.
         self.resets.publish(self.step)
-        if self.weights.version == self.step and not self.evaluations.is_due:
+        if not is_wanted:
             return
-        self.wait_for_searchers()
         with self.timeline.span("publish"):
             parameters = self.learner.policy.named_parameters()
             done = self.weights.publish(self.step, parameters, evaluate=self.evaluations.is_due)
@@ -144,17 +146,15 @@ class Trainer:
         self.evaluations.is_due &= not done
 
     def wait_for_searchers(self) -> None:
-        """Wait until the batch source allows a newer version: in lockstep nobody may miss one."""
+        """Where each version makes a batch, wait until all searchers have taken the newest one."""
 
-        def may_publish() -> bool:
-            if self.batches.may_publish(self.weights.version):
-                return True
+        def is_taken() -> bool:
             self.receive()  # or the queues fill up meanwhile
-            return False
+            return self.batches.is_taken(self.weights.version)
 
-        if not may_publish():
+        if self.batches.is_exact:
             what = f"the searchers to take version {self.weights.version}"
-            self.waits.until(may_publish, lambda: what)
+            self.waits.until(is_taken, lambda: what)
 
     def next_batch(self) -> list[Row]:
         """The next B x K rows. Waits while there are too few; [] if the run is to end meanwhile."""
@@ -210,7 +210,7 @@ class Trainer:
             self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
-        """Save all that a resumed run needs. A disk that is full costs the checkpoint, not the run."""
+        """Save all that a resumed run needs. A full disk costs the checkpoint, not the run."""
         self.wait_until_settled()
         tensors = {"learner": self.learner.state_dict()}
         if self.weights.reference_version:
@@ -240,16 +240,17 @@ class Trainer:
         self.board.beat("trainer")
 
     def wait_until_settled(self) -> None:
-        """Receive what belongs to a checkpoint; where it is to be exact, wait for all of that."""
+        """Receive what belongs to a checkpoint; where that is to be exact, wait for all of it."""
 
         def is_settled() -> bool:
             self.receive()
-            is_owed = self.evaluations.is_pending or not self.batches.is_settled(self.step)
-            return not (self.batches.is_exact and is_owed)
+            return self.batches.is_settled(self.step) and not self.evaluations.is_pending
 
-        if not is_settled():
+        if self.batches.is_exact:
             what = "the searchers to finish what a checkpoint is to hold"
             self.waits.until(is_settled, lambda: what)
+        else:
+            self.receive()
 
     def load_checkpoint(self, directory: str) -> None:
         """Go on where the run was when save_checkpoint wrote this."""
@@ -270,7 +271,7 @@ class Trainer:
         self.checkpointed_step = self.step
 
     def finish(self) -> None:
-        """Save a checkpoint and the model; have the last weights evaluated if all steps are made."""
+        """Save a checkpoint and the model; at the last step have the weights evaluated."""
         # Where checkpoints are exact, step 0 needs none: version 0 makes all batches anew.
         is_needed = self.step > 0 or not self.batches.is_exact
         if self.step != self.checkpointed_step and is_needed:

@@ -1,11 +1,14 @@
-"""SharedWeights: the policy's weights on their way from the trainer to the searchers, through shared memory.
+"""SharedWeights: the policy's weights on their way from the trainer to the searchers.
 
-A few slots, each one whole copy. The writer fills a slot that is neither the newest nor being read and then makes it the newest; a
-reader pins the newest slot while it reads. So a reader sees one version whole, the writer never waits, and no lock exists
-that a killed process could leave locked. The reference policy, where it changes, has a slot of its own, which later versions never overwrite.
+They go through shared memory, in a few slots, each one whole copy. The writer fills a slot that is
+neither the newest nor being read and then makes it the newest; a reader pins the newest slot while
+it reads. So a reader sees one version whole, the writer never waits, and no lock exists that a
+killed process could leave locked. The reference policy, where it changes, has a slot of its own,
+which later versions never overwrite.
 """
 
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,15 +18,28 @@ from torch import Tensor
 SLOTS = 3  # the newest, one that a slow reader still pins, one to write into
 SHARED_MEMORY = "/dev/shm"  # where torch puts shared tensors on Linux
 WRITING = -1  # in the place of a version
+_LOCAL_LOCK = threading.Lock()  # of this process alone
+
+
+def full_fence() -> None:
+    """Make this process's stores so far visible to others before its next loads.
+
+    Reader and writer each store a word and then load the other's. Without a full fence between, a
+    processor may load first (x86-64 too: the store waits in its store buffer), and then neither
+    sees the other. To take a lock is an atomic read-modify-write, which on x86-64 is a full fence.
+    On ARM it is none: that is no platform of ours until it was tested there.
+    """
+    with _LOCAL_LOCK:
+        pass
 
 
 class SharedWeights:
     """Create it in the parent; children get it as a process argument.
 
-    shapes: of every published tensor, by name, in the order they are laid out.
-    dtype: what the searchers compute in; published tensors are cast to it.
-    readers: number of readers; reader i uses pin i and nobody else does.
-    reference: also make the slot of the reference policy, in fp32: it is a policy of the trainer's, not rounded to what searchers compute in.
+    shapes: of every published tensor, by name, in the order they are laid out. dtype: what the
+    searchers compute in; published tensors are cast to it. readers: their number; reader i uses pin
+    i and nobody else does. reference: also make the slot of the reference policy, in fp32: it is a
+    policy of the trainer's, not rounded to what searchers compute in.
     """
 
     def __init__(
@@ -34,40 +50,39 @@ class SharedWeights:
         reference: bool = False,
     ):
         self.shapes = shapes
-        self.slots = [
-            torch.empty(elements(shapes), dtype=dtype).share_memory_() for _ in range(SLOTS)
-        ]
-        # Plain int64 words, each with one writer. On one machine an aligned word is read whole or not at all, so none needs a lock.
+        size = num_elements(shapes)
+        self.slots = [torch.empty(size, dtype=dtype).share_memory_() for _ in range(SLOTS)]
+        # Words with one writer each. An aligned word is read whole or not at all.
         self.versions = torch.full((SLOTS,), -1, dtype=torch.int64).share_memory_()
-        self.pins = torch.full(
-            (readers,), -1, dtype=torch.int64
-        ).share_memory_()  # the slot that reader i reads, or -1
-        self.newest = torch.tensor(
-            [-1, -1]
-        ).share_memory_()  # the newest slot; the newest version that asks for an evaluation
-        self.reference = torch.empty(elements(shapes) if reference else 0).share_memory_()
-        self.reference_pins = torch.zeros(
-            readers, dtype=torch.int64
-        ).share_memory_()  # 1 while reader i reads the reference
-        self.reference_words = torch.zeros(
-            1, dtype=torch.int64
-        ).share_memory_()  # its version; WRITING while it is being written
+        # The slot that reader i reads, or -1.
+        self.pins = torch.full((readers,), -1, dtype=torch.int64).share_memory_()
+        # The newest slot; the newest version that asks for an evaluation.
+        self.newest = torch.tensor([-1, -1]).share_memory_()
+        self.reference = torch.empty(size if reference else 0).share_memory_()
+        # 1 while reader i reads the reference.
+        self.reference_pins = torch.zeros(readers, dtype=torch.int64).share_memory_()
+        # Its version; WRITING while it is being written.
+        self.reference_words = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @staticmethod
     def required_bytes(
         shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, reference: bool = False
     ) -> int:
-        return (SLOTS * dtype.itemsize + reference * torch.float32.itemsize) * elements(shapes)
+        per_element = SLOTS * dtype.itemsize + reference * torch.float32.itemsize
+        return per_element * num_elements(shapes)
 
     @torch.no_grad()
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], evaluate: bool = False
     ) -> bool:
-        """Makes `tensors` the newest version, or returns False, at once, when readers pin every slot that is not the newest.
+        """Make `tensors` the newest version.
 
-        version: the trainer step of these weights. evaluate: the searcher that serves evaluations should evaluate them.
+        Returns False, at once, when readers pin every slot that is not the newest. version: the
+        trainer step of these weights. evaluate: a searcher is asked to evaluate them. Raises
+        KeyError and ValueError for tensors that are not as announced.
         """
         newest = int(self.newest[0])
+        full_fence()  # the store of `newest` before this load of the pins
         pinned = self.pins.tolist()
         free = [slot for slot in range(SLOTS) if slot != newest and slot not in pinned]
         if not free:
@@ -92,17 +107,20 @@ class SharedWeights:
 
     @contextmanager
     def read(self, reader: int, keep: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """The newest version and its tensors by name: views of shared memory, valid and unchanged until the block ends, or, to keep them, until
-        unpin(reader) or the next read."""
+        """Read the newest version: its number, and its tensors by name.
+
+        The tensors are views of shared memory, valid and unchanged until the block ends; with
+        `keep` until unpin(reader) or the next read. Raises RuntimeError before the first publish.
+        """
         while True:
             slot = int(self.newest[0])
             if slot < 0:
-                raise RuntimeError(
-                    "no weights have been published yet: check `version` before reading"
-                )
+                raise RuntimeError("no weights have been published yet: check `version` first")
             self.pins[reader] = slot
-            # Still the newest after the pin was set: the writer, which never takes the newest slot, sees the pin before it next looks
-            # for a free one. Otherwise it may already be writing here: pin again. It takes a publish in between, so nobody starves.
+            full_fence()  # the store of the pin before the second look at `newest`
+            # If it is the newest still, the writer, which never takes the newest slot, sees the pin
+            # before it next looks for a free one. Otherwise the writer may be filling this slot:
+            # pin again. It takes a publish in between, so nobody starves.
             if slot == int(self.newest[0]):
                 break
         try:
@@ -113,10 +131,15 @@ class SharedWeights:
 
     @torch.no_grad()
     def publish_reference(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> bool:
-        """Makes `tensors`, the weights of that version, the reference policy, or returns False, at once, while a reader reads the old one."""
+        """Make `tensors`, the weights of that version, the reference policy.
+
+        Returns False, at once, while a reader reads the old one.
+        """
         previous = self.reference_version
-        # First the sign, then the look at the pins; a reader does it the other way round. So one of the two sees the other.
+        # The writer sets WRITING, then checks pins; a reader pins, then checks WRITING. With a full
+        # fence in each, one of the two sees the other.
         self.reference_words[0] = WRITING
+        full_fence()
         if self.reference_pins.any():
             self.reference_words[0] = previous
             return False
@@ -126,47 +149,48 @@ class SharedWeights:
 
     @property
     def reference_version(self) -> int:
-        """The version that is the reference policy: 0, the policy that the run began with, until publish_reference; WRITING in the midst of it."""
+        """The version that is the reference policy; WRITING while another one is being written.
+
+        0, the policy that the run began with, until publish_reference.
+        """
         return int(self.reference_words[0])
 
     @contextmanager
     def read_reference(self, reader: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """As read(), for a published reference policy; but while it is being written (version WRITING) its tensors are of no use."""
+        """Read the reference policy, as read() does. Of version WRITING, use nothing."""
         self.reference_pins[reader] = 1
+        full_fence()
         try:
             yield self.reference_version, self.reference_tensors()
         finally:
             self.unpin(reader)
 
     def reference_tensors(self) -> dict[str, Tensor]:
-        """For the writer, who needs no pin."""
+        """The reference policy, for the writer, who needs no pin."""
         return self._views(self.reference)
 
     def held(self) -> dict[int, dict[str, Tensor]]:
-        """For the writer alone: every version that is still whole in a slot, until it publishes again."""
+        """Every version that is still whole in a slot; for the writer, until it publishes again."""
+        versions = enumerate(self.versions.tolist())
         return {
-            version: self._views(self.slots[slot])
-            for slot, version in enumerate(self.versions.tolist())
-            if version >= 0
+            version: self._views(self.slots[slot]) for slot, version in versions if version >= 0
         }
 
     def unpin(self, reader: int) -> None:
-        """Also for whoever finds that reader dead: what it was reading is free again."""
+        """Free what the reader was reading: at its own end of a read, or when it was found dead."""
         self.pins[reader] = -1
         self.reference_pins[reader] = 0
 
     def _fill(self, memory: Tensor, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        target = self._views(memory)
+        target, what = self._views(memory), f"publish(version={version})"
         for name, tensor in tensors:
-            if tensor.shape != target[name].shape:  # copy_ would broadcast
-                raise ValueError(
-                    f"publish(version={version}): {name} has shape {tuple(tensor.shape)}, not {tuple(target[name].shape)}"
-                )
+            shape = tuple(target[name].shape)
+            if tensor.shape != shape:  # copy_ would broadcast
+                raise ValueError(f"{what}: {name} has shape {tuple(tensor.shape)}, not {shape}")
             target.pop(name).copy_(tensor)
         if target:
-            raise KeyError(
-                f"publish(version={version}) lacks {len(target)} of {len(self.shapes)} tensors, first {next(iter(target))!r}"
-            )
+            lacking = f"{len(target)} of {len(self.shapes)} tensors, first {next(iter(target))!r}"
+            raise KeyError(f"{what} lacks {lacking}")
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:
         views, start = {}, 0
@@ -177,16 +201,20 @@ class SharedWeights:
         return views
 
 
-def elements(shapes: dict[str, tuple[int, ...]]) -> int:
+def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:
     """Numbers in all tensors together."""
     return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 def check_shared_memory(needed: int) -> None:
-    """Raises MemoryError with what to do: without this check a process dies of SIGBUS at its first touch of the missing page."""
+    """Raise MemoryError with what to do if so many bytes do not fit.
+
+    Without this check a process dies of SIGBUS at its first touch of the missing page.
+    """
     free = shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
         raise MemoryError(
-            f"shared memory is too small: the copies of the weights need {needed / 2**20:.0f} MiB, {SHARED_MEMORY} has"
-            f" {free / 2**20:.0f} MiB free; enlarge it (mount -o remount,size=… {SHARED_MEMORY}, docker run --shm-size=…)"
+            "shared memory is too small: the copies of the weights need "
+            f"{needed / 2**20:.0f} MiB, {SHARED_MEMORY} has {free / 2**20:.0f} MiB free; "
+            f"enlarge it (mount -o remount,size=… {SHARED_MEMORY}, docker run --shm-size=…)"
         )

@@ -35,7 +35,7 @@ from models.policy import weight_shapes
 from runtime.board import Board
 from runtime.timeline import read_spans
 from searcher import Searcher
-from weights import SharedWeights, elements
+from weights import SharedWeights, num_elements
 
 SAMPLES, LIMIT = 24, 512
 LOAD_EVERY = (100, 10, 1)  # engine steps
@@ -169,7 +169,7 @@ def main() -> None:
             max_prompt_tokens=512,
             max_response_tokens=LIMIT,
         )
-        parameters = elements(weight_shapes(config))
+        parameters = num_elements(weight_shapes(config))
         found, results = spawn.Queue(256), spawn.Queue()
         place = processes.Place("searcher 0", None, sorted(os.sched_getaffinity(0)))
         child = processes.start(

@@ -5,7 +5,7 @@
 
 padded    every response padded to 512 tokens, a full fp32 log-softmax of all positions, as in the official code
 trimmed   the same, padded to the longest row of the micro-batch
-ours      policy.response_logprobs
+ours      models/logprobs.py
 floor     the matrix products of ours alone, nothing padded or made twice, at the rate of one large matrix product on this machine
 
 All but the floor are the same Learner.update: the same rows, trajectory-balance loss, backward pass, clipping and AdamW; a process each, for its peak of
@@ -29,7 +29,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import learner as learner_module
-from models import policy
+from models.logprobs import response_logprobs
 from runtime import processes
 from buffer import Row
 from config import Config
@@ -76,7 +76,7 @@ def trimmed(model, prompts, responses, temperature):
     return padded(model, prompts, responses, temperature, limit=max(map(len, responses)))
 
 
-VARIANTS = {"padded": padded, "trimmed": trimmed, "ours": policy.response_logprobs}
+VARIANTS = {"padded": padded, "trimmed": trimmed, "ours": response_logprobs}
 
 
 def measure(variant: str, directory: str, rows: list[Row]) -> dict:

@@ -31,7 +31,7 @@ from torch import Tensor
 from runtime import processes
 from config import Config
 from models.policy import load_policy
-from weights import SharedWeights, elements
+from weights import SharedWeights, num_elements
 
 SHAPES = {"10 M": (256, 8), "100 M": (768, 11), "1 B": (2048, 19)}  # hidden size, layers
 ENGINE_SIZES = ("10 M", "100 M")  # 1 B: slots, source and vLLM's two copies do not fit into 24 GB
@@ -109,7 +109,7 @@ def publish_seconds(
     """Medians: of a plain copy ("copy"), of a publish beside each number of readers on these cores, and on a GPU of one into registered memory."""
     weights = SharedWeights(shapes, DTYPE[device.type], readers=max(READERS))
     source = torch.ones(
-        elements(shapes), device=device
+        num_elements(shapes), device=device
     )  # zeros would be one page, read again and again
     tensors, cast = list(weights._views(source).items()), source.to(DTYPE[device.type])
     for slot in weights.slots:  # in memory, from now on
@@ -215,7 +215,7 @@ def main() -> None:
         m = publish_seconds(shapes, others or [own], device)
         line = [
             name,
-            f"{elements(shapes) * DTYPE[device.type].itemsize / 2**20:.0f}",
+            f"{num_elements(shapes) * DTYPE[device.type].itemsize / 2**20:.0f}",
             f"{m['copy'] * 1000:.1f}",
             f"{m[0] / m['copy']:.2f}",
         ]

@@ -1,1 +1,1 @@
-"""What keeps a run alive: processes, their signs of life, checkpoints, evaluation, what a person sees."""
+"""What keeps a run alive: processes, signs of life, checkpoints, evaluation, what a person sees."""

@@ -1,4 +1,4 @@
-"""The command line as a checked Config: defaults, over them the task's preset, over that the flags."""
+"""The command line as a checked Config: defaults, the task's preset over them, flags over that."""
 
 import argparse
 import ast

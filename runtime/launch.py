@@ -1,4 +1,4 @@
-"""Launch: checks what can be checked, starts the processes of a run, watches them, and ends them."""
+"""Launch: checks what can be checked, starts the processes of a run, watches and ends them."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ from runtime.report import rewind
 from runtime.supervisor import RunFailed, Supervisor
 from runtime.timeline import trainer_busy
 from tasks import Task
-from weights import SharedWeights, check_shared_memory, elements
+from weights import SharedWeights, check_shared_memory, num_elements
 
 SAVE_SECONDS = 10.0  # grace period for the trainer's checkpoint and model at a shutdown ...
 SAVE_BYTES_PER_SECOND = 100e6  # ... and this much more for a large model
@@ -70,7 +70,7 @@ class Run:
         if resume:
             self.board.load_state_dict(checkpoint.load_state(resume)["board"])
         # A checkpoint holds fp32 weights and two moments; the buffer and the model come with it.
-        self.save_seconds = SAVE_SECONDS + 20 * elements(shapes) / SAVE_BYTES_PER_SECOND
+        self.save_seconds = SAVE_SECONDS + 20 * num_elements(shapes) / SAVE_BYTES_PER_SECOND
         self.supervisor = Supervisor(
             config, places[1:], self.weights, self.board, config.output_dir
         )
@@ -139,7 +139,7 @@ def run(config: Config) -> int:
         check_shared_memory(SharedWeights.required_bytes(shapes, dtype, resets))
     except MemoryError as error:
         raise UserError(str(error)) from error
-    describe(config, places, sizes, elements(shapes))
+    describe(config, places, sizes, num_elements(shapes))
     settings = dataclasses.asdict(config) | {"resume": ""}  # with the model's name as it was given
     if resume and (mismatch := checkpoint.shape_mismatch(resume, shapes)):
         raise UserError(

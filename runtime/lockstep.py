@@ -100,8 +100,8 @@ class LockstepBatches:
         """Groups for later steps."""
         return [group for groups in self.batches.values() for group in groups]
 
-    def may_publish(self, newest_version: int) -> bool:
-        """Whether no searcher would miss a version: all have taken the newest one."""
+    def is_taken(self, newest_version: int) -> bool:
+        """Whether all searchers have taken this version: then none would miss it."""
         versions = [self.board.get(name, "version") for name in self.board.searchers]
         return newest_version < 0 or all(version == newest_version for version in versions)
 

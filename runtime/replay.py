@@ -53,14 +53,6 @@ class ReplayBatches:
         """Groups for later steps: none, all are in the buffer."""
         return []
 
-    def may_publish(self, newest_version: int) -> bool:
-        """Always: a searcher may miss a version."""
-        return True
-
-    def is_settled(self, step: int) -> bool:
-        """Always: nothing is owed."""
-        return True
-
     def figures(self) -> dict[str, int]:
         return {
             "received": self.received,

@@ -1,4 +1,4 @@
-"""The Supervisor: starts the searchers, restarts one that dies or falls silent, and forwards groups.
+"""The Supervisor: starts the searchers, restarts those that die, and forwards what they send.
 
 Each incarnation of a searcher has a queue of its own, read by a thread of its own: a process that
 is killed may leave its queue locked, or half a group in it. All threads put into the one rollout
@@ -30,7 +30,7 @@ class RunFailed(Exception):
 
 
 class Supervisor:
-    """Searcher i works on share i of the queries, reads the weights with pin i, and has a board row.
+    """Searcher i has share i of the queries, pin i of the weights, and a row of the board.
 
     rollouts: the queue of Group, Evaluation and Notice, for the trainer.
     """

@@ -194,7 +194,7 @@ def test_a_hub_model_that_cannot_be_had_is_named(files, monkeypatch):
     assert "error: --model 'no-such-organisation/no-such-model' cannot be used" in result.stderr
 
 
-def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset():
+def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset(tmp_path):
     config = build_config(["gsm8k", "--steps", "3", "--beta", "0.5"])
     assert (config.steps, config.beta, config.queries_per_batch, config.responses_per_query) == (
         3,
@@ -203,7 +203,12 @@ def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset():
         20,
     )
     assert build_config(["gsm8k"]).learning_rate == 1e-5
-    assert build_config(["some_task.py"]).steps == Config.steps
+    own = "from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n"
+    own += "    def score(self, *a): return []\n"
+    (tmp_path / "some_task.py").write_text(own)
+    assert build_config([str(tmp_path / "some_task.py")]).steps == Config.steps
+    (tmp_path / "some_task.py").write_text(own + "PRESETS = {'short': dict(steps=7)}\n")
+    assert build_config([str(tmp_path / "some_task.py")]).steps == 7, "its presets stand in it"
 
 
 def test_gsm8k_has_the_papers_variants_as_presets():
