@@ -62,7 +62,6 @@ class Trainer:
         self.health = Health(weights, self.learner.policy)
         self.waits = Waits(config, board, self.report, self.timeline)
         self.rates = Rates(board)
-        self.publish_due = False
         self.skipped_publishes = 0
         self.checkpointed_step = -1
         if resume:
@@ -79,8 +78,6 @@ class Trainer:
         while self.step < self.config.steps and not self.board.end:
             if self.step % self.config.sync_period == 0:
                 self.sync()
-            elif self.publish_due or self.resets.is_due:
-                self.publish()
             rows = self.next_batch()
             if not rows:  # the run is to end
                 break
@@ -109,7 +106,7 @@ class Trainer:
         self.resets.update(self.step)
         with self.timeline.span("receive"):
             self.receive()
-        self.publish()
+        self.skipped_publishes += not self.publish()
 
     def receive(self) -> None:
         """Drain the rollout queue: groups to the batch source, the rest to whoever watches."""
@@ -129,21 +126,24 @@ class Trainer:
         self.batches.add(groups, self.step)
         self.health.observe(self.batches, self.step)
 
-    def publish(self) -> None:
-        """Publish the weights of this step, unless they are out."""
+    def publish(self) -> bool:
+        """Publish the weights of this step, unless they are out.
+
+        Returns False when slow readers hold every slot. Then it is left out: the next sync, k steps
+        later, publishes newer weights. An evaluation and a reference reset stay due until then.
+        """
         is_wanted = self.weights.version != self.step or self.evaluations.is_due
         if is_wanted:
             self.wait_for_searchers()
         # First the reference: whoever sees a new version finds the reference that goes with it.
         self.resets.publish(self.step)
         if not is_wanted:
-            return
+            return True
         with self.timeline.span("publish"):
             parameters = self.learner.policy.named_parameters()
             done = self.weights.publish(self.step, parameters, evaluate=self.evaluations.is_due)
-        self.skipped_publishes += not done  # slow readers hold every slot
-        self.publish_due = not done
         self.evaluations.is_due &= not done
+        return done
 
     def wait_for_searchers(self) -> None:
         """Where each version makes a batch, wait until all searchers have taken the newest one."""
@@ -277,11 +277,10 @@ class Trainer:
         if self.step != self.checkpointed_step and is_needed:
             self.save_checkpoint()
         if self.step == self.config.steps:
-            self.publish_due = self.evaluations.is_due = True
+            self.evaluations.is_due = True
 
             def is_evaluated() -> bool:
-                if self.publish_due:
-                    self.publish()
+                self.publish()
                 self.receive()
                 return self.evaluations.arrived_version >= self.step or self.board.end
 

@@ -169,7 +169,7 @@ def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_wi
     assert seen == [(0, 0), (2, 0), (4, 4), (6, 4), (8, 8), (10, 8), (12, 12)]
 
 
-def test_a_reset_that_a_reader_delays_comes_with_the_next_step(untied_model, tmp_path):
+def test_a_reset_that_a_reader_delays_comes_with_the_next_publish(untied_model, tmp_path):
     trainer = make_trainer(untied_model, tmp_path, sync_period=2, reference_reset_period=2)
     trainer.learner.step = 2
     with trainer.weights.read_reference(0):
@@ -316,3 +316,20 @@ def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_pa
     trainer.health.mismatch_due = 10**9  # these groups are nobody's samples
     trainer.receive()
     assert trainer.batches.received == 60 * 24
+
+
+def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what_it_had_to(
+    untied_model, tmp_path
+):
+    trainer = make_trainer(untied_model, tmp_path, sync_period=2, eval_every=2)
+    weights = trainer.weights
+    trainer.sync()
+    slow = [slot for slot in range(len(weights.slots)) if slot != int(weights.newest[0])]
+    weights.pins = torch.tensor(slow)  # slow readers hold every slot but the newest
+    trainer.learner.step = 2
+    trainer.sync()
+    assert (weights.version, trainer.skipped_publishes) == (0, 1)
+    weights.pins = torch.tensor([-1])
+    trainer.learner.step = 4
+    trainer.sync()
+    assert (weights.version, weights.evaluation_version, trainer.skipped_publishes) == (4, 4, 1)
