@@ -162,7 +162,9 @@ class Searcher:
         self.board.set(self.row, "cursor", self.workload.cursor)
 
     def has_room(self) -> bool:
-        """Whether a query may join: the engine has room, scoring and the queue keep up."""
+        """Whether a query may join: it will be trained on, the engine has room, the rest keeps up."""
+        if self.board.last_step_done:
+            return False
         groups_in_engine = ENGINE_ROWS // self.config.samples_per_query + 1
         scoring_keeps_up = len(self.scorer.waiting) < groups_in_engine
         return not self.outbox and self.engine.rows < ENGINE_ROWS and scoring_keeps_up

@@ -90,7 +90,6 @@ class Trainer:
     def begin(self) -> None:
         """Publish, as a resumed run's searchers wait for that, and wait for the first responses."""
         self.board.loaded("trainer")
-        self.evaluations.is_due |= self.step == self.config.steps  # resumed at its end
         self.publish()
 
         def is_filled() -> bool:
@@ -271,21 +270,15 @@ class Trainer:
         self.checkpointed_step = self.step
 
     def finish(self) -> None:
-        """Save a checkpoint and the model; at the last step have the weights evaluated."""
+        """Save a checkpoint and the model. The searchers stop: nobody trains on what they find."""
+        self.board.last_step_done = self.step == self.config.steps
         # Where checkpoints are exact, step 0 needs none: version 0 makes all batches anew.
         is_needed = self.step > 0 or not self.batches.is_exact
         if self.step != self.checkpointed_step and is_needed:
             self.save_checkpoint()
-        if self.step == self.config.steps:
-            self.evaluations.is_due = True
-
-            def is_evaluated() -> bool:
-                self.publish()
-                self.receive()
-                return self.evaluations.arrived_version >= self.step or self.board.end
-
-            self.waits.until(is_evaluated, lambda: f"the evaluation of version {self.step}")
         self.learner.save_model(Path(self.run_dir) / "model")
+        self.wait_for_evaluation()
+        self.board.stop = True
         if skipped := int(self.board.total("long_prompts")):
             limit = f"--max_prompt_tokens {self.config.max_prompt_tokens}"
             self.report.say(f"{skipped} queries were skipped: prompt over {limit}")
@@ -293,6 +286,19 @@ class Trainer:
             self.report.say(f"{unscored} groups were dropped, they got no scores: see logs/")
         self.timeline.flush()
         self.report.close()
+
+    def wait_for_evaluation(self) -> None:
+        """Let an evaluation that is under way end: of the base model, in a short run.
+
+        The last version is evaluated from the saved model (runtime/final_evaluation.py).
+        """
+
+        def has_arrived() -> bool:
+            self.receive()
+            return not self.evaluations.is_pending
+
+        if self.step == self.config.steps:
+            self.waits.until(has_arrived, lambda: "the evaluation that is under way")
 
 
 def run(

@@ -12,7 +12,7 @@ LOAD_SECONDS = 600.0  # that a process may take to load before it gives its firs
 
 
 class Board:
-    """A row of numbers per process, and the two flags that end the run.
+    """A row of numbers per process, and the flags that end the run.
 
     A row is written by its process alone while that lives, and read by all.
     """
@@ -38,7 +38,7 @@ class Board:
         self.words = torch.zeros(shape, dtype=torch.float64).share_memory_()
         self.words[:, self.COLUMNS.index("beat")] = time.monotonic()  # the start is a sign of life
         self.words[:, self.COLUMNS.index("evaluated")] = -1
-        self.flags = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self.flags = torch.zeros(3, dtype=torch.int64).share_memory_()
 
     @property
     def searchers(self) -> list[str]:
@@ -96,6 +96,15 @@ class Board:
     @end.setter
     def end(self, value: bool) -> None:
         self.flags[0] = int(value)
+
+    @property
+    def last_step_done(self) -> bool:
+        """Searchers shall start no more queries: the trainer has made its last step."""
+        return bool(self.flags[2])
+
+    @last_step_done.setter
+    def last_step_done(self, value: bool) -> None:
+        self.flags[2] = int(value)
 
     @property
     def stop(self) -> bool:

@@ -26,5 +26,5 @@ class EvaluationRequests:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an evaluation was asked for and has not arrived."""
-        return self.weights.evaluation_version > self.arrived_version
+        """Whether an evaluation was asked for and has not arrived: of the base model always."""
+        return self.arrived_version < max(0, self.weights.evaluation_version)

@@ -32,7 +32,12 @@ def draw(run_dir: str, metric: str) -> None:
     """Draw all pictures from what the processes have written so far."""
     lines = read_lines(Path(run_dir) / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if metric in line and "loss" not in line]
+    evaluations = [
+        {"step": line["step"], metric: line[name]}
+        for line in lines
+        for name in (metric, f"final_{metric}")
+        if name in line and "loss" not in line
+    ]
     draw_curves(run_dir, steps, evaluations, metric)
     draw_timeline(run_dir)
 

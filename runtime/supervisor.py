@@ -86,8 +86,11 @@ class Supervisor:
     def check(self) -> None:
         """Restart searchers that died or fell silent.
 
-        Raises RunFailed when one dies again and again, or asks to end the run.
+        Raises RunFailed when one dies again and again, or asks to end the run. Once the board says
+        stop, they may end.
         """
+        if self.board.stop:
+            return
         for rank, (process, place) in enumerate(zip(self.searchers, self.places)):
             if process.exitcode is not None:
                 fault = f"{place.name} ended with exit code {process.exitcode}"

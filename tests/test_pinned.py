@@ -228,10 +228,7 @@ class ScriptedSearcher:
                     )
                 )
                 self.groups += 1
-        if (
-            self.evaluated < self.weights.evaluation_version < step
-            or self.evaluated < self.weights.evaluation_version == 24
-        ):
+        if self.evaluated < self.weights.evaluation_version < step:
             self.evaluated = self.weights.evaluation_version
             self.waiting.append(Evaluation(self.evaluated, 0.5, 6, 0, 0))
         self.step = step
