@@ -3,7 +3,7 @@
 Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine
 steps the searcher looks for newer weights and loads them while responses are being generated. A
 response may so span several versions, which is fine: trajectory balance does not ask who sampled
-it. A searcher waits for the trainer only if its queue is full.
+it. A free-running searcher waits for the trainer only if its queue is full.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class Searcher:
     """One searcher process.
 
     share: which of the config.searchers shares of the queries it works on; pin: its pin in
-    `weights`; row: its row on the board; groups: its queue to the trainer.
+    `weights`; row: its row on the board; rollout_queue: to the trainer.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Searcher:
         pin: int,
         row: str,
         weights: SharedWeights,
-        groups: torch.multiprocessing.Queue,
+        rollout_queue: torch.multiprocessing.Queue,
         board: Board,
         run_dir: str,
     ):
         self.config, self.pin, self.row = config, pin, row
-        self.weights, self.groups, self.board = weights, groups, board
+        self.weights, self.rollout_queue, self.board = weights, rollout_queue, board
         self.timeline = WorkTimeline(run_dir, board, row)
         self.task = load_task(config.task, **config.options)
         self.tokenizer = load_tokenizer(config)
@@ -92,7 +92,8 @@ class Searcher:
         )
         self.evaluation = EvaluationService(begin, weights, pin, board, row, share == 0)
         self.rollouts: dict[str, Rollout] = {}  # in the engine, by request
-        self.outbox: deque[Group | Evaluation] = deque()  # what waits for room in the queue
+        # The part of D_local that does not fit into the queue yet.
+        self.outbox: deque[Group | Evaluation] = deque()
 
     def search(self) -> None:
         """Explore with a delayed copy of the policy until the run ends (section 4.1)."""
@@ -139,35 +140,38 @@ class Searcher:
         self.workload.begin_version(version)
 
     def start_queries(self) -> None:
-        """Let queries join while there is room; skip those whose prompt is too long."""
+        """Draw queries and have S responses to each generated, while there is room."""
         num_skipped = 0  # in a row
         while self.has_room():
-            work = self.workload.next()
+            work = self.workload.draw()
             if work is None:
                 break
             prompt = self.tokenizer(work.query.prompt).input_ids
-            if len(prompt) <= self.config.max_prompt_tokens:
-                sampling = self.sampling(work)
-                self.engine.add(work.request, prompt, self.version, **sampling)
-                rollout = Rollout(work, prompt, self.version, sampling["temperature"])
-                self.rollouts[work.request] = rollout
-                num_skipped = 0
+            if len(prompt) > self.config.max_prompt_tokens:
+                num_skipped += 1
+                self.skip(work, num_skipped)
                 continue
-            self.workload.drop(work)
-            self.board.add(self.row, "long_prompts", work.visit == 0)
-            num_skipped += 1
-            if num_skipped == len(self.workload):
-                limit = self.config.max_prompt_tokens
-                raise ValueError(f"no prompt of the task is within --max_prompt_tokens {limit}")
+            num_skipped = 0
+            sampling = self.sampling(work)
+            self.engine.add(work.request, prompt, self.version, **sampling)
+            rollout = Rollout(work, prompt, self.version, sampling["temperature"])
+            self.rollouts[work.request] = rollout
         self.board.set(self.row, "cursor", self.workload.cursor)
 
     def has_room(self) -> bool:
-        """Whether a query may join: it will be trained on, the engine has room, the rest keeps up."""
-        if self.board.last_step_done:
+        """Return whether a query may start: the run needs it, engine and scoring have room."""
+        if self.board.last_step_done or self.outbox:
             return False
         groups_in_engine = ENGINE_ROWS // self.config.samples_per_query + 1
-        scoring_keeps_up = len(self.scorer.waiting) < groups_in_engine
-        return not self.outbox and self.engine.rows < ENGINE_ROWS and scoring_keeps_up
+        return self.engine.rows < ENGINE_ROWS and len(self.scorer.waiting) < groups_in_engine
+
+    def skip(self, work: Work, num_skipped: int) -> None:
+        """Drop a query whose prompt is too long. Raises ValueError when all of them are."""
+        self.workload.drop(work)
+        self.board.add(self.row, "long_prompts", work.visit == 0)
+        if num_skipped == self.workload.num_queries:
+            limit = self.config.max_prompt_tokens
+            raise ValueError(f"no prompt of the task is within --max_prompt_tokens {limit}")
 
     def sampling(self, work: Work) -> dict:
         """How vLLM samples the responses to a query, as in vllm.SamplingParams."""
@@ -251,7 +255,7 @@ class Searcher:
         self.outbox.extend(self.evaluation.collect())
         while self.outbox:
             try:
-                self.groups.put_nowait(self.outbox[0])
+                self.rollout_queue.put_nowait(self.outbox[0])
             except queue.Full:
                 return
             self.outbox.popleft()
@@ -298,10 +302,10 @@ def run(
     pin: int,
     row: str,
     weights: SharedWeights,
-    groups: torch.multiprocessing.Queue,
+    rollout_queue: torch.multiprocessing.Queue,
     board: Board,
     run_dir: str,
 ) -> None:
     """The searcher process."""
-    Searcher(config, share, pin, row, weights, groups, board, run_dir).search()
-    groups.cancel_join_thread()  # the run is over: nobody reads what is still in the queue
+    Searcher(config, share, pin, row, weights, rollout_queue, board, run_dir).search()
+    rollout_queue.cancel_join_thread()  # the run is over: nobody reads what is still in the queue

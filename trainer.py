@@ -1,8 +1,8 @@
 """The Trainer: learns from what the batch source gives, and publishes the weights.
 
-It waits only while there is not enough to train on. What a batch does to the policy is learner.py;
-where batches come from is runtime/replay.py, the buffer, or runtime/lockstep.py, where each is made
-for its step (--constant_staleness, --synchronous).
+What a batch does to the policy is learner.py. Batches come from the buffer (runtime/replay.py), and
+then the trainer waits only while there is not enough to train on; or each is made for its step
+(runtime/lockstep.py: --constant_staleness, --synchronous).
 """
 
 import queue
@@ -35,7 +35,7 @@ from weights import SharedWeights
 class Trainer:
     """The trainer process.
 
-    rollouts: the queue of groups, evaluations and notices. resume: directory of a checkpoint to go
+    rollout_queue: of groups, evaluations and notices. resume: directory of a checkpoint to go
     on from.
     """
 
@@ -43,12 +43,12 @@ class Trainer:
         self,
         config: Config,
         weights: SharedWeights,
-        rollouts: torch.multiprocessing.Queue,
+        rollout_queue: torch.multiprocessing.Queue,
         board: Board,
         run_dir: str,
         resume: str | None = None,
     ):
-        self.config, self.weights, self.rollouts = config, weights, rollouts
+        self.config, self.weights, self.rollout_queue = config, weights, rollout_queue
         self.board, self.run_dir = board, run_dir
         board.beat("trainer")
         self.timeline = Timeline(run_dir, "trainer")
@@ -60,7 +60,9 @@ class Trainer:
         self.evaluations = EvaluationRequests(config, weights)
         self.resets = ReferenceResets(config, weights, self.learner.policy)
         self.health = Health(weights, self.learner.policy)
-        self.waits = Waits(config, board, self.report, self.timeline)
+        self.waits = Waits(
+            config, board, self.report, self.timeline, is_interruptible=not self.batches.is_exact
+        )
         self.rates = Rates(board)
         self.skipped_publishes = 0
         self.checkpointed_step = -1
@@ -88,19 +90,12 @@ class Trainer:
         self.finish()
 
     def begin(self) -> None:
-        """Publish, as a resumed run's searchers wait for that, and wait for the first responses."""
+        """Publish the weights: a resumed run's searchers wait for that."""
         self.board.loaded("trainer")
         self.publish()
 
-        def is_filled() -> bool:
-            self.receive()
-            return self.batches.is_filled
-
-        if not self.batches.is_filled:
-            self.waits.until(is_filled, lambda: self.batches.awaited(self.step))
-
     def sync(self) -> None:
-        """Receive what the searchers found, publish the weights, and go on: nobody waits."""
+        """Receive what the searchers found, then publish the weights. Only lockstep waits here."""
         self.evaluations.update(self.step)
         self.resets.update(self.step)
         with self.timeline.span("receive"):
@@ -112,8 +107,8 @@ class Trainer:
         groups: list[Group] = []
         try:
             # Use qsize(): the feeder thread may hold items while the pipe is empty.
-            for _ in range(self.rollouts.qsize()):
-                item = self.rollouts.get(timeout=1.0)
+            for _ in range(self.rollout_queue.qsize()):
+                item = self.rollout_queue.get(timeout=1.0)
                 if isinstance(item, Group):
                     groups.append(item)
                 elif isinstance(item, Evaluation):
@@ -126,18 +121,16 @@ class Trainer:
         self.health.observe(self.batches, self.step)
 
     def publish(self) -> bool:
-        """Publish the weights of this step, unless they are out.
+        """Publish the weights of this step, if that is still to do.
 
-        Returns False when slow readers hold every slot. Then it is left out: the next sync, k steps
-        later, publishes newer weights. An evaluation and a reference reset stay due until then.
+        Returns False if slow readers hold every slot. The next sync publishes newer weights; an
+        evaluation and a reference reset stay due until then.
         """
-        is_wanted = self.weights.version != self.step or self.evaluations.is_due
-        if is_wanted:
-            self.wait_for_searchers()
+        if self.weights.version == self.step:
+            return True
+        self.wait_for_searchers()
         # First the reference: whoever sees a new version finds the reference that goes with it.
         self.resets.publish(self.step)
-        if not is_wanted:
-            return True
         with self.timeline.span("publish"):
             parameters = self.learner.policy.named_parameters()
             done = self.weights.publish(self.step, parameters, evaluate=self.evaluations.is_due)
@@ -147,20 +140,20 @@ class Trainer:
     def wait_for_searchers(self) -> None:
         """Where each version makes a batch, wait until all searchers have taken the newest one."""
 
-        def is_taken() -> bool:
+        def receive_until_taken() -> bool:
             self.receive()  # or the queues fill up meanwhile
             return self.batches.is_taken(self.weights.version)
 
         if self.batches.is_exact:
             what = f"the searchers to take version {self.weights.version}"
-            self.waits.until(is_taken, lambda: what)
+            self.waits.until(receive_until_taken, lambda: what)
 
     def next_batch(self) -> list[Row]:
         """The next B x K rows. Waits while there are too few; [] if the run is to end meanwhile."""
         with self.timeline.span("sample"):
             rows = self.batches.next(self.step)
 
-        def has_arrived() -> bool:
+        def try_again() -> bool:
             nonlocal rows
             # What arrives now may be too old still (--max_staleness): the searchers need newer
             # weights than the last sync gave them.
@@ -170,8 +163,9 @@ class Trainer:
             return bool(rows)
 
         if not rows:
-            self.waits.until(has_arrived, lambda: self.batches.awaited(self.step))
+            self.waits.until(try_again, lambda: self.batches.awaited(self.step))
         self.health.observe(self.batches, self.step)
+        # A reset outdates stored reference log-probabilities: they are renewed here (TBA').
         self.resets.renew(rows)
         return rows
 
@@ -184,7 +178,7 @@ class Trainer:
             "staleness_mean": float(staleness.mean()),
             "staleness_max": int(staleness.max()),
             **self.rates.measure(self.waits.seconds),
-            "queue_depth": self.rollouts.qsize(),
+            "queue_depth": self.rollout_queue.qsize(),
             **self.batches.figures(),
             "long_prompts": int(board.total("long_prompts")),
             "unscored_groups": int(board.total("unscored_groups")),
@@ -220,13 +214,10 @@ class Trainer:
         state = {
             "step": self.step,
             "received": self.batches.received,
-            "fresh": self.health.figures,
-            "mismatch_due": self.health.mismatch_due,
-            "evaluated": self.evaluations.arrived_version,
-            "evaluation_due": self.evaluations.is_due or self.evaluations.is_pending,
-            "reset_due": self.resets.is_due,
             "skipped_publishes": self.skipped_publishes,
-            "reference_version": self.weights.reference_version,
+            **self.health.state_dict(),
+            **self.evaluations.state_dict(),
+            **self.resets.state_dict(),
             "board": self.board.state_dict(),
         }
         with self.timeline.span("checkpoint"):
@@ -241,13 +232,13 @@ class Trainer:
     def wait_until_settled(self) -> None:
         """Receive what belongs to a checkpoint; where that is to be exact, wait for all of it."""
 
-        def is_settled() -> bool:
+        def receive_until_settled() -> bool:
             self.receive()
             return self.batches.is_settled(self.step) and not self.evaluations.is_pending
 
         if self.batches.is_exact:
             what = "the searchers to finish what a checkpoint is to hold"
-            self.waits.until(is_settled, lambda: what)
+            self.waits.until(receive_until_settled, lambda: what)
         else:
             self.receive()
 
@@ -260,10 +251,8 @@ class Trainer:
             self.weights.publish_reference(state["reference_version"], reference.items())
         self.batches.load_state_dict(checkpoint.load_arrays(directory, "buffer"))
         self.batches.received = state["received"]
-        self.health.figures, self.health.mismatch_due = state["fresh"], state["mismatch_due"]
-        self.evaluations.arrived_version = state["evaluated"]
-        self.evaluations.is_due = state["evaluation_due"]
-        self.resets.is_due = state["reset_due"]
+        for part in (self.health, self.evaluations, self.resets):
+            part.load_state_dict(state)
         self.skipped_publishes = state["skipped_publishes"]
         rng = checkpoint.load_arrays(directory, "torch")["rng"]
         torch.set_rng_state(torch.from_numpy(rng))
@@ -293,21 +282,21 @@ class Trainer:
         The last version is evaluated from the saved model (runtime/final_evaluation.py).
         """
 
-        def has_arrived() -> bool:
+        def receive_until_evaluated() -> bool:
             self.receive()
             return not self.evaluations.is_pending
 
         if self.step == self.config.steps:
-            self.waits.until(has_arrived, lambda: "the evaluation that is under way")
+            self.waits.until(receive_until_evaluated, lambda: "the evaluation that is under way")
 
 
 def run(
     config: Config,
     weights: SharedWeights,
-    rollouts: torch.multiprocessing.Queue,
+    rollout_queue: torch.multiprocessing.Queue,
     board: Board,
     run_dir: str,
     resume: str | None,
 ) -> None:
     """The trainer process."""
-    Trainer(config, weights, rollouts, board, run_dir, resume).train()
+    Trainer(config, weights, rollout_queue, board, run_dir, resume).train()

@@ -21,6 +21,14 @@ class EvaluationRequests:
         period = self.config.eval_every
         self.is_due |= step > 0 and period > 0 and step % period < self.config.sync_period
 
+    def state_dict(self) -> dict:
+        """What a resumed run needs: it asks again for an evaluation that has not arrived."""
+        is_due = self.is_due or self.is_pending
+        return {"evaluation_due": is_due, "evaluated": self.arrived_version}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.is_due, self.arrived_version = state["evaluation_due"], state["evaluated"]
+
     def arrived(self, evaluation: Evaluation) -> None:
         self.arrived_version = max(self.arrived_version, evaluation.version)
 

@@ -12,9 +12,9 @@ MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
 
 
 class Health:
-    """Looks at fresh groups: in the buffer, which drops duplicates, they would be distorted.
+    """Looks at groups as they arrive: the buffer drops duplicates, which would distort figures.
 
-    figures: those of the latest fresh groups, for the metrics of a step.
+    figures: those of the latest groups, for the metrics of a step.
     """
 
     def __init__(self, weights: SharedWeights, policy: torch.nn.Module):
@@ -22,17 +22,23 @@ class Health:
         self.figures: dict[str, float] = {}
         self.mismatch_due = 0  # step from which the mismatch is to be measured again
 
+    def state_dict(self) -> dict:
+        return {"fresh": self.figures, "mismatch_due": self.mismatch_due}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.figures, self.mismatch_due = state["fresh"], state["mismatch_due"]
+
     def observe(self, batches: ReplayBatches | LockstepBatches, step: int) -> None:
-        """Look at what is fresh in a batch source, once."""
-        fresh, batches.fresh = batches.fresh, []
-        if not fresh:
+        """Look at the groups of a batch source that were not looked at yet."""
+        groups, batches.unobserved = batches.unobserved, []
+        if not groups:
             return
-        self.figures |= describe(fresh)
+        self.figures |= describe(groups)
         if step < self.mismatch_due:
             return
         # A group that one version alone sampled, whose weights are still in a slot.
         held = self.weights.held()
-        for group in reversed(fresh + batches.waiting()):
+        for group in reversed(groups + batches.waiting()):
             if group.version == group.last_version and group.version in held:
                 difference = mismatch(group, held[group.version], self.policy)
                 self.figures["mismatch"] = difference

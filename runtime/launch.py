@@ -83,8 +83,8 @@ class Run:
             # vLLM measures what memory is free: the trainer must not load meanwhile.
             self.watch(until=lambda: self.board.get(first, "ready") == 1)
         self.board.beat("trainer")  # being started is a sign of life
-        rollouts, run_dir = self.supervisor.rollouts, self.config.output_dir
-        arguments = self.config, self.weights, rollouts, self.board, run_dir, self.resume
+        rollout_queue, run_dir = self.supervisor.rollout_queue, self.config.output_dir
+        arguments = self.config, self.weights, rollout_queue, self.board, run_dir, self.resume
         self.trainer = processes.start(self.places[0], "trainer:run", arguments, run_dir)
         self.watch(until=lambda: self.trainer.exitcode == 0)
 

@@ -44,10 +44,10 @@ class LockstepWorkload(Workload):
         # For each query that is to start, the trainer step that its group is for.
         self.owed: deque[int] = deque()
 
-    def next(self) -> Work | None:
+    def draw(self) -> Work | None:
         if not self.owed:
             return None
-        return dataclasses.replace(super().next(), batch=self.owed.popleft())
+        return dataclasses.replace(super().draw(), batch=self.owed.popleft())
 
     def drop(self, work: Work) -> None:
         super().drop(work)
@@ -59,54 +59,55 @@ class LockstepWorkload(Workload):
             self.owed.extend([batch] * self.queries_per_batch)
 
     def may_load(self) -> bool:
-        """Every response is of one version: all work must be finished."""
+        """Return whether all work is finished: every response is of one version."""
         return not self.owed and not self.unfinished
 
 
 class LockstepBatches:
     """The trainer's batches without a buffer: step t trains on the groups that are for it."""
 
-    is_exact = True  # a wait goes on until all is there, a checkpoint holds all that is owed
-    is_filled = True  # there is no buffer to fill
+    is_exact = True  # a run that was killed and resumed comes to the same result
 
     def __init__(self, config: Config, board: Board):
         self.config, self.board = config, board
-        self.batches: dict[int, list[Group]] = {}  # step -> the groups for it that have arrived
-        self.fresh: list[Group] = []  # groups whose figures nobody has looked at
+        self.arrived: dict[int, list[Group]] = {}  # by the step that they are for
+        self.unobserved: list[Group] = []  # groups whose figures are not in the metrics yet
         self.received = 0  # responses in a buffer: there is none
 
     def add(self, groups: list[Group], step: int) -> None:
         for group in groups:
-            self.batches.setdefault(group.batch, []).append(group)
+            self.arrived.setdefault(group.batch, []).append(group)
 
     def next(self, step: int) -> list[Row]:
-        """The batch of this step; [] if not all of it has arrived.
+        """Return the batch of this step, or [] if not all of it has arrived.
 
         Its order does not depend on which group came first.
         """
         if self.num_missing(step) > 0:
             return []
-        self.fresh = sorted(self.batches.pop(step), key=lambda group: group.query_id)
-        return [row for group in self.fresh for row in rows_of(group)]
+        groups = self.arrived.pop(step)
+        groups.sort(key=lambda group: (group.query_id, group.tokens.tobytes()))
+        self.unobserved = groups
+        return [row for group in groups for row in rows_of(group)]
 
     def num_missing(self, step: int) -> int:
-        return self.config.queries_per_batch - len(self.batches.get(step, []))
+        return self.config.queries_per_batch - len(self.arrived.get(step, []))
 
     def awaited(self, step: int) -> str:
-        """What next() lacks, in words."""
+        """Say what next() lacks."""
         return f"{self.num_missing(step)} more groups for step {step}"
 
     def waiting(self) -> list[Group]:
-        """Groups for later steps."""
-        return [group for groups in self.batches.values() for group in groups]
+        """Return the groups for later steps."""
+        return [group for groups in self.arrived.values() for group in groups]
 
     def is_taken(self, newest_version: int) -> bool:
-        """Whether all searchers have taken this version: then none would miss it."""
+        """Return whether all searchers have taken this version: then none would miss it."""
         versions = [self.board.get(name, "version") for name in self.board.searchers]
         return newest_version < 0 or all(version == newest_version for version in versions)
 
     def is_settled(self, step: int) -> bool:
-        """Whether all that was owed before this step's weights were published has arrived."""
+        """Return whether all that was owed before this step's publish has arrived."""
         owed = range(step, min(step + self.config.constant_staleness, self.config.steps))
         return all(self.num_missing(later) <= 0 for later in owed)
 

@@ -50,6 +50,12 @@ class ReferenceResets:
         self.config, self.weights, self.policy = config, weights, policy
         self.is_due = False
 
+    def state_dict(self) -> dict:
+        return {"reset_due": self.is_due, "reference_version": self.weights.reference_version}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.is_due = state["reset_due"]
+
     def update(self, step: int) -> None:
         """Note at a sync whether a reset is due."""
         period = self.config.reference_reset_period

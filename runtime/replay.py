@@ -1,4 +1,4 @@
-"""Replay: the trainer's batches from the buffer (section 4.2), as old as the buffer gives them."""
+"""Replay: the trainer's batches are drawn from the buffer (section 4.2)."""
 
 import numpy as np
 
@@ -7,34 +7,31 @@ from config import Config
 
 
 class ReplayBatches:
-    """Samples B queries x K responses of the buffer, once that holds the initial responses."""
+    """Draws B queries x K responses from the buffer, once the initial responses have arrived."""
 
-    is_exact = False
+    is_exact = False  # a run that was killed and resumed goes on, but otherwise than it would have
 
     def __init__(self, config: Config):
         self.config = config
         self.buffer = ReplayBuffer(
             config.capacity_per_query, config.reward_inverse_temperature, config.seed
         )
-        self.received = 0  # responses, as generated: the buffer drops duplicates
-        self.wanted = max(1, config.initial_responses)
-        self.fresh: list[Group] = []  # groups whose figures nobody has looked at
+        self.received = 0  # responses, duplicates included
+        self.wanted = max(1, config.initial_responses)  # before the first batch
+        self.unobserved: list[Group] = []  # groups whose figures are not in the metrics yet
 
     def add(self, groups: list[Group], step: int) -> None:
-        """Put what one sync brought into the buffer."""
+        """Put what arrived at this step into the buffer."""
         if groups:
             self.buffer.add(groups, step)
             self.received += sum(len(group.lengths) for group in groups)
-            self.fresh = groups
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether the initial responses are here."""
-        return self.received >= self.wanted
+            self.unobserved = groups
 
     def next(self, step: int) -> list[Row]:
-        """The batch of this step; [] if the buffer holds nothing young enough."""
+        """Return the batch of this step, or [] if the buffer holds too little that is young."""
         config = self.config
+        if self.received < self.wanted:
+            return []
         oldest = 0 if config.max_staleness is None else max(0, step - config.max_staleness)
         return self.buffer.sample(
             config.queries_per_batch,
@@ -44,13 +41,13 @@ class ReplayBatches:
         )
 
     def awaited(self, step: int) -> str:
-        """What next() lacks, in words."""
-        if not self.is_filled:
+        """Say what next() lacks."""
+        if self.received < self.wanted:
             return f"the first {self.wanted} responses, {self.received} are here"
         return f"responses at most {self.config.max_staleness} steps old (--max_staleness)"
 
     def waiting(self) -> list[Group]:
-        """Groups for later steps: none, all are in the buffer."""
+        """Return the groups for later steps: none, all are in the buffer."""
         return []
 
     def figures(self) -> dict[str, int]:

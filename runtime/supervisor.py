@@ -32,7 +32,7 @@ class RunFailed(Exception):
 class Supervisor:
     """Searcher i has share i of the queries, pin i of the weights, and a row of the board.
 
-    rollouts: the queue of Group, Evaluation and Notice, for the trainer.
+    rollout_queue: of Group, Evaluation and Notice, for the trainer.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Supervisor:
     ):
         self.config, self.places, self.weights = config, places, weights
         self.board, self.run_dir = board, run_dir
-        self.rollouts = spawn.Queue(QUEUE_GROUPS)
+        self.rollout_queue = spawn.Queue(QUEUE_GROUPS)
         # At the end nobody reads what is still in it: this process must not wait for that.
-        self.rollouts.cancel_join_thread()
+        self.rollout_queue.cancel_join_thread()
         self.deaths = [0] * len(places)  # of each searcher, since its last group
         self.searchers = [self.start(rank) for rank in range(len(places))]
 
@@ -77,7 +77,7 @@ class Supervisor:
                 self.deaths[rank] = 0
             while not self.board.stop:
                 try:
-                    self.rollouts.put(item, timeout=1.0)
+                    self.rollout_queue.put(item, timeout=1.0)
                     break
                 except queue.Full:  # the searcher will wait too, on its own queue
                     pass
@@ -123,7 +123,7 @@ class Supervisor:
         log = processes.log_path(self.run_dir, row)
         line = f"{fault}: it is started again; its log is {log}"
         try:
-            self.rollouts.put_nowait(Notice(line))
+            self.rollout_queue.put_nowait(Notice(line))
         except queue.Full:
             print(line, flush=True)
 

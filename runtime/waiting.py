@@ -13,21 +13,32 @@ HEALTH_PERIOD = 10.0  # seconds of waiting between two lines that say for whom
 
 
 class Waits:
-    """seconds: for which the trainer has waited so far."""
+    """All waits of the trainer.
 
-    def __init__(self, config: Config, board: Board, report: Report, timeline: Timeline):
+    is_interruptible: a shutdown ends a wait; False where a checkpoint is exact only between
+    batches. seconds: for which the trainer has waited so far.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        board: Board,
+        report: Report,
+        timeline: Timeline,
+        is_interruptible: bool,
+    ):
         self.config, self.board, self.report, self.timeline = config, board, report, timeline
+        self.is_interruptible = is_interruptible
         self.seconds = 0.0
 
-    def until(self, is_ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait until is_ready(). A shutdown interrupts it, except in lockstep.
+    def until(self, succeeds: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Call succeeds() until it does. what: says what is awaited.
 
-        In lockstep checkpoints are exact only between batches. what: says what is awaited. Raises
-        TimeoutError after --searcher_timeout seconds in which no searcher was loading.
+        Raises TimeoutError after --searcher_timeout seconds in which no searcher was loading.
         """
         start = said = loaded = time.monotonic()
         with self.timeline.span("wait"):
-            while not is_ready() and (self.config.lockstep or not self.board.end):
+            while not succeeds() and not (self.is_interruptible and self.board.end):
                 now = time.monotonic()
                 self.board.beat("trainer")
                 if now - said > HEALTH_PERIOD:

@@ -19,7 +19,7 @@ class Work:
 
     @property
     def request(self) -> str:
-        """A name that no other work of the run has."""
+        """A name that no other work of this searcher has."""
         return f"{self.query.id}.{self.visit}"
 
 
@@ -44,7 +44,9 @@ class Workload:
         self.epoch, self.order = -1, np.array([])
         self.unfinished: set[int] = set()  # indices of work that was drawn and is not finished
 
-    def __len__(self) -> int:
+    @property
+    def num_queries(self) -> int:
+        """The queries of this share."""
         return len(self.own)
 
     @property
@@ -52,8 +54,8 @@ class Workload:
         """The oldest unfinished work: a restart resumes there."""
         return min(self.unfinished, default=self.num_drawn)
 
-    def next(self) -> Work | None:
-        """Draw the next query of the share; None: nothing may start now."""
+    def draw(self) -> Work | None:
+        """Draw the next query of the share. None: nothing may start now."""
         epoch, place = divmod(self.num_drawn, len(self.own))
         if epoch != self.epoch:
             rng = np.random.default_rng((self.seed, self.share, epoch))
@@ -64,16 +66,16 @@ class Workload:
         return work
 
     def finish(self, work: Work) -> None:
-        """Its group is on its way to the trainer."""
+        """Note that its responses are generated and scored."""
         self.unfinished.remove(work.index)
 
     def drop(self, work: Work) -> None:
-        """Its group will never come: the prompt is too long, or it got no scores."""
+        """Note that its group will never come: the prompt is too long, or it got no scores."""
         self.unfinished.remove(work.index)
 
     def begin_version(self, version: int) -> None:
-        """This version is in the engine now."""
+        """Note the version now in the engine. Free-running search does not ask for it."""
 
     def may_load(self) -> bool:
-        """Whether new weights may come in now."""
+        """Return whether new weights may be loaded now: always, in free-running search."""
         return True

@@ -1,4 +1,8 @@
-"""What the tests share: the environment that a searcher gets, tiny models made on the spot, and the command line as a subprocess."""
+"""What the tests share.
+
+The environment that a searcher gets, tiny models made on the spot, and the command line as a
+subprocess.
+"""
 
 import json
 import os
@@ -56,7 +60,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(directory: Path, tied: bool, seed: int = 0) -> Path:
-    """A random model of 0.1 M parameters that reads and writes bytes: a Qwen2 with tied embeddings or a Llama without."""
+    """A random model of 0.1 M parameters that reads and writes bytes.
+
+    A Qwen2 with tied embeddings or a Llama without.
+    """
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer()
     kind, config = (Qwen2ForCausalLM, Qwen2Config) if tied else (LlamaForCausalLM, LlamaConfig)
@@ -93,7 +100,7 @@ def tied_model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def logits_made(monkeypatch):
-    """A function: for a model, a list that gets the number of positions of all logits that are made from now on."""
+    """A function: for a model, a list of the number of positions of all logits made from now on."""
 
     def record(model) -> list[int]:
         positions, linear, head = [], torch.nn.functional.linear, model.get_output_embeddings()
@@ -111,22 +118,21 @@ def logits_made(monkeypatch):
 
 @pytest.fixture(scope="session")
 def gsm8k_data(tmp_path_factory) -> Path:
-    """Real rows where they are at hand, rows of our own making otherwise; few, so that a run is short."""
+    """Real rows where they are at hand, rows of our own making otherwise; few, for short runs."""
     directory = tmp_path_factory.mktemp("gsm8k")
     for split in ("train", "test"):
         if (GSM8K / f"{split}.jsonl").exists():
             lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:40]
         else:
-            aside = " He likes them green, and keeps them in a basket by the door, where it is cool, until it is time to bake."
-            lines = [
-                json.dumps(
-                    {
-                        "question": f"Tom has {i} apples and buys {i + 2}.{aside * (i % 3)} How many has he?",
-                        "answer": f"{i}+{i + 2}\n#### {2 * i + 2}",
-                    }
-                )
-                for i in range(40)
-            ]
+            aside = (
+                " He likes them green, and keeps them in a basket by the door, where it is cool, "
+                "until it is time to bake."
+            )
+            lines = []
+            for i in range(40):
+                story = f"Tom has {i} apples and buys {i + 2}.{aside * (i % 3)} How many has he?"
+                answer = f"{i}+{i + 2}\n#### {2 * i + 2}"
+                lines.append(json.dumps({"question": story, "answer": answer}))
         (directory / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return directory
 
@@ -134,7 +140,7 @@ def gsm8k_data(tmp_path_factory) -> Path:
 def start_tba(
     *arguments, tag: str = "", root: Path = ROOT, directory: Path | None = None
 ) -> subprocess.Popen:
-    """`python tba.py ARGUMENTS`. Every process of the run, however it is adopted, carries `tag` in its environment."""
+    """`python tba.py ARGUMENTS`. Every process of the run carries `tag` in its environment."""
     command = [sys.executable, str(root / "tba.py"), *map(str, arguments)]
     environment = {**os.environ, "TBA_TEST_TAG": tag}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -165,6 +171,24 @@ def living(tag: str) -> list[int]:
     return pids
 
 
+SHARED_MEMORY = "/dev/shm"
+
+
+def shared_files(pids: list[int]) -> set[str]:
+    """The named files in shared memory that these processes have mapped."""
+    names = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:  # gone meanwhile
+            continue
+        for line in lines:
+            _, is_shared, name = line.partition(f"{SHARED_MEMORY}/")
+            if is_shared and not name.endswith("(deleted)"):
+                names.add(name)
+    return names
+
+
 SMALL = ["--queries_per_batch", "8", "--queries_per_micro_batch", "4", "--initial_responses", "100"]
 FOREVER = ["--steps", 1_000_000]
 
@@ -181,11 +205,8 @@ class Run:
     """A run in the background. Whatever happens, nothing of it is left when the block ends."""
 
     def __init__(self, run_dir: Path, *arguments, resume: bool = False, root: Path = ROOT):
-        self.run_dir, self.tag, self.shared_before = (
-            run_dir,
-            uuid.uuid4().hex,
-            set(os.listdir("/dev/shm")),
-        )
+        self.run_dir, self.tag = run_dir, uuid.uuid4().hex
+        self.shared: set[str] = set()  # files in shared memory that this run's processes have made
         where = ("--resume", run_dir) if resume else ("--output_dir", run_dir)
         self.process = start_tba(*arguments, *where, tag=self.tag, root=root)
 
@@ -209,6 +230,7 @@ class Run:
                 f"the run ended while waiting for: {what}\n{self.process.communicate()}"
             )
             time.sleep(0.05)
+        self.shared |= shared_files(living(self.tag))
         return found
 
     def steps(self) -> list[dict]:
@@ -250,4 +272,5 @@ class Run:
             ]
             time.sleep(0.1)
         time.sleep(1)  # Python's resource tracker cleans up last
-        assert set(os.listdir("/dev/shm")) - self.shared_before == set()
+        assert self.shared, "it was looked at while the run lived"
+        assert self.shared & set(os.listdir(SHARED_MEMORY)) == set()

@@ -1,4 +1,4 @@
-"""The engine of a searcher, the real vLLM: its log-probabilities against transformers' own, before and after new weights."""
+"""The engine of a searcher, the real vLLM, against transformers before and after new weights."""
 
 import queue
 from functools import partial
@@ -6,16 +6,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-
 from conftest import byte_tokenizer
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from config import Config
 from models.engine import ENGINE_ROWS, Engine
-from runtime.messages import Evaluation
 from models.logprobs import response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
 from runtime.board import Board
+from runtime.messages import Evaluation
 from searcher import Searcher
 from weights import SharedWeights
 
@@ -23,7 +22,7 @@ BLOCK = 32  # tokens in a block of vLLM's prefix cache on a CPU
 
 
 def changed(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """New weights for the model, by the names that the trainer publishes."""
+    """Make new weights for the model, by the names that the trainer publishes."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator)
@@ -46,34 +45,30 @@ def drain(engine) -> dict:
 
 def worst_difference(model, prompt: list[int], output, temperature: float) -> float:
     responses = [np.array(c.token_ids, np.int32) for c in output.outputs]
+    prompts = [np.array(prompt, np.int32)] * len(responses)
     with torch.no_grad():
-        ours = response_logprobs(
-            model, [np.array(prompt, np.int32)] * len(responses), responses, temperature
-        ).numpy()
+        ours = response_logprobs(model, prompts, responses, temperature).numpy()
     theirs = [[lp[t].logprob for t, lp in zip(c.token_ids, c.logprobs)] for c in output.outputs]
     return max(float(np.abs(row[: len(t)] - t).max()) for row, t in zip(ours, theirs))
 
 
 @pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
 def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, request):
-    config = Config(
-        model=str(request.getfixturevalue(kind)), max_prompt_tokens=400, max_response_tokens=100
-    )
+    path = str(request.getfixturevalue(kind))
+    config = Config(model=path, max_prompt_tokens=400, max_response_tokens=100)
     sampling = dict(n=4, temperature=0.7, max_tokens=20, seed=1)
     model, engine = load_policy(config, torch.device("cpu")), Engine(config)
-    short, long = (
-        list(range(50, 60)),
-        list(np.random.default_rng(0).integers(0, 256, size=2 * BLOCK + 20).tolist()),
-    )
+    short = list(range(50, 60))
+    long = np.random.default_rng(0).integers(0, 256, size=2 * BLOCK + 20).tolist()
 
     for prompt in (short, long):
         engine.add(f"base{len(prompt)}", prompt, version=0, **sampling)
     for output in drain(engine).values():
-        assert worst_difference(model, output.prompt_token_ids, output, 0.7) <= 1e-4, (
-            "the base model"
-        )
+        difference = worst_difference(model, output.prompt_token_ids, output, 0.7)
+        assert difference <= 1e-4, "the base model"
 
-    for version in (1, 2):  # twice: the second load must not rest on what the first left behind
+    # Twice: the second load must not rest on what the first left behind.
+    for version in (1, 2):
         tensors = changed(model, version)
         engine.load(tensors.items())
         engine.add("stale", short, version=version, **sampling)
@@ -82,7 +77,8 @@ def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, reque
         take_over(model, tensors)
         assert worst_difference(model, short, stale, 0.7) <= 1e-4, f"version {version}"
 
-    # A swap in mid-stream. The long prompt fills two blocks of the prefix cache, with keys and values of version 2, before it.
+    # A swap while responses run. Before it, the long prompt fills two blocks of the prefix cache
+    # with keys and values of version 2.
     engine.add("warm", long, version=2, **sampling)
     drain(engine)
     engine.add("older", long, version=2, n=4, temperature=0.7, max_tokens=90, seed=3)
@@ -93,56 +89,53 @@ def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, reque
     take_over(model, tensors)
     engine.add("newer", long, version=3, **sampling)
     outputs = drain(engine)
-    assert worst_difference(model, long, outputs["newer"], 0.7) <= 1e-4, (
-        "added after the swap, while older responses still ran"
-    )
-    assert worst_difference(model, long, outputs["older"], 0.7) > 0.01, (
-        "the older ones did run across the swap"
-    )
+    newer = worst_difference(model, long, outputs["newer"], 0.7)
+    assert newer <= 1e-4, "added after the swap, while older responses still ran"
+    older = worst_difference(model, long, outputs["older"], 0.7)
+    assert older > 0.01, "the older ones did run across the swap"
 
-    # The power of the test: with the salt of an older version the stale blocks are found, and the numbers are off.
+    # The power of the test: with the salt of an older version a request finds the stale blocks,
+    # and its log-probabilities are off.
     engine.load(changed(model, 4).items())
     take_over(model, changed(model, 4))
     engine.add("unsalted", long, version=3, **sampling)
-    assert worst_difference(model, long, drain(engine)["unsalted"], 0.7) > 0.01, (
-        "without a salt of its own a request would meet stale keys"
-    )
+    unsalted = worst_difference(model, long, drain(engine)["unsalted"], 0.7)
+    assert unsalted > 0.01, "without a salt of its own a request would meet stale keys"
 
 
 def test_a_prompt_is_computed_once_for_its_responses_but_for_its_last_block(tied_model):
     engine = Engine(Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100))
-    for name in ("first", "second"):  # vLLM makes a group of requests like these
+    # vLLM makes a group of requests like these.
+    for name in ("first", "second"):
         engine.add(name, list(range(3 * BLOCK + 5)), version=0, n=1, temperature=1.0, max_tokens=5)
-    assert {name: output.num_cached_tokens for name, output in drain(engine).items()} == {
-        "first": 0,
-        "second": 3 * BLOCK,
-    }
+    cached_tokens = {name: output.num_cached_tokens for name, output in drain(engine).items()}
+    assert cached_tokens == {"first": 0, "second": 3 * BLOCK}
 
 
 def test_a_model_that_vllm_runs_through_transformers_can_be_the_reference_policy_too(tmp_path):
-    """GPT-NeoX: Pythia, of the TL;DR presets. The searcher loads the reference policy behind the engine."""
+    """Load a GPT-NeoX, the architecture of Pythia in the TL;DR presets.
+
+    A searcher loads its reference policy after the engine, as this test does.
+    """
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     torch.manual_seed(0)
-    GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=256,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            initializer_range=0.2,
-        )
-    ).save_pretrained(tmp_path)
-    config = Config(model=str(tmp_path), max_prompt_tokens=40, max_response_tokens=20)
-    engine, model, prompt = (
-        Engine(config),
-        load_policy(config, torch.device("cpu")),
-        list(range(50, 60)),
+    shape = GPTNeoXConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
     )
+    GPTNeoXForCausalLM(shape).save_pretrained(tmp_path)
+    config = Config(model=str(tmp_path), max_prompt_tokens=40, max_response_tokens=20)
+    engine = Engine(config)
+    model = load_policy(config, torch.device("cpu"))
+    prompt = list(range(50, 60))
     tensors = changed(model, 1)
     engine.load(tensors.items())
     engine.add("new", prompt, version=1, n=4, temperature=0.7, max_tokens=20, seed=1)
@@ -154,11 +147,8 @@ def test_a_model_that_vllm_runs_through_transformers_can_be_the_reference_policy
 
 def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probability(tied_model):
     config = Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100)
-    model, tokenizer, engine = (
-        load_policy(config, torch.device("cpu")),
-        load_tokenizer(config),
-        Engine(config),
-    )
+    model = load_policy(config, torch.device("cpu"))
+    tokenizer, engine = load_tokenizer(config), Engine(config)
     prompt = tokenizer("ab").input_ids
     engine.add("ends", prompt, version=0, n=200, temperature=2.0, max_tokens=100, seed=0)
     output = drain(engine)["ends"]
@@ -166,9 +156,8 @@ def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probab
     assert ended, "at this temperature some of 200 responses end by themselves"
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     for candidate in ended:
-        assert candidate.token_ids[-1] == tokenizer.eos_token_id, (
-            "vLLM hands the end-of-sequence token out"
-        )
+        last = candidate.token_ids[-1]
+        assert last == tokenizer.eos_token_id, "vLLM hands the end-of-sequence token out"
         assert tokenizer.eos_token_id not in candidate.token_ids[:-1]
     assert worst_difference(model, prompt, output, 2.0) <= 1e-4
 
@@ -178,21 +167,13 @@ def test_the_same_seeds_give_the_same_responses_whatever_runs_beside_them(tied_m
     engine = Engine(config)
     prompts = {f"p{i}": list(range(10 * i, 10 * i + 8)) for i in range(6)}
 
+    sampling = dict(version=0, n=4, temperature=1.0, max_tokens=10)
+
     def generate(order):
         for name in order:
-            engine.add(
-                name,
-                prompts[name],
-                version=0,
-                n=4,
-                temperature=1.0,
-                max_tokens=10,
-                seed=int(name[1:]),
-            )
-        return {
-            name: [tuple(c.token_ids) for c in output.outputs]
-            for name, output in drain(engine).items()
-        }
+            engine.add(name, prompts[name], seed=int(name[1:]), **sampling)
+        outputs = drain(engine)
+        return {name: [tuple(c.token_ids) for c in outputs[name].outputs] for name in outputs}
 
     assert generate(list(prompts)) == generate(list(reversed(prompts)))
 
@@ -202,28 +183,20 @@ def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(tied_model):
     model, engine = load_policy(config, torch.device("cpu")), Engine(config)
     rng = np.random.default_rng(0)
     for i in range(20):
-        engine.add(
-            f"p{i}",
-            rng.integers(0, 256, size=int(rng.integers(300, 900))).tolist(),
-            version=0,
-            n=2,
-            temperature=1.0,
-            max_tokens=5,
-            seed=i,
-        )
+        size = int(rng.integers(300, 900))
+        prompt = rng.integers(0, 256, size=size).tolist()
+        engine.add(f"p{i}", prompt, version=0, n=2, temperature=1.0, max_tokens=5, seed=i)
     outputs = drain(engine)
     assert len(outputs) == 20
-    assert (
-        max(
-            worst_difference(model, output.prompt_token_ids, output, 1.0)
-            for output in outputs.values()
-        )
-        <= 1e-4
-    )
+    for output in outputs.values():
+        assert worst_difference(model, output.prompt_token_ids, output, 1.0) <= 1e-4
 
 
 def test_a_searcher_keeps_the_engine_full_while_some_of_a_group_have_ended(tied_model, tmp_path):
-    """Groups of which the shorter responses have ended leave room: the next joins before the longest is done."""
+    """Let the next group join before the longest response of a running group is done.
+
+    The shorter ones, which have ended, leave room.
+    """
     searcher, _ = a_searcher(tied_model, tmp_path)
     rows, finished = [], []
     for _ in range(150):
@@ -249,20 +222,20 @@ def test_a_searcher_that_is_ready_before_the_first_publish_searches_with_the_bas
 def test_the_base_model_is_evaluated_also_by_a_searcher_that_finds_newer_weights(
     tied_model, tmp_path
 ):
-    """As one does that takes the place of another, which died before it had evaluated the base model."""
+    """Act as a restarted searcher, which died before it had evaluated the base model."""
     searcher, weights = a_searcher(tied_model, tmp_path)
     weights.publish(2, load_policy(searcher.config, torch.device("cpu")).named_parameters())
     begin = searcher.evaluation.begin
     engine, scorer, queries, *rest = begin.args
     searcher.evaluation.begin = partial(begin.func, engine, scorer, queries[:10], *rest)
-    items, put = [], searcher.groups.put_nowait
+    items, put = [], searcher.rollout_queue.put_nowait
 
     def stop_at_an_evaluation(item) -> None:
         put(item)
         items.append(item)
         searcher.board.stop = isinstance(item, Evaluation) or len(items) == 50
 
-    searcher.groups.put_nowait = stop_at_an_evaluation
+    searcher.rollout_queue.put_nowait = stop_at_an_evaluation
     searcher.search()
     assert [item.version for item in items if isinstance(item, Evaluation)] == [0]
 

@@ -1,5 +1,6 @@
-"""What goes wrong in runs of hours, done on purpose to whole runs: nothing is lost, nothing hangs, nothing is left behind.
+"""What goes wrong in runs of hours, done on purpose to whole runs.
 
+Nothing is lost, nothing hangs, nothing is left behind.
 Those marked `faults` take minutes each: `make test-faults`. The others are in `make test`.
 """
 
@@ -8,6 +9,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +18,8 @@ import numpy as np
 import pytest
 from conftest import FOREVER, ROOT, SMALL, Run, living, read, steps_of, tba
 
-from runtime import checkpoint
-from runtime import timeline
 from buffer import ReplayBuffer
+from runtime import checkpoint, timeline
 from tba import main
 
 # Searchers
@@ -73,7 +74,7 @@ TINY_TASK = [
 
 
 def share(ids: list[int], rank: int, searchers: int) -> list[int]:
-    """The query ids of a searcher's first epoch in their order, as searcher.py has it with --seed 0."""
+    """The query ids of a searcher's first epoch in their order (runtime/workload.py), seed 0."""
     own = np.random.default_rng(0).permutation(len(ids))[rank::searchers]
     return [ids[i] for i in np.random.default_rng((0, rank, 0)).permutation(own)]
 
@@ -88,7 +89,10 @@ TIMING = (
 
 
 def check_replacement(tmp_path: Path, searchers: int, record_property) -> None:
-    """kill -9 to all searchers in the midst of generation: steps go on, they come back within 60 s, and no query of their shares is left out."""
+    """kill -9 to all searchers in the midst of generation.
+
+    Steps go on, the searchers come back within 60 s, and no query of their shares is left out.
+    """
     task, path = visits_task(tmp_path)
     with Run(tmp_path / "run", task, *TINY_TASK, "--searchers", searchers, *FOREVER) as run:
         run.is_at(20)
@@ -189,7 +193,8 @@ def test_a_searcher_that_waits_on_a_full_queue_is_not_taken_for_dead(tmp_path):
 @pytest.mark.faults
 def test_a_searcher_that_dies_three_times_without_a_group_ends_the_run_with_its_traceback(tmp_path):
     (tmp_path / "dies.py").write_text(
-        "import os\nfrom tasks.arithmetic import Arithmetic as A\n\nclass Dies(A):\n    def score(self, *a):\n"
+        "import os\nfrom tasks.arithmetic import Arithmetic as A\n\n"
+        "class Dies(A):\n    def score(self, *a):\n"
         "        os.write(2, b'the last words of a searcher')\n        os._exit(7)\n"
     )
     result = tba(tmp_path / "dies.py", *TINY_TASK, "--output_dir", tmp_path / "run", timeout=400)
@@ -198,20 +203,22 @@ def test_a_searcher_that_dies_three_times_without_a_group_ends_the_run_with_its_
     assert "the last words of a searcher" in result.stderr
 
 
-@pytest.mark.faults
-def test_a_queue_survives_thirty_writers_killed_in_the_midst_of_a_group():
-    """The supervisor with its real queues and processes; a writer puts large groups without pause, so that it dies in the midst of one."""
-    code = """
+SURVIVE = """
 import queue, random, sys, time
-sys.path[:0] = [{root!r}, {tests!r}]
-import processes, supervisor, writer
+sys.path[:0] = [{root!r}, {directory!r}]
+import writer
+from buffer import Group
 from config import Config
+from runtime import processes
+from runtime.board import Board
+from runtime.supervisor import Supervisor
+
 if __name__ == "__main__":
     start = processes.start
-    processes.start = lambda place, target, arguments, run_dir: start(place, "writer:run", arguments, run_dir)
+    processes.start = lambda place, target, *rest: start(place, "writer:run", *rest)
     place = processes.Place("searcher 0", None, [0, 1])
-    board = processes.Board(["trainer", "searcher 0"])
-    run = supervisor.Supervisor(Config(), [place], writer.Weights(), board, {run_dir!r})
+    board = Board(["trainer", "searcher 0"])
+    run = Supervisor(Config(), [place], writer.Weights(), board, {directory!r})
     got = 0
     for kill in range(30):
         deadline = time.monotonic() + 30
@@ -219,11 +226,12 @@ if __name__ == "__main__":
         while fresh < 20:  # groups of this writer
             assert time.monotonic() < deadline, (kill, got)
             try:
-                item = run.rollouts.get(timeout=1)
+                item = run.rollout_queue.get(timeout=1)
             except queue.Empty:
                 continue
-            if not isinstance(item, str):
-                assert len(item.tokens) == 300_000 and (item.tokens == item.version).all(), "a torn group"
+            if isinstance(item, Group):
+                assert len(item.tokens) == 300_000, "a torn group"
+                assert (item.tokens == item.version).all(), "a torn group"
                 fresh += item.query_id == run.searchers[0].pid
                 got += 1
         time.sleep(random.random() * 0.01)
@@ -234,21 +242,39 @@ if __name__ == "__main__":
     run.stop(time.monotonic())
     print("survived 30,", got, "groups")
 """
-    import tempfile
 
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "logs").mkdir()
-        (Path(directory) / "writer.py").write_text(
-            "import os\nimport numpy as np\nfrom buffer import Group\n\nclass Weights:\n    def unpin(self, reader):\n        pass\n\n"
-            "def run(config, share, pin, row, weights, groups, board, run_dir):\n    board.set('searcher 0', 'ready', 1)\n"
-            "    i = 0\n    while True:\n        board.beat('searcher 0')\n        groups.put(Group(os.getpid(), i, i, 0, None, *[np.full(300_000, i)] * 7, 1.0))\n        i += 1\n"
-        )
-        script = Path(directory) / "survive.py"
-        script.write_text(code.format(root=str(ROOT), tests=directory, run_dir=directory))
-        result = subprocess.run(
-            [os.sys.executable, str(script)], capture_output=True, text=True, timeout=300
-        )
-        assert "survived 30" in result.stdout, result.stderr
+WRITER = """
+import os
+import numpy as np
+from buffer import Group
+
+class Weights:
+    def unpin(self, reader):
+        pass
+
+def run(config, share, pin, row, weights, rollout_queue, board, run_dir):
+    board.set(row, "ready", 1)
+    i = 0
+    while True:
+        board.beat(row)
+        rollout_queue.put(Group(os.getpid(), i, i, 0, None, *[np.full(300_000, i)] * 7, 1.0))
+        i += 1
+"""
+
+
+@pytest.mark.faults
+def test_a_queue_survives_thirty_writers_killed_in_the_midst_of_a_group(tmp_path):
+    """The supervisor with its real queues and processes.
+
+    A writer puts large groups without pause, so that it dies in the midst of one.
+    """
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "writer.py").write_text(WRITER)
+    script = tmp_path / "survive.py"
+    script.write_text(SURVIVE.format(root=str(ROOT), directory=str(tmp_path)))
+    command = [sys.executable, str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "survived 30" in result.stdout, result.stderr
 
 
 # The parent and the trainer
@@ -335,7 +361,7 @@ def tensors_of(run_dir: Path, step: int) -> dict:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> dict[str, Path]:
-    """A synchronous run that was killed behind step 16, and one that was killed behind step 8, resumed, and killed behind step 16."""
+    """A synchronous run killed behind step 16; one killed behind step 8, resumed, killed at 16."""
     directory = tmp_path_factory.mktemp("resumed")
     settings = [
         "arithmetic",
@@ -368,7 +394,7 @@ def resumed(tmp_path_factory) -> dict[str, Path]:
     return {"whole": directory / "whole", "killed": directory / "killed"}
 
 
-def test_a_synchronous_run_that_was_killed_and_resumed_gives_the_metrics_and_weights_of_one_that_was_not(
+def test_a_synchronous_run_killed_and_resumed_gives_the_metrics_and_weights_of_one_that_was_not(
     resumed,
 ):
     assert metrics_of(resumed["killed"]) == metrics_of(resumed["whole"])
@@ -440,7 +466,7 @@ def test_steps_and_learning_rate_may_change_and_another_vocabulary_is_refused(
     )
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used_and_without_a_whole_one_nothing_starts(
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_and_without_one_nothing_starts(
     resumed, tmp_path
 ):
     copy = tmp_path / "run"
@@ -465,7 +491,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used_and_without
 
 
 @pytest.mark.faults
-def test_a_run_that_is_killed_at_twenty_random_moments_goes_on_from_its_last_whole_checkpoint_each_time(
+def test_a_run_killed_at_twenty_random_moments_goes_on_from_its_last_whole_checkpoint_each_time(
     tmp_path, record_property
 ):
     rng = random.Random(0)
@@ -576,7 +602,8 @@ class Capitals(Task):
     def score(self, queries, responses, finished):
         if any(query.id % 10 == 3 for query in queries):
             raise ValueError("no score for a 3")
-        return [float("nan") if query.id % 10 == 7 else sum(c.isupper() for c in r) for query, r in zip(queries, responses)]
+        capitals = [float(sum(c.isupper() for c in response)) for response in responses]
+        return [float("nan") if q.id % 10 == 7 else c for q, c in zip(queries, capitals)]
 """
 
 
@@ -675,8 +702,10 @@ def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_the
 @pytest.mark.faults
 def test_a_task_whose_score_fails_most_of_the_time_ends_the_run_with_the_error(tmp_path):
     (tmp_path / "fails.py").write_text(
-        "from tasks.arithmetic import Arithmetic as A\n\nclass Fails(A):\n    def score(self, queries, *a):\n"
-        "        if queries[0].id % 4:\n            raise ValueError('three of four fail')\n        return super().score(queries, *a)\n"
+        "from tasks.arithmetic import Arithmetic as A\n\n"
+        "class Fails(A):\n    def score(self, queries, *a):\n"
+        "        if queries[0].id % 4:\n            raise ValueError('three of four fail')\n"
+        "        return super().score(queries, *a)\n"
     )
     result = tba(tmp_path / "fails.py", *TINY_TASK, *FOREVER, "--output_dir", tmp_path / "run")
     assert result.returncode == 1
@@ -689,38 +718,53 @@ def test_a_task_whose_score_fails_most_of_the_time_ends_the_run_with_the_error(t
 # Long runs, and several
 
 
+FEW = """
+from tasks.arithmetic import Arithmetic as A
+
+class Few(A):
+    def queries(self, split):
+        return super().queries(split)[:200]
+"""
+
+
+MIB_PER_THOUSAND_GROUPS = 1.0
+
+
+def sizes(run: Run) -> dict[str, tuple[float, int]]:
+    """MiB of resident memory and number of file descriptors, of the trainer and the searcher."""
+    found = {}
+    for name in ("trainer", "searcher 0"):
+        process = Path(f"/proc/{run.pid(name)}")
+        lines = process.joinpath("status").read_text().splitlines()
+        resident = next(int(line.split()[1]) for line in lines if "VmRSS" in line)
+        found[name] = (resident / 1024, len(os.listdir(process / "fd")))
+    return found
+
+
 @pytest.mark.faults
-def test_twenty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(
+def test_thirty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(
     tmp_path, record_property
 ):
-    def sizes(run: Run) -> dict[str, tuple[float, int]]:
-        found = {}
-        for name in ("trainer", "searcher 0"):
-            pid = run.pid(name)
-            resident = next(
-                int(line.split()[1]) / 1024
-                for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-                if "VmRSS" in line
-            )
-            found[name] = (resident, len(os.listdir(f"/proc/{pid}/fd")))
-        return found
-
+    """The slope of memory behind the first 12,000 groups, in which buffer and caches fill up."""
     flags = ["--capacity_per_query", 12, "--checkpoint_every", 0, "--sync_period", 10]
-    (tmp_path / "few.py").write_text(
-        "from tasks.arithmetic import Arithmetic as A\n\nclass Few(A):\n    def queries(self, split):\n        return super().queries(split)[:200]\n"
-    )
+    (tmp_path / "few.py").write_text(FEW)
+    thousands, measured = range(12, 31, 2), []
     with Run(tmp_path / "run", tmp_path / "few.py", *TINY_TASK, *flags, *FOREVER) as run:
-        run.until(
-            lambda: run.steps() and run.steps()[-1]["received"] > 12 * 4_000,
-            600,
-            "4,000 groups: the buffer is full",
-        )
-        before = sizes(run)
-        run.until(lambda: run.steps()[-1]["received"] > 12 * 24_000, 900, "20,000 groups more")
-        after = sizes(run)
-        record_property("(MiB, descriptors) before and after", [before, after])
-        for name in before:
-            assert after[name][0] < 1.05 * before[name][0] and after[name][1] <= before[name][1]
+        for thousand in thousands:
+            groups = 1000 * thousand
+
+            def has_come(responses: int = 12 * groups) -> bool:
+                return bool(run.steps()) and run.steps()[-1]["received"] > responses
+
+            run.until(has_come, 900, f"{groups} groups")
+            measured.append(sizes(run))
+    for name in measured[0]:
+        memory = [found[name][0] for found in measured]
+        slope = float(np.polyfit(thousands, memory, 1)[0])
+        figures = f"{memory[0]:.0f} to {memory[-1]:.0f} MiB, {slope:.2f} MiB a thousand groups"
+        record_property(f"{name}, 12,000 to 30,000 groups", figures)
+        assert slope < MIB_PER_THOUSAND_GROUPS
+        assert measured[-1][name][1] <= measured[0][name][1], "file descriptors"
 
 
 @pytest.mark.faults

@@ -1,8 +1,9 @@
-"""The asynchronous side, action by action: a searcher against a scripted trainer, a trainer against a scripted searcher.
+"""The asynchronous side, action by action.
 
-What each of the two does (loads, adds, sends, publishes, samples, saves), and in which order, stands in
-tests/pinned/. A change of that order is a change of behaviour. To record it anew, delete the file: the test
-writes it, and fails once. Lengths, rewards and draws come from seeds alone, so that every machine gives the same.
+A searcher runs against a scripted trainer, and a trainer against a scripted searcher. tests/pinned/
+holds what each of the two does (loads, adds, sends, publishes, samples, saves), in order. A change
+of that order is a change of behaviour. To record it anew, delete the file: the test writes it, and
+fails once. Lengths, rewards and draws come from seeds alone, so that every machine gives the same.
 """
 
 import queue
@@ -36,7 +37,8 @@ class Pinned(Task):
     evaluation_sampling = {"temperature": 0.0, "min_tokens": 4, "max_tokens": 4}
 
     def queries(self, split):
-        return [Query(i, "x" * (50 if i % 13 == 5 else 3 + i % 9), i) for i in range(40 if split == "train" else 6)]
+        lengths = [50 if i % 13 == 5 else 3 + i % 9 for i in range(40 if split == "train" else 6)]
+        return [Query(i, "x" * length, i) for i, length in enumerate(lengths)]
 
     def sampling(self, rng):
         length = int(rng.integers(3, 10))
@@ -50,7 +52,7 @@ class Pinned(Task):
 
 
 class Record:
-    """Actions, one a line; the same one again in a row is the same line."""
+    """The actions, one a line; repetitions of the last line are left out."""
 
     def __init__(self):
         self.lines: list[str] = []
@@ -68,7 +70,7 @@ class Record:
 
 
 def watch(monkeypatch, owner: type, method: str, line) -> None:
-    """After each call of owner.method, line(result, self, *arguments) is what happened, or None."""
+    """Call line(result, self, *arguments) after each call of owner.method."""
     original = getattr(owner, method)
 
     def watched(self, *arguments, **keywords):
@@ -80,7 +82,7 @@ def watch(monkeypatch, owner: type, method: str, line) -> None:
 
 
 class ScriptedQueue:
-    """Takes what the searcher sends, unless it is full, which it is for ten attempts to send."""
+    """A queue that records what the searcher sends. While `refusals` lasts, it is full."""
 
     def __init__(self, record: Record):
         self.record, self.refusals = record, 0
@@ -92,13 +94,18 @@ class ScriptedQueue:
             raise queue.Full
         if isinstance(item, Evaluation):
             self.record(
-                f"send evaluation of version {item.version} on {item.queries} queries, {item.unscored} unscored, {item.score:.4f}"
+                f"send evaluation of version {item.version} on {item.queries} queries, "
+                f"{item.unscored} unscored, {item.score:.4f}"
             )
         else:
             self.record(
-                f"send query {item.query_id}: versions {item.version} to {item.last_version}, reference {item.reference_version}, batch {item.batch}, "
-                f"prompt {len(item.prompt)}, lengths {sorted(set(item.lengths.tolist()))} x {len(item.lengths)}, rewards {item.rewards[:4].tolist()}, "
-                f"{len(item.ref_logprobs)} and {len(item.behavior_logprobs)} log-probabilities, temperature {item.temperature}"
+                f"send query {item.query_id}: versions {item.version} to {item.last_version}, "
+                f"reference {item.reference_version}, batch {item.batch}, "
+                f"prompt {len(item.prompt)}, "
+                f"lengths {sorted(set(item.lengths.tolist()))} x {len(item.lengths)}, "
+                f"rewards {item.rewards[:4].tolist()}, "
+                f"{len(item.ref_logprobs)} and {len(item.behavior_logprobs)} log-probabilities, "
+                f"temperature {item.temperature}"
             )
 
 
@@ -122,8 +129,8 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
     tensors = dict(load_policy(config, torch.device("cpu")).named_parameters()).items()
     steps = 0
 
-    def script(self) -> None:
-        """The trainer's part, told by the searcher's engine steps."""
+    def script(self) -> list:
+        """Play the trainer's part, timed by the searcher's engine steps."""
         nonlocal steps
         steps += 1
         for version in {10: [2], 20: [4], 22: [6], 40: [8], 60: [10, 12]}.get(steps, []):
@@ -138,37 +145,28 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
 
     original = Engine.step
     monkeypatch.setattr(Engine, "step", script)
-    watch(
-        monkeypatch,
-        Engine,
-        "step",
-        lambda r, *a: record(f"step {steps}, pins {weights.pins.tolist()}, rows {a[0].rows}"),
-    )
-    watch(
-        monkeypatch,
-        Engine,
-        "add",
-        lambda r, self, request, prompt, version, **sampling: record(
-            f"add {request}, prompt {len(prompt)}, version {version}, {sorted(sampling.items())}"
-        ),
-    )
-    watch(monkeypatch, Engine, "load", lambda *a: record(f"load version {weights.version}"))
-    watch(
-        monkeypatch,
-        SharedWeights,
-        "read_reference",
-        lambda *a: record(f"read reference {weights.reference_version}"),
-    )
     seen = {}
+    columns = ("cursor", "version", "evaluated", "unscored_groups", "long_prompts")
+
+    def stepped(result, self) -> None:
+        record(f"step {steps}, pins {weights.pins.tolist()}, rows {self.rows}")
+
+    def added(result, self, request, prompt, version, **sampling) -> None:
+        settings = sorted(sampling.items())
+        record(f"add {request}, prompt {len(prompt)}, version {version}, {settings}")
+
+    def read_reference(*_) -> None:
+        record(f"read reference {weights.reference_version}")
 
     def written(result, self, name: str, column: str, value: float) -> None:
-        if (
-            column in ("cursor", "version", "evaluated", "unscored_groups", "long_prompts")
-            and seen.get(column, 0.0) != value
-        ):
+        if column in columns and seen.get(column, 0.0) != value:
             seen[column] = value
             record(f"board: {column} {value:g}")
 
+    watch(monkeypatch, Engine, "step", stepped)
+    watch(monkeypatch, Engine, "add", added)
+    watch(monkeypatch, Engine, "load", lambda *_: record(f"load version {weights.version}"))
+    watch(monkeypatch, SharedWeights, "read_reference", read_reference)
     watch(monkeypatch, Board, "set", written)
     Searcher(config, 0, 0, "searcher 0", weights, found, board, str(tmp_path)).search()
     record.compare("searcher.txt")
@@ -195,11 +193,14 @@ def a_group(query_id: int, version: int, reference_version: int, rng: np.random.
 
 
 class ScriptedSearcher:
-    """In the place of the trainer's queue. Sends two groups a step of the newest weights, and none while it is silent; evaluations come late."""
+    """The trainer's queue, filled by a script.
 
-    SILENT = range(
-        14, 23
-    )  # trainer steps at which nothing comes, until the trainer has asked five times
+    It sends two groups a step, of the newest weights, and none while it is silent. Evaluations come
+    late.
+    """
+
+    # Trainer steps at which nothing comes until the trainer has asked five times.
+    SILENT = range(14, 23)
 
     def __init__(self, weights: SharedWeights):
         self.weights, self.rng = weights, np.random.default_rng(0)
@@ -209,24 +210,18 @@ class ScriptedSearcher:
     def qsize(self) -> int:
         step = self.trainer.step
         self.asked = self.asked + 1 if step == self.step else 1
-        pins = {5: [0, 1], 6: [0, 1], 7: [-1, -1]}.get(
-            step
-        )  # at step 6 slow readers hold every slot
+        # At step 6 slow readers hold every slot.
+        pins = {5: [0, 1], 6: [0, 1], 7: [-1, -1]}.get(step)
         if step != self.step and pins:
             newest = int(self.weights.newest[0])
             others = [slot for slot in range(3) if slot != newest]
             self.weights.pins[:] = torch.tensor(others if pins[0] == 0 else [-1, -1])
         new = step != self.step or step == 0 and self.asked <= 4
         if new and step not in self.SILENT or self.asked == 5 and self.step in self.SILENT:
+            version, reference = max(0, self.weights.version), self.weights.reference_version
             for _ in range(2):
-                self.waiting.append(
-                    a_group(
-                        self.groups * 7 % 11,
-                        max(0, self.weights.version),
-                        self.weights.reference_version,
-                        self.rng,
-                    )
-                )
+                query = self.groups * 7 % 11
+                self.waiting.append(a_group(query, version, reference, self.rng))
                 self.groups += 1
         if self.evaluated < self.weights.evaluation_version < step:
             self.evaluated = self.weights.evaluation_version
@@ -261,48 +256,6 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
     board, record = Board(["trainer", "searcher 0"]), Record()
     board.loaded("searcher 0")
     found = ScriptedSearcher(weights)
-    watch(
-        monkeypatch,
-        SharedWeights,
-        "publish",
-        lambda done, self, version, tensors, evaluate=False: record(
-            f"publish version {version}, evaluate {evaluate}: {'done' if done else 'no free slot'}"
-        ),
-    )
-    watch(
-        monkeypatch,
-        SharedWeights,
-        "publish_reference",
-        lambda done, self, version, tensors: record(f"publish reference {version}: {done}"),
-    )
-    watch(
-        monkeypatch,
-        ReplayBuffer,
-        "add",
-        lambda r, self, groups, step: (
-            groups
-            and record(
-                f"buffer: add queries {[g.query_id for g in groups]} of versions {[g.version for g in groups]} at step {step}"
-            )
-        ),
-    )
-    watch(
-        monkeypatch,
-        ReplayBuffer,
-        "sample",
-        lambda rows, self, *a: record(
-            f"sample {a}: queries {[row.query_id for row in rows]} of versions {[row.version for row in rows]}"
-        ),
-    )
-    watch(
-        monkeypatch,
-        Learner,
-        "update",
-        lambda metrics, self, rows: record(
-            f"update {len(rows)} rows, references {[r.reference_version for r in rows]}"
-        ),
-    )
-    watch(monkeypatch, Report, "say", lambda r, self, text: record(f"say {text!r}"))
     shown = (
         "step",
         "reward",
@@ -315,22 +268,48 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
         "mismatch_version",
         "learning_rate",
     )
-    watch(
-        monkeypatch,
-        Report,
-        "step",
-        lambda r, self, metrics: record(f"record { {name: metrics.get(name) for name in shown} }"),
-    )
+
+    def published(done, self, version, tensors, evaluate=False) -> None:
+        outcome = "done" if done else "no free slot"
+        record(f"publish version {version}, evaluate {evaluate}: {outcome}")
+
+    def published_reference(done, self, version, tensors) -> None:
+        record(f"publish reference {version}: {done}")
+
+    def added(result, self, groups, step) -> None:
+        if groups:
+            queries, versions = [g.query_id for g in groups], [g.version for g in groups]
+            record(f"buffer: add queries {queries} of versions {versions} at step {step}")
+
+    def sampled(rows, self, *arguments) -> None:
+        queries, versions = [row.query_id for row in rows], [row.version for row in rows]
+        record(f"sample {arguments}: queries {queries} of versions {versions}")
+
+    def updated(metrics, self, rows) -> None:
+        references = [row.reference_version for row in rows]
+        record(f"update {len(rows)} rows, references {references}")
+
+    def stepped(result, self, metrics) -> None:
+        record(f"record { {name: metrics.get(name) for name in shown} }")
+
     save = checkpoint.save
 
     def saved(run_dir, step, tensors, arrays, state) -> None:
         record(
-            f"checkpoint at step {step}: evaluation_due {state['evaluation_due']}, received {state['received']}, reference {state['reference_version']}"
+            f"checkpoint at step {step}: evaluation_due {state['evaluation_due']}, "
+            f"received {state['received']}, reference {state['reference_version']}"
         )
         save(run_dir, step, tensors, arrays, state)
 
+    watch(monkeypatch, SharedWeights, "publish", published)
+    watch(monkeypatch, SharedWeights, "publish_reference", published_reference)
+    watch(monkeypatch, ReplayBuffer, "add", added)
+    watch(monkeypatch, ReplayBuffer, "sample", sampled)
+    watch(monkeypatch, Learner, "update", updated)
+    watch(monkeypatch, Report, "say", lambda result, self, text: record(f"say {text!r}"))
+    watch(monkeypatch, Report, "step", stepped)
     monkeypatch.setattr(checkpoint, "save", saved)
-    watch(monkeypatch, Learner, "save_model", lambda *a: record("save the model"))
+    watch(monkeypatch, Learner, "save_model", lambda *_: record("save the model"))
     found.trainer = Trainer(config, weights, found, board, str(tmp_path))
     found.trainer.train()
     record.compare("trainer.txt")

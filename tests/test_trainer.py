@@ -1,3 +1,5 @@
+"""The trainer, part by part: its gradient, schedules, reference resets, syncs and publishes."""
+
 import queue
 
 import numpy as np
@@ -6,9 +8,9 @@ import torch
 
 from buffer import Group, Row
 from config import Config
+from learner import beta_at, lr_schedule
 from models.logprobs import response_logprobs
 from models.policy import weight_shapes
-from learner import beta_at, lr_schedule
 from runtime.board import Board
 from runtime.memory_trial import try_largest_batch
 from runtime.report import Report, describe
@@ -18,7 +20,7 @@ from weights import SharedWeights
 
 
 def make_trainer(model, run_dir, **settings) -> Trainer:
-    """A trainer as its process makes it, without searchers."""
+    """Make a trainer as its process does, without searchers."""
     (run_dir / "logs").mkdir(parents=True)
     config = Config(
         model=str(model),
@@ -40,29 +42,21 @@ def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Row]:
         for _ in range(per_query):
             length = int(rng.integers(1, 25))
             tokens = rng.integers(0, 256, size=length).astype(np.int32)
-            rows.append(
-                Row(
-                    query,
-                    0,
-                    0,
-                    prompt,
-                    tokens,
-                    -5 - rng.random(length).astype(np.float32),
-                    -5 - rng.random(length).astype(np.float32),
-                    float(rng.integers(0, 2)),
-                )
-            )
+            ref_logprobs = -5 - rng.random(length).astype(np.float32)
+            behavior_logprobs = -5 - rng.random(length).astype(np.float32)
+            reward = float(rng.integers(0, 2))
+            row = Row(query, 0, 0, prompt, tokens, ref_logprobs, behavior_logprobs, reward)
+            rows.append(row)
     return rows
 
 
 def gradient(trainer: Trainer, rows: list[Row]) -> torch.Tensor:
-    """The gradient that update() hands to the optimizer."""
+    """Return the gradient that update() hands to the optimizer."""
     seen = []
 
     def step():
-        seen.append(
-            torch.cat([p.grad.flatten().clone() for p in trainer.learner.policy.parameters()])
-        )
+        gradients = [p.grad.flatten().clone() for p in trainer.learner.policy.parameters()]
+        seen.append(torch.cat(gradients))
 
     trainer.learner.optimizer.step = step
     trainer.learner.update(rows)
@@ -71,23 +65,14 @@ def gradient(trainer: Trainer, rows: list[Row]) -> torch.Tensor:
 
 def test_the_gradient_does_not_depend_on_the_micro_batch(untied_model, tmp_path):
     rows = make_rows(queries=4, per_query=3)
-    gradients = [
-        gradient(
-            make_trainer(
-                untied_model,
-                tmp_path / str(size),
-                queries_per_batch=4,
-                queries_per_micro_batch=size,
-                beta=1.0,
-            ),
-            rows,
-        )
-        for size in (1, 2, 4)
-    ]
+    gradients = []
+    for size in (1, 2, 4):
+        settings = dict(queries_per_batch=4, queries_per_micro_batch=size, beta=1.0)
+        trainer = make_trainer(untied_model, tmp_path / str(size), **settings)
+        gradients.append(gradient(trainer, rows))
+    tolerance = 1e-6 * float(gradients[0].abs().max())
     for other in gradients[1:]:
-        torch.testing.assert_close(
-            gradients[0], other, rtol=0, atol=1e-6 * float(gradients[0].abs().max())
-        )
+        torch.testing.assert_close(gradients[0], other, rtol=0, atol=tolerance)
 
 
 def test_an_end_of_sequence_token_that_is_also_padding_stays_in_the_mask(untied_model, tmp_path):
@@ -107,46 +92,39 @@ def test_padded_fields_hold_each_row_from_its_first_token(untied_model, tmp_path
     rows = make_rows(2, 3)
     inputs = make_trainer(untied_model, tmp_path).learner.loss_inputs(rows, beta=0.5)
     for i, row in enumerate(rows):
-        np.testing.assert_array_equal(
-            inputs.ref_logprobs[i, : len(row.tokens)].numpy(), row.ref_logprobs
-        )
-        np.testing.assert_array_equal(
-            inputs.behavior_logprobs[i, : len(row.tokens)].numpy(), row.behavior_logprobs
-        )
+        reference = inputs.ref_logprobs[i, : len(row.tokens)].numpy()
+        behavior = inputs.behavior_logprobs[i, : len(row.tokens)].numpy()
+        np.testing.assert_array_equal(reference, row.ref_logprobs)
+        np.testing.assert_array_equal(behavior, row.behavior_logprobs)
     assert inputs.rewards.tolist() == [row.reward for row in rows]
     assert (inputs.group_size, inputs.beta) == (3, 0.5)
 
 
-def test_rows_that_an_earlier_reference_scored_get_the_log_probabilities_of_the_present_one_when_they_are_drawn(
+def test_rows_that_an_earlier_reference_scored_get_the_log_probabilities_of_the_present_one_when_they_are_drawn(  # noqa: E501
     untied_model, tmp_path
 ):
     trainer = make_trainer(untied_model, tmp_path, reference_reset_period=2)
-    rows = make_rows(2, 3)
+    policy, rows = trainer.learner.policy, make_rows(2, 3)
     before = [row.ref_logprobs for row in rows]
     trainer.resets.renew(rows)
-    assert all(row.ref_logprobs is logprobs for row, logprobs in zip(rows, before)), (
-        "no reset so far"
-    )
+    for row, logprobs in zip(rows, before):
+        assert row.ref_logprobs is logprobs, "no reset so far"
 
     trainer.learner.step = 2
+    prompts, responses = [row.prompt for row in rows], [row.tokens for row in rows]
     with torch.no_grad():
-        for parameter in trainer.learner.policy.parameters():
+        for parameter in policy.parameters():
             parameter.mul_(1.1)
-        expected = response_logprobs(
-            trainer.learner.policy,
-            [r.prompt for r in rows],
-            [r.tokens for r in rows],
-            trainer.config.temperature,
-        ).numpy()
+        logprobs = response_logprobs(policy, prompts, responses, trainer.config.temperature)
+    expected = logprobs.numpy()
     trainer.sync()
     assert trainer.weights.reference_version == 2
+    # The policy changes; its copy that became the reference does not.
     with torch.no_grad():
-        for parameter in trainer.learner.policy.parameters():
-            parameter.mul_(0.5)  # the policy goes on, its copy that became the reference does not
-    rows[5].reference_version, rows[5].ref_logprobs = (
-        2,
-        np.float32([7.0]),
-    )  # a searcher that has the new reference scored this one
+        for parameter in policy.parameters():
+            parameter.mul_(0.5)
+    # A searcher that has the new reference scored this one.
+    rows[5].reference_version, rows[5].ref_logprobs = 2, np.float32([7.0])
     trainer.resets.renew(rows)
     for row, logprobs in list(zip(rows, expected))[:5]:
         assert row.reference_version == 2
@@ -161,9 +139,12 @@ def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_wi
     trainer = make_trainer(untied_model, tmp_path, sync_period=2, reference_reset_period=4)
     seen = []
     publish = trainer.weights.publish
-    trainer.weights.publish = lambda version, *a, **k: (
-        seen.append((version, trainer.weights.reference_version)) or publish(version, *a, **k)
-    )
+
+    def watched(version, *arguments, **keywords):
+        seen.append((version, trainer.weights.reference_version))
+        return publish(version, *arguments, **keywords)
+
+    trainer.weights.publish = watched
     for trainer.learner.step in range(0, 14, 2):
         trainer.sync()
     assert seen == [(0, 0), (2, 0), (4, 4), (6, 4), (8, 8), (10, 8), (12, 12)]
@@ -197,12 +178,8 @@ def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the
 
 def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
     gsm8k = Config(**find_presets("gsm8k")["figure1"])
-    assert [round(beta_at(gsm8k, step), 6) for step in (0, 250, 500, 700)] == [
-        0.014,
-        0.009,
-        0.004,
-        0.004,
-    ]
+    betas = [round(beta_at(gsm8k, step), 6) for step in (0, 250, 500, 700)]
+    assert betas == [0.014, 0.009, 0.004, 0.004]
     jump = Config(beta=1.0, beta_final=0.05, beta_steps=128, beta_stop_step=32)
     assert beta_at(jump, 31) == pytest.approx(1 - 0.95 * 31 / 128) and beta_at(jump, 32) == 0.05
     assert beta_at(Config(beta=0.3), 10_000) == 0.3
@@ -233,9 +210,8 @@ def test_learning_rate_schedules(settings, expected):
 
 
 def test_the_progress_line_shows_the_figures_that_an_objective_has(tmp_path, capsys):
-    Report(str(tmp_path), steps=1).step(
-        {"step": 1, "reward": 0.5, "loss": 2.0}
-    )  # no log Z: only trajectory balance has one
+    # There is no log Z: only trajectory balance has one.
+    Report(str(tmp_path), steps=1).step({"step": 1, "reward": 0.5, "loss": 2.0})
     assert capsys.readouterr().out.startswith("step 1/1  reward 0.5  loss 2  ")
 
 
@@ -267,7 +243,7 @@ def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
 def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
     untied_model, tmp_path, logits_made
 ):
-    """Equal rows run once: those of this batch are all different."""
+    """Check that all rows of this batch are different: equal ones would run once."""
     trainer = make_trainer(
         untied_model,
         tmp_path,
@@ -286,34 +262,33 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
     try_largest_batch(trainer.config, model, trainer.learner.loss_inputs)
     assert sum(positions) == 2 * (2 * 3 * 30), "forward, and again in the backward pass"
     assert widths == [(2, 20), (6, 29)]
-    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters())) and all(
-        p.grad is None for p in model.parameters()
-    )
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_path):
-    """Groups of 40 kB, in a queue between processes: of its pipe's 64 KB one alone would fit."""
+    """Send groups of 40 kB through a queue whose pipe, of 64 KB, has room for only one."""
     trainer = make_trainer(untied_model, tmp_path)
-    trainer.rollouts = torch.multiprocessing.get_context("spawn").Queue(100)
+    trainer.rollout_queue = torch.multiprocessing.get_context("spawn").Queue(100)
     size = 24 * 140
     for query in range(60):
-        trainer.rollouts.put(
-            Group(
-                query,
-                0,
-                0,
-                0,
-                None,
-                np.zeros(9, np.int32),
-                np.full(24, 140, np.int32),
-                np.arange(size, dtype=np.int32),
-                *np.zeros((2, size), np.float32),
-                np.zeros(24, np.float32),
-                np.ones(24, bool),
-                1.0,
-            )
+        group = Group(
+            query_id=query,
+            version=0,
+            last_version=0,
+            reference_version=0,
+            batch=None,
+            prompt=np.zeros(9, np.int32),
+            lengths=np.full(24, 140, np.int32),
+            tokens=np.arange(size, dtype=np.int32),
+            ref_logprobs=np.zeros(size, np.float32),
+            behavior_logprobs=np.zeros(size, np.float32),
+            rewards=np.zeros(24, np.float32),
+            finished=np.ones(24, bool),
+            temperature=1.0,
         )
-    trainer.health.mismatch_due = 10**9  # these groups are nobody's samples
+        trainer.rollout_queue.put(group)
+    trainer.health.mismatch_due = 10**9  # no policy sampled these groups
     trainer.receive()
     assert trainer.batches.received == 60 * 24
 

@@ -48,7 +48,10 @@ def is_whole(version: int, tensors: dict[str, torch.Tensor]) -> bool:
 def read_to_the_last(
     weights: SharedWeights, reader: int, pause: float, reads: torch.Tensor, results
 ) -> None:
-    """A process: reads, `pause` seconds long each, until it has seen the last version; sends (reader, versions seen, versions torn)."""
+    """A process: reads, `pause` seconds long each, until it has seen the last version.
+
+    Sends (reader, versions seen, versions torn).
+    """
     torch.set_num_threads(1)
     seen, torn = [], []
     while not seen or seen[-1] < VERSIONS:
@@ -109,7 +112,8 @@ def test_every_read_is_one_version_whole_and_every_reader_gets_on():
             assert process.exitcode == 0
     for reader, seen, torn in outcome:
         assert torn == [], (
-            f"reader {reader} saw {len(torn)} of {len(seen)} reads torn; {refused} publishes were refused"
+            f"reader {reader} saw {len(torn)} of {len(seen)} reads torn; "
+            f"{refused} publishes were refused"
         )
         assert seen == sorted(seen)  # never back
         assert seen[-1] == VERSIONS
@@ -167,7 +171,10 @@ def test_a_reader_that_was_overtaken_before_its_pin_was_set_looks_again():
     weights = make_weights(readers=1)
 
     class PinsOvertaken:
-        """Between the reader's look at the newest slot and its first pin, the writer publishes and is in the middle of the next version."""
+        """Between the reader's look at the newest slot and its first pin, the writer publishes.
+
+        It is in the middle of the next version, too.
+        """
 
         def __init__(self, pins: torch.Tensor):
             self.pins = pins
@@ -284,13 +291,62 @@ def test_the_required_bytes_are_those_of_all_slots():
     assert weights.reference.nbytes == 4 * 201_001
 
 
+# The fence: a store must be seen before the load behind it
+
+
+ROUNDS = 50_000
+ROUND_SECONDS = 20  # fewer rounds where the machine is busy
+
+
+def meet(side: int, words: torch.Tensor, arrived: torch.Tensor, saw: torch.Tensor, results) -> None:
+    """A process: in each round, store the own word, then load the other's, as the protocols do."""
+    torch.set_num_threads(1)
+    other, missed, deadline = 1 - side, 0, time.monotonic() + ROUND_SECONDS
+    for i in range(1, ROUNDS + 1):
+        if side == 0 and time.monotonic() > deadline:
+            i = -i  # the last round
+        for step in range(2):
+            if step == 1:
+                words[side] = abs(i)
+                weights_module.full_fence()
+                saw[side] = words[other]
+            arrived[side, step] = i
+            while abs(int(arrived[other, step])) < abs(i):
+                pass
+        missed += bool((saw < abs(i)).all())
+        arrived[side, 2] = i
+        while abs(int(arrived[other, 2])) < abs(i):
+            pass
+        if i < 0 or int(arrived[other, 2]) < 0:
+            break
+    results.put((side, abs(i), missed))
+
+
+def test_of_two_sides_that_store_and_then_load_one_sees_the_other():
+    results = spawn.Queue()
+    words = torch.zeros(2, dtype=torch.int64).share_memory_()
+    saw = torch.zeros(2, dtype=torch.int64).share_memory_()
+    arrived = torch.zeros(2, 3, dtype=torch.int64).share_memory_()
+    sides = [
+        spawn.Process(target=meet, args=(side, words, arrived, saw, results)) for side in (0, 1)
+    ]
+    with running(*sides):
+        outcome = sorted(results.get() for _ in sides)
+    (_, rounds, missed), (_, same_rounds, missed_too) = outcome
+    assert rounds == same_rounds > 1000
+    assert (missed, missed_too) == (0, 0), f"in so many of {rounds} rounds neither saw the other"
+
+
 # The slot of the reference policy
 
 REFERENCES = 50
 
 
 def read_references(weights: SharedWeights, reader: int, started: torch.Tensor, results) -> None:
-    """A process: reads the reference until it has seen the last; sends (versions seen, versions torn)."""
+    """A process: reads the reference until it has seen the last.
+
+    Sends (versions seen, versions torn).
+    """
     torch.set_num_threads(1)
     seen, torn = [0], []
     started[reader] = 1
