@@ -26,7 +26,7 @@ from runtime.lockstep import LockstepWorkload
 from runtime.messages import Evaluation
 from runtime.reference import Reference
 from runtime.samples import SampleLog
-from runtime.scoring import FailureLimit, Scorer, Unscored
+from runtime.scoring import FailureLimit, Responses, Scorer
 from runtime.timeline import WorkTimeline
 from runtime.workload import Work, Workload
 from tasks import load_task
@@ -201,7 +201,7 @@ class Searcher:
                 finished.append(rollout)
         return finished
 
-    def score(self, rollouts: list[Rollout]) -> list[tuple[Unscored, np.ndarray]]:
+    def score(self, rollouts: list[Rollout]) -> list[tuple[Responses, np.ndarray]]:
         """Hand finished responses to the task's score(). Returns what has been scored by now.
 
         Each group comes with its (S,) rewards. Where score() runs in worker processes, it may be a
@@ -212,33 +212,33 @@ class Searcher:
             tokens = [response.token_ids for response in rollout.responses]
             texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
             finished = [response.finish_reason == "stop" for response in rollout.responses]
-            groups.append(Unscored(rollout, rollout.work.query, texts, finished))
+            groups.append(Responses(rollout, rollout.work.query, texts, finished))
         if groups:
             with self.timeline.work("score"):
                 self.scorer.add(groups)
         scored = []
         for group, rewards in self.scorer.take():
-            if isinstance(group.request, EvaluationRun):
-                group.request.record(group, rewards)
+            if isinstance(group.sender, EvaluationRun):
+                group.sender.record(group, rewards)
             elif isinstance(rewards, Exception):
-                self.workload.drop(group.request.work)
+                self.workload.drop(group.sender.work)
                 self.failures.count_failed(group, rewards)
             else:
-                self.workload.finish(group.request.work)
+                self.workload.finish(group.sender.work)
                 self.failures.count_scored()
-                self.samples.write(group, rewards, group.request.version)
+                self.samples.write(group, rewards, group.sender.version)
                 scored.append((group, rewards))
         self.board.set(self.row, "cursor", self.workload.cursor)
         return scored
 
-    def add_reference_logprobs(self, scored: list[tuple[Unscored, np.ndarray]]) -> list[Group]:
+    def add_reference_logprobs(self, scored: list[tuple[Responses, np.ndarray]]) -> list[Group]:
         """Compute log pi_ref of all tokens in one pass, and make the groups for the trainer."""
         if not scored:
             return []
         prompts, responses = [], []
         for group, _ in scored:
-            for response in group.request.responses:
-                prompts.append(np.array(group.request.prompt, np.int32))
+            for response in group.sender.responses:
+                prompts.append(np.array(group.sender.prompt, np.int32))
                 responses.append(np.array(response.token_ids, np.int32))
         with self.timeline.work("reference"):
             logprobs = iter(self.reference.logprobs(prompts, responses))
@@ -269,10 +269,10 @@ def make_workload(config: Config, queries, share: int, cursor: int) -> Workload:
 
 
 def make_group(
-    group: Unscored, rewards: np.ndarray, ref_logprobs: np.ndarray, reference_version: int
+    group: Responses, rewards: np.ndarray, ref_logprobs: np.ndarray, reference_version: int
 ) -> Group:
     """Put a rollout into the arrays that go through the queue. ref_logprobs: of all its tokens."""
-    rollout = group.request
+    rollout = group.sender
     behavior_logprobs = [
         logprobs[token].logprob
         for response in rollout.responses

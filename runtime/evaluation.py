@@ -12,7 +12,7 @@ from config import Config
 from models.engine import Engine
 from runtime.board import Board
 from runtime.messages import Evaluation
-from runtime.scoring import Scorer, Unscored
+from runtime.scoring import Responses, Scorer
 from tasks import Query
 from weights import SharedWeights
 
@@ -48,7 +48,7 @@ class EvaluationRun:
             )
         self.long_prompts = len(queries) - len(self.queries)
         # None where score() gave no score.
-        self.scored: list[tuple[Unscored, float | None]] = []
+        self.scored: list[tuple[Responses, float | None]] = []
         self.error: Exception | None = None  # the first that score() raised
 
     def finish(self, outputs: list) -> None:
@@ -61,9 +61,9 @@ class EvaluationRun:
         if own:
             queries = [self.queries[output.request_id] for output in own]
             rows = zip(queries, texts, finished)
-            self.scorer.add([Unscored(self, query, [text], [end]) for query, text, end in rows])
+            self.scorer.add([Responses(self, query, [text], [end]) for query, text, end in rows])
 
-    def record(self, response: Unscored, rewards: np.ndarray | Exception) -> None:
+    def record(self, response: Responses, rewards: np.ndarray | Exception) -> None:
         """Take the score of one response, or why it has none."""
         if isinstance(rewards, Exception):
             if not self.error:

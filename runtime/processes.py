@@ -94,9 +94,9 @@ def environment(place: Place) -> dict[str, str]:
     }
     if place.gpu is None:
         variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        # For each shape that it has multiplied oneDNN, and torch's wrapper of it, keeps a quarter of
-        # a MiB, and each number of running responses is another shape. The default is to keep 1,024
-        # of them, which is no faster.
+        # For each shape that it has multiplied oneDNN, and torch's wrapper of it, keep a quarter of
+        # a MiB, and each number of running responses is another shape. By default they keep 1,024,
+        # which is no faster.
         variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = variables["LRU_CACHE_CAPACITY"] = "64"
         # vLLM's sampler would be compiled during the search, 16 s at the first time.
         variables["TORCHDYNAMO_DISABLE"] = "1"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.scoring import Unscored
+from runtime.scoring import Responses
 from runtime.timeline import Lines
 from tasks import Task
 
@@ -20,7 +20,7 @@ class SampleLog:
         self.lines, self.task = Lines(Path(run_dir) / "samples.jsonl"), task
         self.written_at = -PERIOD  # time.monotonic()
 
-    def write(self, group: Unscored, rewards: np.ndarray, version: int) -> None:
+    def write(self, group: Responses, rewards: np.ndarray, version: int) -> None:
         """Write a few responses of this group, unless one was written just before.
 
         rewards: (S,); version: of the weights that the group was started with.

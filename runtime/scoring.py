@@ -25,10 +25,10 @@ SCORES_WATCHED = 100  # more than half of the latest this many groups without sc
 
 
 @dataclass
-class Unscored:
-    """S responses to one query. request: whatever its sender knows it by."""
+class Responses:
+    """S responses to one query, for score(). sender: whatever their sender knows them by."""
 
-    request: object
+    sender: object
     query: Query
     texts: list[str]
     finished: list[bool]
@@ -51,13 +51,13 @@ class Scorer:
             self.pool = ProcessPool(
                 WORKERS, context=context, initializer=_begin, initargs=arguments
             )
-        self.waiting: list[tuple[Unscored, Future]] = []  # for a worker
-        self.scored: list[tuple[Unscored, np.ndarray | Exception]] = []
+        self.waiting: list[tuple[Responses, Future]] = []  # for a worker
+        self.scored: list[tuple[Responses, np.ndarray | Exception]] = []
 
-    def add(self, groups: list[Unscored]) -> None:
+    def add(self, groups: list[Responses]) -> None:
         if self.pool:
             for group in groups:
-                alone = replace(group, request=None)  # a worker may not know what that is made of
+                alone = replace(group, sender=None)  # a worker may not know what that is made of
                 future = self.pool.schedule(_score, args=(alone,), timeout=self.task.score_timeout)
                 self.waiting.append((group, future))
             return
@@ -72,7 +72,7 @@ class Scorer:
                 for group in groups:
                     self.add([group])
 
-    def take(self) -> list[tuple[Unscored, np.ndarray | Exception]]:
+    def take(self) -> list[tuple[Responses, np.ndarray | Exception]]:
         """What has been scored since the last call: each with its (S,) rewards, or its error."""
         scored, waiting, self.scored, self.waiting = self.scored, self.waiting, [], []
         for group, future in waiting:
@@ -83,7 +83,7 @@ class Scorer:
         return scored
 
 
-def score(task: Task, groups: list[Unscored]) -> np.ndarray:
+def score(task: Task, groups: list[Responses]) -> np.ndarray:
     """(N,) finite float32, N responses in all.
 
     Raises whatever task.score() raises, and ValueError for anything else than N finite numbers.
@@ -110,7 +110,7 @@ class FailureLimit:
     def count_scored(self) -> None:
         self.failures.append(False)
 
-    def count_failed(self, group: Unscored, error: Exception) -> None:
+    def count_failed(self, group: Responses, error: Exception) -> None:
         """score() raised, took too long, or gave something other than S finite numbers."""
         self.board.add(self.row, "unscored_groups", 1)
         self.failures.append(True)
@@ -131,5 +131,5 @@ def _begin(task: str, options: dict) -> None:
     _task.load()
 
 
-def _score(group: Unscored) -> np.ndarray:
+def _score(group: Responses) -> np.ndarray:
     return score(_task, [group])

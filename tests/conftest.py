@@ -20,8 +20,6 @@ from runtime import processes  # noqa: E402
 
 os.environ.update(processes.environment(processes.Place("tests", None, [0])))
 
-from runtime import timeline  # noqa: E402
-
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
@@ -32,6 +30,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )  # noqa: E402
+
+from runtime import timeline  # noqa: E402
 
 
 def pytest_configure(config) -> None:

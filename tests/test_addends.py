@@ -60,9 +60,9 @@ def test_every_number_from_10_to_99_is_asked_for_in_one_split():
     train, test = TASK.queries("train"), TASK.queries("test")
     assert sorted(query.id for query in [*train, *test]) == list(range(10, 100))
     assert len(test) == 20
-    assert all(
-        query.prompt == f"{query.id}=" and query.answer == query.id for query in [*train, *test]
-    )
+    for query in [*train, *test]:
+        assert query.prompt == f"{query.id}="
+        assert query.answer == query.id
     assert test == TASK.queries("test"), "the same each time"
 
 
@@ -78,26 +78,25 @@ def test_a_query_has_a_right_answer_for_each_first_number(index):
 
 @pytest.fixture(scope="module")
 def base_samples(tmp_path_factory) -> dict[str, SimpleNamespace]:
-    """SAMPLES responses of the base model at temperature 1 to each query of a split, and their rewards, both (queries, SAMPLES)."""
+    """Sample SAMPLES responses of the base model to each query of a split, at temperature 1.
+
+    Responses and rewards are both (queries, SAMPLES).
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         directory = TASK.base_model()
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(directory),
-        AutoTokenizer.from_pretrained(directory),
-    )
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    sampling = dict(do_sample=True, top_k=0, max_new_tokens=8, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(0)
     samples = {}
     for split in ("train", "test"):
         queries = [query for query in TASK.queries(split) for _ in range(SAMPLES)]
-        ids = torch.tensor(tokenizer([query.prompt for query in queries]).input_ids)
-        ids = model.generate(
-            ids, do_sample=True, top_k=0, max_new_tokens=8, pad_token_id=tokenizer.pad_token_id
-        )[:, ids.shape[1] :]
+        prompt_ids = torch.tensor(tokenizer([query.prompt for query in queries]).input_ids)
+        ids = model.generate(prompt_ids, **sampling)[:, prompt_ids.shape[1] :]
         responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rewards = TASK.score(
-            queries, responses, (ids == tokenizer.eos_token_id).any(dim=1).tolist()
-        )
+        finished = (ids == tokenizer.eos_token_id).any(dim=1).tolist()
+        rewards = TASK.score(queries, responses, finished)
         samples[split] = SimpleNamespace(
             responses=np.reshape(responses, (-1, SAMPLES)),
             rewards=np.reshape(rewards, (-1, SAMPLES)),
@@ -111,17 +110,18 @@ def test_the_base_model_is_right_often_enough_to_learn_from_and_wrong_often_enou
     accuracy = {split: samples.rewards.mean() for split, samples in base_samples.items()}
     assert 0.25 < accuracy["train"] < 0.5, accuracy
     assert abs(accuracy["test"] - accuracy["train"]) < 0.08, accuracy
-    assert base_samples["test"].rewards.mean(axis=1).min() > 0.1, (
-        "each test query can be learned from"
-    )
+    lowest = base_samples["test"].rewards.mean(axis=1).min()
+    assert lowest > 0.1, "each test query can be learned from"
 
 
 def test_the_base_model_spreads_over_the_right_answers(base_samples):
-    """Its right responses to a test query are about as many different ones as draws from all right answers would be."""
+    """Compare the number of distinct right responses with that of as many uniform draws.
+
+    The uniform draws are from all right answers to the query.
+    """
     distinct, expected = 0, 0.0
-    for query, responses, rewards in zip(
-        TASK.queries("test"), base_samples["test"].responses, base_samples["test"].rewards
-    ):
+    samples = base_samples["test"]
+    for query, responses, rewards in zip(TASK.queries("test"), samples.responses, samples.rewards):
         right = responses[rewards == 1.0]
         distinct += len(set(right))
         expected += (query.id + 1) * (1 - (query.id / (query.id + 1)) ** len(right))

@@ -1,5 +1,6 @@
-"""What the benchmarks measure is what they say."""
+"""The benchmarks measure what they say they measure."""
 
+import json
 import sys
 
 import numpy as np
@@ -12,6 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import common  # noqa: E402
 import overlap  # noqa: E402
 import trainer_step  # noqa: E402
+
 from buffer import Row  # noqa: E402
 from config import Config  # noqa: E402
 from models.logprobs import response_logprobs  # noqa: E402
@@ -25,38 +27,32 @@ def test_the_counting_model_ends_as_often_as_the_lengths_say(tmp_path):
     numbers = tokenizer.convert_tokens_to_ids([f"⟨{i}⟩" for i in range(1, 5)])
     ids = torch.tensor([[*tokenizer("12").input_ids, *numbers]])
     with torch.no_grad():
-        probabilities = (
-            model(input_ids=ids).logits[0, 1:].softmax(-1)
-        )  # behind the prompt, 1, 2, 3, 4
+        logits = model(input_ids=ids).logits
+    # The rows are what follows the prompt, 1, 2, 3 and 4.
+    probabilities = logits[0, 1:].softmax(-1)
     ends = probabilities[:, tokenizer.eos_token_id].tolist()
     np.testing.assert_allclose(ends, [0, 2 / 4, 1 / 2, 0, 1], atol=1e-4)
-    np.testing.assert_allclose(
-        [probabilities[i, numbers[i]].item() for i in range(4)], [1, 1 / 2, 1 / 2, 1], atol=1e-4
-    )
+    continues = [probabilities[i, numbers[i]].item() for i in range(4)]
+    np.testing.assert_allclose(continues, [1, 1 / 2, 1 / 2, 1], atol=1e-4)
 
 
 def test_the_padded_variant_gives_the_same_log_probabilities(tied_model):
     model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
     rng = np.random.default_rng(0)
-    prompts, responses = (
-        [rng.integers(0, 256, size=n).astype(np.int32) for n in sizes]
-        for sizes in ((4, 9, 4), (3, 7, 1))
-    )
+    prompts = [rng.integers(0, 256, size=n).astype(np.int32) for n in (4, 9, 4)]
+    responses = [rng.integers(0, 256, size=n).astype(np.int32) for n in (3, 7, 1)]
     with torch.no_grad():
         ours = response_logprobs(model, prompts, responses, 0.7)
-        torch.testing.assert_close(
-            trainer_step.trimmed(model, prompts, responses, 0.7), ours, atol=2e-5, rtol=0
-        )
-        torch.testing.assert_close(
-            trainer_step.padded(model, prompts, responses, 0.7)[:, :7], ours, atol=2e-5, rtol=0
-        )
+        trimmed = trainer_step.trimmed(model, prompts, responses, 0.7)
+        padded = trainer_step.padded(model, prompts, responses, 0.7)
+    torch.testing.assert_close(trimmed, ours, atol=2e-5, rtol=0)
+    torch.testing.assert_close(padded[:, :7], ours, atol=2e-5, rtol=0)
 
 
 def test_the_floor_counts_each_prompt_once_and_no_padding():
     def row(query: int, prompt: int, tokens: int) -> Row:
-        return Row(
-            query, 0, 0, np.zeros(prompt), np.zeros(tokens), np.zeros(tokens), np.zeros(tokens), 0.0
-        )
+        zeros = np.zeros(tokens)
+        return Row(query, 0, 0, np.zeros(prompt), zeros, zeros, zeros, 0.0)
 
     shape = dict(
         hidden_size=8,
@@ -65,16 +61,14 @@ def test_the_floor_counts_each_prompt_once_and_no_padding():
         num_attention_heads=2,
         num_key_value_heads=1,
     )
-    layer = 2 * (
-        8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
-    )  # q, k and v of half the size, o, MLP; a multiplication and an addition
-    attention = (
-        4 * 8 * (6 * (4 + 3) + 2 * (4 + 1) + 4 * 2)
-    )  # queries x mean number of keys, for scores and values
+    # q; k and v of half its size; o; the MLP. A multiplication and an addition each.
+    layer = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16)
+    # Queries times their mean number of keys, for the scores and for the values.
+    attention = 4 * 8 * (6 * (4 + 3) + 2 * (4 + 1) + 4 * 2)
     head = 2 * 8 * trainer_step.VOCABULARY
-    assert trainer_step.floor_flops(shape, [row(0, 4, 6), row(0, 4, 2)]) == 3 * (
-        12 * 3 * layer + 3 * attention + 8 * head
-    )
+    rows = [row(0, 4, 6), row(0, 4, 2)]
+    expected = 3 * (12 * 3 * layer + 3 * attention + 8 * head)
+    assert trainer_step.floor_flops(shape, rows) == expected
 
 
 def test_the_reward_for_long_responses_counts_tokens():
@@ -86,15 +80,12 @@ def test_the_reward_for_long_responses_counts_tokens():
 
 
 def test_overlap_measures_rates_and_the_time_to_the_target(tmp_path):
-    import json
-
     (tmp_path / "logs").mkdir()
     spans = [("step", i, i + 0.5) for i in range(41)]
     (tmp_path / "logs" / "trainer.spans.jsonl").write_text("\n".join(map(json.dumps, spans)))
-    (tmp_path / "logs" / "searcher-0.spans.jsonl").write_text(
-        "\n".join(map(json.dumps, [("search", 0, 41), ("load", 41, 50)]))
-    )
-    # 300 responses come at every second step, 3.1 % more of them right each time.
+    spans = [("search", 0, 41), ("load", 41, 50)]
+    (tmp_path / "logs" / "searcher-0.spans.jsonl").write_text("\n".join(map(json.dumps, spans)))
+    # 300 responses arrive at every second step, 3.1 % more of them right each time.
     lines = [
         {
             "step": i + 1,
@@ -117,8 +108,7 @@ def test_overlap_measures_rates_and_the_time_to_the_target(tmp_path):
 def test_the_target_is_reached_when_enough_of_the_latest_samples_are_right():
     samples = [(1.0, 400, 1.0), (2.0, 400, 0.8), (3.0, 300, 1.0), (4.0, 300, 1.0)]
     assert common.first_right(samples, 0.89) == 2.0, "400 alone are too few"
-    assert common.first_right(samples, 0.95) == 4.0, (
-        "the latest 600; of the latest 700 at 3.0 0.886 were right"
-    )
+    # At 4.0 the latest 600 are all right; at 3.0 0.886 of the latest 700 were.
+    assert common.first_right(samples, 0.95) == 4.0
     assert common.first_right(samples, 0.95, enough=300) == 1.0
     assert common.first_right(samples[1:3], 0.95) == float("inf")

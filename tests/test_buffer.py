@@ -16,7 +16,10 @@ CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 7: 24.32, 9: 27.88
 def group(
     query: int, names: list[int], rewards: list[float] | None = None, version: int = 0
 ) -> Group:
-    """A response per name, of one to three tokens; the log-probabilities tell which version it came with."""
+    """Make a group with a response of one to three tokens for each name.
+
+    The log-probabilities tell which version it came with.
+    """
     tokens = [[name] * (1 + name % 3) for name in names]
     lengths = np.array([len(t) for t in tokens], np.int32)
     size = int(lengths.sum())
@@ -52,24 +55,29 @@ def names(rows: list[Row]) -> list[int]:
 
 
 def held(buffer: ReplayBuffer) -> list[int]:
-    """All that a buffer with one query holds: as many draws without replacement as it has responses."""
+    """Return all that a buffer with one query holds.
+
+    As many draws without replacement as it has responses give each of them once.
+    """
     return sorted(names(buffer.sample(1, buffer.responses, most_on_policy_prob=0.0)))
 
 
 def recent(buffer: ReplayBuffer, count: int) -> list[int]:
-    """`count` recent responses of the next query of the latest sync."""
+    """Draw `count` recent responses of the next query of the latest sync."""
     return sorted(names(buffer.sample(1, count, most_on_policy_prob=1.0)))
 
 
 def assert_distribution(observed: list, probabilities: dict) -> None:
-    """Pearson's chi-square test; both are over the same outcomes, and nothing else may have been observed."""
+    """Apply Pearson's chi-square test to the observed outcomes.
+
+    `probabilities` has every outcome; nothing else may have been observed.
+    """
     assert sum(probabilities.values()) == pytest.approx(1.0)
     assert set(observed) <= set(probabilities)
     counts = np.array([observed.count(outcome) for outcome in probabilities])
     expected = np.array(list(probabilities.values())) * len(observed)
-    assert (
-        expected.min() >= 5
-    )  # below that the statistic does not follow the chi-square distribution
+    # Below 5 the statistic does not follow the chi-square distribution.
+    assert expected.min() >= 5
     statistic = ((counts - expected) ** 2 / expected).sum()
     assert statistic < CRITICAL[len(probabilities) - 1], f"observed {counts}, expected {expected}"
 
@@ -128,13 +136,11 @@ def test_replayed_responses_are_drawn_by_the_softmax_of_their_rewards():
     assert_distribution(draws, dict(enumerate(p)))
     # Two without replacement: the second is drawn by the softmax over those that are left.
     pairs = [tuple(sorted(names(buffer.sample(1, 2, 0.0)))) for _ in range(4000)]
-    assert_distribution(
-        pairs,
-        {
-            (i, j): p[i] * p[j] / (1 - p[i]) + p[j] * p[i] / (1 - p[j])
-            for i, j in itertools.combinations(range(4), 2)
-        },
-    )
+    probabilities = {
+        (i, j): p[i] * p[j] / (1 - p[i]) + p[j] * p[i] / (1 - p[j])
+        for i, j in itertools.combinations(range(4), 2)
+    }
+    assert_distribution(pairs, probabilities)
 
 
 def test_a_draw_with_replacement_follows_the_softmax_too():
@@ -143,10 +149,8 @@ def test_a_draw_with_replacement_follows_the_softmax_too():
     buffer = make_buffer(inverse_temperature=1.0)
     buffer.add([group(0, [0, 1], rewards)], step=0)
     counts_of_one = [sum(names(buffer.sample(1, 3, 0.0))) for _ in range(3000)]
-    assert_distribution(
-        counts_of_one,
-        {0: p[0] ** 3, 1: 3 * p[0] ** 2 * p[1], 2: 3 * p[0] * p[1] ** 2, 3: p[1] ** 3},
-    )
+    binomial = {0: p[0] ** 3, 1: 3 * p[0] ** 2 * p[1], 2: 3 * p[0] * p[1] ** 2, 3: p[1] ** 3}
+    assert_distribution(counts_of_one, binomial)
 
 
 def test_responses_repeat_only_where_a_query_has_fewer_than_asked_for():
@@ -157,9 +161,8 @@ def test_responses_repeat_only_where_a_query_has_fewer_than_asked_for():
             assert sorted(names(buffer.sample(1, 4, most_on_policy_prob))) == [1, 2, 3, 4]
             assert len(set(names(buffer.sample(1, 3, most_on_policy_prob)))) == 3
             assert len(buffer.sample(1, 5, most_on_policy_prob)) == 5
-    assert any(
-        len(set(names(buffer.sample(1, 5, 0.0)))) < 4 for _ in range(50)
-    )  # with replacement, not "all and one more"
+    # Five of four are drawn with replacement; they are not "all and one more".
+    assert any(len(set(names(buffer.sample(1, 5, 0.0)))) < 4 for _ in range(50))
 
 
 def test_recent_responses_repeat_rather_than_be_filled_up_with_older_ones():
@@ -174,9 +177,8 @@ def test_recent_responses_repeat_rather_than_be_filled_up_with_older_ones():
 
 def test_each_query_of_a_batch_is_recent_with_probability_m_independently():
     m = 0.3
-    buffer = make_buffer(
-        inverse_temperature=1e4
-    )  # replay always finds the old response, whose reward is higher
+    # Replay always finds the old response, whose reward is higher.
+    buffer = make_buffer(inverse_temperature=1e4)
     buffer.add([group(0, [1], [1.0])], step=0)
     buffer.add([group(0, [2], [0.0])], step=2)
     recents = [names(buffer.sample(2, 1, m)).count(2) for _ in range(3000)]
@@ -254,14 +256,14 @@ def test_a_row_carries_what_its_group_said_of_it():
         i = name(row) - 1
         part = slice(ends[i] - sent.lengths[i], ends[i])
         wanted = Row(
-            4,
-            6,
-            1,
-            sent.prompt,
-            sent.tokens[part],
-            sent.ref_logprobs[part],
-            sent.behavior_logprobs[part],
-            float(sent.rewards[i]),
+            query_id=4,
+            version=6,
+            reference_version=1,
+            prompt=sent.prompt,
+            tokens=sent.tokens[part],
+            ref_logprobs=sent.ref_logprobs[part],
+            behavior_logprobs=sent.behavior_logprobs[part],
+            reward=float(sent.rewards[i]),
         )
         assert_same_rows([row], [wanted])
 
@@ -283,22 +285,18 @@ def test_rows_of_versions_before_the_oldest_are_left_out_and_the_rest_are_drawn_
         buffer.add([group(0, [version], [reward], version=version)], step=version)
     drawn = [name(buffer.sample(1, 1, 0.0, oldest_version=1)[0]) for _ in range(3000)]
     assert_distribution(drawn, dict(zip([1, 2, 3], softmax(rewards[1:], 1.0))))
-    assert sorted(names(buffer.sample(1, 3, 0.0, oldest_version=1))) == [1, 2, 3], (
-        "without replacement where there are enough"
-    )
-    assert set(names(buffer.sample(1, 50, 0.0, oldest_version=2))) == {2, 3}, (
-        "with replacement where there are not"
-    )
+    enough = buffer.sample(1, 3, 0.0, oldest_version=1)
+    assert sorted(names(enough)) == [1, 2, 3], "without replacement where there are enough"
+    too_few = buffer.sample(1, 50, 0.0, oldest_version=2)
+    assert set(names(too_few)) == {2, 3}, "with replacement where there are not"
 
 
 def test_uniform_draws_leave_old_rows_out_too():
     buffer = make_buffer()
     buffer.add([group(0, [1, 2], version=3), group(0, [3, 4, 5], version=7)], step=7)
     for most_on_policy_prob in 0.0, 1.0:
-        drawn = [
-            name(buffer.sample(1, 1, most_on_policy_prob, oldest_version=5)[0]) for _ in range(2000)
-        ]
-        assert_distribution(drawn, uniform([3, 4, 5]))
+        draws = [buffer.sample(1, 1, most_on_policy_prob, oldest_version=5) for _ in range(2000)]
+        assert_distribution([name(row) for (row,) in draws], uniform([3, 4, 5]))
 
 
 def test_queries_with_old_rows_only_are_passed_over_and_leave():
@@ -311,16 +309,16 @@ def test_queries_with_old_rows_only_are_passed_over_and_leave():
     # Each round of the deck is still one of every query that is left, once.
     assert all(sorted(drawn[i : i + 5]) == list(range(15, 20)) for i in range(100, 5000, 5))
     buffer.add([group(3, [3], version=16)], step=20)
+    # Query 3 is back with a young row: first in the rest of this round, then in the next.
     again = [row.query_id for row in buffer.sample(7, 1, 0.0, oldest_version=15)]
-    assert again[0] == 3 and sorted(again[1:]) == [3, *range(15, 20)], (
-        "it is back with a young row: the rest of the round, and the next"
-    )
+    assert again[0] == 3
+    assert sorted(again[1:]) == [3, *range(15, 20)]
 
 
 def test_a_recent_set_that_has_grown_old_gives_way_to_replay_and_at_last_to_nothing():
     buffer = make_buffer()
     buffer.add([group(0, [1], version=4)], step=4)
-    buffer.add([group(1, [2], version=2)], step=6)  # a slow searcher's
+    buffer.add([group(1, [2], version=2)], step=6)  # from a slow searcher
     assert [row.query_id for row in buffer.sample(3, 1, 1.0, oldest_version=3)] == [0, 0, 0]
     assert buffer.sample(3, 1, 1.0, oldest_version=5) == []
     assert buffer.responses == 0
@@ -472,26 +470,23 @@ def saved_and_loaded(buffer: ReplayBuffer, path) -> ReplayBuffer:
 def test_a_loaded_buffer_goes_on_with_the_same_draws_and_evictions(tmp_path):
     rng = np.random.default_rng(0)
 
+    def random_group(query: int, step: int) -> Group:
+        responses, rewards = rng.integers(20, size=5).tolist(), rng.normal(size=5).tolist()
+        return group(query, responses, rewards, version=step)
+
     def sync(step: int) -> list[Group]:
-        return [
-            group(
-                int(query),
-                rng.integers(20, size=5).tolist(),
-                rng.normal(size=5).tolist(),
-                version=step,
-            )
-            for query in rng.choice(7, size=4, replace=False)
-        ]
+        queries = rng.choice(7, size=4, replace=False).tolist()
+        return [random_group(query, step) for query in queries]
 
     buffer = make_buffer(capacity=8, inverse_temperature=1.0)
-    for step in range(0, 20, 2):  # long enough that responses have left and places were taken again
+    # Long enough that responses have left and their places were taken again.
+    for step in range(0, 20, 2):
         buffer.add(sync(step), step)
         buffer.sample(3, 4, 0.5)
     other = saved_and_loaded(buffer, tmp_path / "buffer.npz")
     assert other.responses == buffer.responses
-    for step in range(
-        18, 60, 2
-    ):  # the first addition belongs to the sync that was the latest before saving
+    # The first addition belongs to the sync that was the latest before saving.
+    for step in range(18, 60, 2):
         assert_same_rows(other.sample(5, 4, 0.5), buffer.sample(5, 4, 0.5))
         groups = sync(step)
         buffer.add(groups, step)
@@ -527,38 +522,37 @@ def test_one_seed_gives_one_sequence_of_draws():
         return buffer.sample(20, 2, 0.5)
 
     assert_same_rows(draws(1), draws(1))
-    assert [(row.query_id, name(row)) for row in draws(1)] != [
-        (row.query_id, name(row)) for row in draws(2)
-    ]
+    drawn = {seed: [(row.query_id, name(row)) for row in draws(seed)] for seed in (1, 2)}
+    assert drawn[1] != drawn[2]
 
 
 # Cost
 
 
 def many(query: int, stamp: int, count: int) -> Group:
-    """`count` distinct responses of two tokens; those of another stamp are no duplicates."""
+    """Make `count` distinct responses of two tokens; another stamp gives no duplicates of them."""
     zeros = np.zeros(2 * count, np.float32)
     tokens = np.stack([np.arange(count), np.full(count, stamp)], axis=1).astype(np.int32).ravel()
     return Group(
-        query,
-        stamp,
-        stamp,
-        0,
-        None,
-        np.zeros(2, np.int32),
-        np.full(count, 2, np.int32),
-        tokens,
-        zeros,
-        zeros,
-        zeros[:count],
-        np.ones(count, bool),
-        1.0,
+        query_id=query,
+        version=stamp,
+        last_version=stamp,
+        reference_version=0,
+        batch=None,
+        prompt=np.zeros(2, np.int32),
+        lengths=np.full(count, 2, np.int32),
+        tokens=tokens,
+        ref_logprobs=zeros,
+        behavior_logprobs=zeros,
+        rewards=zeros[:count],
+        finished=np.ones(count, bool),
+        temperature=1.0,
     )
 
 
 @pytest.fixture
 def no_garbage_collection():
-    """The collector goes through all that lives, in whatever call happens to set it off."""
+    """Turn the collector off: it goes through every live object, in any call that sets it off."""
     gc.disable()
     yield
     gc.enable()
@@ -578,16 +572,16 @@ def test_a_million_responses_cost_no_more_per_call_than_a_thousand(no_garbage_co
     add_times, sample_times = np.empty((2, 100)), np.empty((2, 100))
     for i in range(100):
         groups = [many(query, i + 1, 10) for query in range(20)]
-        for which, buffer in enumerate(
-            buffers
-        ):  # in turn, so that whatever else this machine does hits both
+        # In turn, so that other work on this machine slows both.
+        for which, buffer in enumerate(buffers):
             start = time.perf_counter()
             buffer.add(groups, step=200_000 + i)
             added = time.perf_counter()
             buffer.sample(32, 8, 0.5)
-            add_times[which, i], sample_times[which, i] = added - start, time.perf_counter() - added
+            sampled = time.perf_counter()
+            add_times[which, i] = added - start
+            sample_times[which, i] = sampled - added
     for times in add_times, sample_times:
         small, large = np.median(times, axis=1)
-        assert large < 2 * small, (
-            f"{small * 1e6:.0f} us at 1,000 responses, {large * 1e6:.0f} us at 1,000,000"
-        )
+        figures = f"{small * 1e6:.0f} us at 1,000 responses, {large * 1e6:.0f} us at 1,000,000"
+        assert large < 2 * small, figures

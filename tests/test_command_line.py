@@ -11,10 +11,17 @@ from config import Config, UserError
 from runtime.command_line import build_config
 from tba import main
 
+EMPTY_TASK = (
+    "from tasks import Task\n"
+    "class T(Task):\n"
+    "    def queries(self, split): return []\n"
+    "    def score(self, *a): return []\n"
+)
+
 
 @pytest.fixture
 def files(tmp_path, gsm8k_data, untied_model):
-    """Things to name on the command line."""
+    """Make files that a command line can name."""
     row = json.dumps({"question": "1+1?", "answer": "#### 2"})
     summary = json.dumps(
         {"query": "q", "reference_response": "r", "query_reference_response": "qr"}
@@ -39,9 +46,7 @@ def files(tmp_path, gsm8k_data, untied_model):
     (tmp_path / "no_score.py").write_text(
         "from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n"
     )
-    (tmp_path / "no_queries.py").write_text(
-        "from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n    def score(self, *a): return []\n"
-    )
+    (tmp_path / "no_queries.py").write_text(EMPTY_TASK)
     return {"tmp": tmp_path, "gsm8k": gsm8k_data, "model": untied_model}
 
 
@@ -50,7 +55,10 @@ def files(tmp_path, gsm8k_data, untied_model):
     [
         (
             "multiplication",
-            "unknown task 'multiplication': the tasks are addends, arithmetic, competition_math, gsm8k, redteam, tldr, or give the path of a .py file",
+            (
+                "unknown task 'multiplication': the tasks are addends, arithmetic, "
+                "competition_math, gsm8k, redteam, tldr, or give the path of a .py file"
+            ),
         ),
         ("{tmp}/absent.py", "absent.py' does not exist"),
         ("{tmp}/raises.py", "fails to import: ZeroDivisionError: division by zero"),
@@ -143,7 +151,10 @@ def files(tmp_path, gsm8k_data, untied_model):
             "--reference_model",
         ),
         (
-            "tldr --data_dir {tmp}/good_tldr --model {model} --reference_model {model} --reward_model {model}",
+            (
+                "tldr --data_dir {tmp}/good_tldr --model {model} --reference_model {model} "
+                "--reward_model {model}"
+            ),
             "has 2 labels: it must have 1",
         ),
         (
@@ -167,7 +178,7 @@ def files(tmp_path, gsm8k_data, untied_model):
     ],
 )
 def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files, capfd):
-    """In this process, which has imported already what takes each new one seconds."""
+    """Run main() in this process: a new one takes seconds for its imports."""
     assert main(arguments.format(**files).split()) == 2
     out, err = capfd.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1, err
@@ -177,42 +188,36 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files, 
 
 def test_an_error_reaches_the_shell():
     result = tba("--steps", 0)
-    assert (result.returncode, result.stdout) == (
-        2,
-        "",
-    ) and result.stderr == "error: --steps is 0: it must be positive\n"
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: --steps is 0: it must be positive\n"
 
 
 def test_a_hub_model_that_cannot_be_had_is_named(files, monkeypatch):
-    monkeypatch.setenv(
-        "HF_HUB_OFFLINE", "1"
-    )  # or the hub's client tries for half a minute where there is no network
-    result = tba(
-        "gsm8k", "--data_dir", files["gsm8k"], "--model", "no-such-organisation/no-such-model"
-    )
+    # Without it the hub's client tries for half a minute where there is no network.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = "no-such-organisation/no-such-model"
+    result = tba("gsm8k", "--data_dir", files["gsm8k"], "--model", model)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "error: --model 'no-such-organisation/no-such-model' cannot be used" in result.stderr
 
 
 def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset(tmp_path):
     config = build_config(["gsm8k", "--steps", "3", "--beta", "0.5"])
-    assert (config.steps, config.beta, config.queries_per_batch, config.responses_per_query) == (
-        3,
-        0.5,
-        7,
-        20,
-    )
+    assert (config.steps, config.beta) == (3, 0.5), "flags"
+    assert (config.queries_per_batch, config.responses_per_query) == (7, 20), "the preset"
     assert build_config(["gsm8k"]).learning_rate == 1e-5
-    own = "from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n"
-    own += "    def score(self, *a): return []\n"
-    (tmp_path / "some_task.py").write_text(own)
-    assert build_config([str(tmp_path / "some_task.py")]).steps == Config.steps
-    (tmp_path / "some_task.py").write_text(own + "PRESETS = {'short': dict(steps=7)}\n")
-    assert build_config([str(tmp_path / "some_task.py")]).steps == 7, "its presets stand in it"
+    task = tmp_path / "some_task.py"
+    task.write_text(EMPTY_TASK)
+    assert build_config([str(task)]).steps == Config.steps
+    task.write_text(EMPTY_TASK + "PRESETS = {'short': dict(steps=7)}\n")
+    assert build_config([str(task)]).steps == 7, "its presets stand in it"
 
 
 def test_gsm8k_has_the_papers_variants_as_presets():
-    """paper.md section 4: Table 2, the run behind Figure 1, and K = 40 at (nearly) the same batch of 140 responses."""
+    """Check the presets against paper.md section 4.
+
+    They are Table 2, the run behind Figure 1, and K = 40 with nearly the same batch of 140.
+    """
     expected = {
         "figure1": dict(
             steps=700,
@@ -266,7 +271,7 @@ def test_gsm8k_has_the_papers_variants_as_presets():
 
 
 def test_the_other_tasks_have_the_papers_settings():
-    """paper.md section 4: TL;DR; red-teaming with GPT-2; MATH, Table 4."""
+    """Check TL;DR, red-teaming with GPT-2 and MATH (Table 4) against paper.md section 4."""
     tldr = dict(
         learning_rate=3e-6,
         lr_schedule="linear",
@@ -322,12 +327,8 @@ def test_the_other_tasks_have_the_papers_settings():
         sync_period=1,
         samples_per_query=16,
     )
-    for arguments, settings in (
-        (["tldr"], tldr),
-        (["redteam"], redteam),
-        (["competition_math"], math),
-    ):
-        config = build_config(arguments)
+    for task, settings in (("tldr", tldr), ("redteam", redteam), ("competition_math", math)):
+        config = build_config([task])
         assert {name: getattr(config, name) for name in settings} == settings
     for size in ("410m", "1b", "2.8b"):
         config = build_config(["tldr", "--preset", size])
@@ -341,11 +342,11 @@ def test_the_other_tasks_have_the_papers_settings():
 
 def test_a_tasks_own_settings_are_flags_and_lie_over_its_preset():
     config = build_config(["tldr", "--reward_model", "some/model", "--steps", "3"])
-    assert (
-        config.options
-        == {"reference_model": "mnoukhov/pythia410m-sft-tldr", "reward_model": "some/model"}
-        and config.steps == 3
-    )
+    assert config.options == {
+        "reference_model": "mnoukhov/pythia410m-sft-tldr",
+        "reward_model": "some/model",
+    }
+    assert config.steps == 3
     tiny = build_config(["redteam", "--tiny"])
     assert tiny.preset == "tiny" and tiny == build_config(["redteam", "--preset", "tiny"])
     assert build_config(["competition_math", "--data_dir", "x"]).options == {"data_dir": "x"}
@@ -354,8 +355,15 @@ def test_a_tasks_own_settings_are_flags_and_lie_over_its_preset():
 
 def test_a_comment_in_a_task_starts_a_group_of_its_flags(tmp_path, recwarn):
     (tmp_path / "grouped.py").write_text(
-        "from dataclasses import dataclass\nfrom tasks import Task\n@dataclass\nclass T(Task):\n    # Colors\n    shade: int = 0\n"
-        '    """How dark."""\n    def queries(self, split): return []\n    def score(self, *a): return []\n'
+        "from dataclasses import dataclass\n"
+        "from tasks import Task\n"
+        "@dataclass\n"
+        "class T(Task):\n"
+        "    # Colors\n"
+        "    shade: int = 0\n"
+        '    """How dark."""\n'
+        "    def queries(self, split): return []\n"
+        "    def score(self, *a): return []\n"
     )
     assert build_config([str(tmp_path / "grouped.py"), "--shade", "3"]).options == {"shade": 3}
     assert not recwarn.list, "argparse will not have a group in a group any more"
@@ -363,8 +371,13 @@ def test_a_comment_in_a_task_starts_a_group_of_its_flags(tmp_path, recwarn):
 
 def test_a_tasks_setting_may_not_have_the_name_of_a_runs(tmp_path):
     (tmp_path / "clash.py").write_text(
-        "from dataclasses import dataclass\nfrom tasks import Task\n@dataclass\nclass T(Task):\n    seed: int = 0\n"
-        "    def queries(self, split): return []\n    def score(self, *a): return []\n"
+        "from dataclasses import dataclass\n"
+        "from tasks import Task\n"
+        "@dataclass\n"
+        "class T(Task):\n"
+        "    seed: int = 0\n"
+        "    def queries(self, split): return []\n"
+        "    def score(self, *a): return []\n"
     )
     with pytest.raises(UserError, match="has a setting 'seed', which is one of every run"):
         build_config([str(tmp_path / "clash.py"), "--help"])
@@ -372,11 +385,8 @@ def test_a_tasks_setting_may_not_have_the_name_of_a_runs(tmp_path):
 
 def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on():
     config = build_config(["gsm8k", "--synchronous"])
-    assert (config.constant_staleness, config.sync_period, config.samples_per_query) == (
-        0,
-        1,
-        config.responses_per_query,
-    )
+    assert (config.constant_staleness, config.sync_period) == (0, 1)
+    assert config.samples_per_query == config.responses_per_query
 
 
 def test_help_names_every_setting_with_its_meaning():
@@ -388,7 +398,7 @@ def test_help_names_every_setting_with_its_meaning():
 
 
 def test_the_command_line_imports_nothing_slow():
-    """Spawned children import tba.py before their target sets anything: torch must not come with it."""
+    """Keep torch out of tba.py: spawned children import it before their target sets anything."""
     code = (
         "import sys, tba, config; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )

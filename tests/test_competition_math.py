@@ -1,4 +1,4 @@
-r"""The MATH grader: what equals what, and what happens to answers that nobody should have to read."""
+"""The MATH grader: which answers are equal, and what happens to malicious or enormous ones."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import Config, UserError
-from runtime.scoring import Scorer, Unscored
+from runtime.scoring import Responses, Scorer
 from tasks import Query, load_task
 from tasks.competition_math import is_correct, last_boxed
 
@@ -108,9 +108,8 @@ def test_the_last_box_counts(response, expected):
 def test_an_unfinished_response_is_wrong():
     task = load_task("competition_math")
     query = Query(0, "", "5")
-    assert task.score(
-        [query] * 3, [r"\boxed{5}", r"\boxed{5}", r"\boxed{4}"], [True, False, True]
-    ) == [1.0, 0.0, 0.0]
+    responses = [r"\boxed{5}", r"\boxed{5}", r"\boxed{4}"]
+    assert task.score([query] * 3, responses, [True, False, True]) == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_an_unfinished_response_is_wrong():
 )
 def test_nothing_takes_longer_than_five_seconds(answer, scorer):
     start = time.monotonic()
-    scorer.add([Unscored(None, Query(0, "", "2"), [rf"\boxed{{{answer}}}"], [True])])
+    scorer.add([Responses(None, Query(0, "", "2"), [rf"\boxed{{{answer}}}"], [True])])
     while not (scored := scorer.take()):
         assert time.monotonic() - start < 7
         time.sleep(0.01)
@@ -158,10 +157,11 @@ def test_an_answer_is_never_run(answer, tmp_path):
 
 @pytest.fixture(scope="module")
 def scorer():
-    """As a searcher has it: worker processes with the task's limit."""
+    """Make a searcher's scorer: worker processes with the task's time limit."""
     config = Config(task="competition_math")
     scorer = Scorer(config, load_task("competition_math"))
-    scorer.add([Unscored(None, Query(0, "", "2"), [r"\boxed{2}"], [True])] * 2)  # the workers start
+    # The workers start with the first groups.
+    scorer.add([Responses(None, Query(0, "", "2"), [r"\boxed{2}"], [True])] * 2)
     deadline = time.monotonic() + 60
     scored = []
     while len(scored) < 2 and time.monotonic() < deadline:
@@ -182,11 +182,9 @@ def test_rows_become_queries_and_a_row_without_its_columns_or_box_is_named(tmp_p
     row = {"problem": "1+1?", "solution": r"We add: \boxed{2}"}
     write(tmp_path, [row])
     (query,) = load_task("competition_math", data_dir=str(tmp_path)).queries("train")
-    assert (
-        query.answer == "2"
-        and query.prompt.startswith("1+1?\nPlease reason step by step")
-        and "\\boxed{}" in query.prompt
-    )
+    assert query.answer == "2"
+    assert query.prompt.startswith("1+1?\nPlease reason step by step")
+    assert "\\boxed{}" in query.prompt
     for bad, message in (
         ({"problem": "1+1?"}, "line 2 has no 'solution'"),
         (row | {"solution": "two"}, r"line 2: the solution has no \\boxed"),

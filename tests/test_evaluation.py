@@ -1,4 +1,4 @@
-"""Evaluation: means over responses and over pairs, their intervals, and --eval_only through the command line."""
+"""Evaluation: the means over responses and over pairs, their intervals, and --eval_only."""
 
 import json
 
@@ -8,11 +8,11 @@ from conftest import tba
 
 from runtime.bootstrap import interval, mean_of
 from runtime.messages import FinalEvaluation
-from runtime.scoring import Unscored, score
+from runtime.scoring import Responses, score
 from tasks import Query, Task
 
 
-def test_a_metric_per_response_is_a_mean_and_one_per_pair_is_a_mean_over_pairs_of_two_different_responses():
+def test_a_metric_per_response_is_a_mean_and_one_per_pair_is_a_mean_over_pairs_of_two_different_responses():  # noqa: E501
     assert mean_of(np.array([1.0, 0.0, 0.0, 1.0])) == 0.5
     pairs = np.array([[9.0, 1.0, 2.0], [1.0, 9.0, 3.0], [2.0, 3.0, 9.0]])
     assert mean_of(pairs) == 2.0
@@ -51,11 +51,10 @@ def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are
         def score(self, queries, responses, finished):
             return scores
 
-    with pytest.raises(
-        ValueError,
-        match="must give 3 finite numbers for as many responses, it gave|could not convert string",
-    ):
-        score(Bad(), [Unscored(None, Query(0, "", ""), ["a", "b", "c"], [True] * 3)])
+    group = Responses(None, Query(0, "", ""), ["a", "b", "c"], [True] * 3)
+    message = "must give 3 finite numbers for as many responses, it gave|could not convert string"
+    with pytest.raises(ValueError, match=message):
+        score(Bad(), [group])
 
 
 def test_eval_only_prints_the_metrics_as_json():
@@ -68,17 +67,14 @@ def test_eval_only_prints_the_metrics_as_json():
 
 
 def test_without_json_it_is_a_table():
-    text = str(
-        FinalEvaluation(
-            {"win_rate": (0.5, 0.4, 0.6), "perplexity": (1.125, 1.0, 1.25)},
-            queries=30,
-            long_prompts=2,
-            unscored=1,
-        )
-    )
-    assert text.splitlines() == [
+    metrics = {"win_rate": (0.5, 0.4, 0.6), "perplexity": (1.125, 1.0, 1.25)}
+    evaluation = FinalEvaluation(metrics, queries=30, long_prompts=2, unscored=1)
+    assert str(evaluation).splitlines() == [
         "metric         value   95 % interval",
         "win_rate      0.5000   0.4000 to 0.6000",
         "perplexity    1.1250   1.0000 to 1.2500",
-        "on 30 test queries; 2 left out, prompt over --max_prompt_tokens; 1 left out, score() failed",
+        (
+            "on 30 test queries; 2 left out, prompt over --max_prompt_tokens; "
+            "1 left out, score() failed"
+        ),
     ]

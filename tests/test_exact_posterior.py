@@ -1,4 +1,7 @@
-"""Trajectory balance finds pi* on stale data: a language small enough to write down every response, its best policy and its log Z."""
+"""Trajectory balance finds pi* on stale data.
+
+The language is small enough to write down every response, the best policy and log Z.
+"""
 
 import itertools
 
@@ -10,46 +13,39 @@ from loss import LossInputs, trajectory_balance
 
 EOS, VOCABULARY, LENGTH, BETA = 0, 3, 4, 0.5
 QUERIES, GROUP_SIZE, STEPS = 3, 16, 2500
-LOG_Z_OFFSETS = (
-    -4.0,
-    0.0,
-    5.0,
-)  # added to the rewards, divided by beta: they set the partition functions apart and leave pi* alone
+# Added to r / beta. They set the partition functions apart and leave pi* alone.
+LOG_Z_OFFSETS = (-4.0, 0.0, 5.0)
 
 
-def all_responses() -> list[tuple[int, ...]]:
-    """Those that end with end-of-sequence, and those cut off at LENGTH tokens."""
-    letters = range(1, VOCABULARY)
-    ended = [
-        (*prefix, EOS) for n in range(LENGTH) for prefix in itertools.product(letters, repeat=n)
-    ]
-    return ended + list(itertools.product(letters, repeat=LENGTH))
+def strings(length: int) -> list[tuple[int, ...]]:
+    """List all strings of that many letters; end-of-sequence is not a letter."""
+    return list(itertools.product(range(1, VOCABULARY), repeat=length))
 
 
-RESPONSES = all_responses()
-PREFIXES = {
-    prefix: i
-    for i, prefix in enumerate(
-        p for n in range(LENGTH) for p in itertools.product(range(1, VOCABULARY), repeat=n)
-    )
-}
-MASK = torch.tensor(
-    [[t < len(response) for t in range(LENGTH)] for response in RESPONSES]
-)  # (R, T)
-# Where a response's t-th token stands in a table of prefixes x tokens. Padding points at place 0, which the mask must leave out.
-PLACES = torch.tensor(
-    [
-        [
-            PREFIXES[response[:t]] * VOCABULARY + response[t] if t < len(response) else 0
-            for t in range(LENGTH)
-        ]
-        for response in RESPONSES
-    ]
-)
+PREFIXES = [prefix for length in range(LENGTH) for prefix in strings(length)]
+# A response ends with end-of-sequence, or is cut off at LENGTH tokens.
+RESPONSES = [(*prefix, EOS) for prefix in PREFIXES] + strings(LENGTH)
+# Where a response has a token: (R, T).
+MASK = torch.tensor([[t < len(response) for t in range(LENGTH)] for response in RESPONSES])
+
+
+def places(response: tuple[int, ...]) -> list[int]:
+    """Find where each token of a response stands in a table of prefixes x tokens.
+
+    Padding points at place 0, which the mask must leave out.
+    """
+    found = [PREFIXES.index(response[:t]) * VOCABULARY + response[t] for t in range(len(response))]
+    return found + [0] * (LENGTH - len(response))
+
+
+PLACES = torch.tensor([places(response) for response in RESPONSES])  # (R, T)
 
 
 def token_logprobs(tables: torch.Tensor) -> torch.Tensor:
-    """Policies as logits (queries, prefixes, tokens) -> log-probabilities (queries, R, T) of the tokens of every response."""
+    """Return the log-probabilities (queries, R, T) of the tokens of every response.
+
+    `tables` holds the policies as logits (queries, prefixes, tokens).
+    """
     return tables.log_softmax(dim=-1).flatten(1)[:, PLACES]
 
 
@@ -58,18 +54,17 @@ def response_logprobs(tables: torch.Tensor) -> torch.Tensor:
 
 
 class Problem:
-    """Three queries, each with a reference policy, a behaviour policy and rewards of its own, and what was sampled before training began."""
+    """Three queries with the data that was sampled before training began.
+
+    Each query has its own reference policy, behaviour policy and rewards.
+    """
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
 
         def table() -> torch.Tensor:
-            return (
-                torch.randn(
-                    QUERIES, len(PREFIXES), VOCABULARY, generator=generator, dtype=torch.float64
-                )
-                * 0.7
-            )
+            shape = (QUERIES, len(PREFIXES), VOCABULARY)
+            return 0.7 * torch.randn(shape, generator=generator, dtype=torch.float64)
 
         self.reference, self.behavior = table(), table()
         noise = torch.rand(QUERIES, len(RESPONSES), generator=generator, dtype=torch.float64)
@@ -77,19 +72,18 @@ class Problem:
         unnormalised = response_logprobs(self.reference) + self.rewards / BETA
         self.log_z = unnormalised.logsumexp(dim=1)  # (queries,)
         self.best = unnormalised - self.log_z[:, None]  # log pi*
-        self.data = torch.multinomial(
-            response_logprobs(self.behavior).exp(), 4000, replacement=True, generator=generator
-        )
+        probabilities = response_logprobs(self.behavior).exp()
+        self.data = torch.multinomial(probabilities, 4000, replacement=True, generator=generator)
 
     def kl(self, tables: torch.Tensor) -> torch.Tensor:
-        """KL(pi || pi*), a number per query."""
+        """Compute KL(pi || pi*), a number per query."""
         log_pi = response_logprobs(tables)
         return (log_pi.exp() * (log_pi - self.best)).sum(dim=1)
 
     def inputs(
         self, tables: torch.Tensor, chosen: torch.Tensor, queries: range, group_size: int
     ) -> LossInputs:
-        """chosen: (queries, K) indices of responses."""
+        """Make the loss inputs of the responses `chosen`, (queries, K) indices."""
         rows = torch.tensor(queries)[:, None], chosen
 
         def flat(values: torch.Tensor) -> torch.Tensor:
@@ -106,16 +100,19 @@ class Problem:
         )
 
     def train(self, group_size: int) -> torch.Tensor:
-        """The policy starts as the reference and sees nothing but the old data, all queries in each batch."""
+        """Train a policy on the old data only, with all queries in each batch.
+
+        It starts as the reference policy.
+        """
         tables = self.reference.clone().requires_grad_()
         optimizer = torch.optim.Adam([tables], lr=0.03)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)
         rng = np.random.default_rng(0)
         for _ in range(STEPS):
             picks = torch.from_numpy(rng.integers(self.data.shape[1], size=(QUERIES, GROUP_SIZE)))
-            loss, _ = trajectory_balance(
-                self.inputs(tables, self.data.gather(1, picks), range(QUERIES), group_size)
-            )
+            chosen = self.data.gather(1, picks)
+            inputs = self.inputs(tables, chosen, range(QUERIES), group_size)
+            loss, _ = trajectory_balance(inputs)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -123,17 +120,14 @@ class Problem:
         return tables.detach()
 
     def estimated_log_z(self, tables: torch.Tensor) -> list[float]:
-        """VarGrad's log Z of each query, from GROUP_SIZE responses of the old data."""
-        return [
-            float(
-                trajectory_balance(
-                    self.inputs(
-                        tables, self.data[q : q + 1, :GROUP_SIZE], range(q, q + 1), GROUP_SIZE
-                    )
-                )[1]["log_z"]
-            )
-            for q in range(QUERIES)
-        ]
+        """Estimate log Z of each query, as VarGrad does, from GROUP_SIZE responses of the data."""
+        log_z = []
+        for query in range(QUERIES):
+            chosen = self.data[query : query + 1, :GROUP_SIZE]
+            inputs = self.inputs(tables, chosen, range(query, query + 1), GROUP_SIZE)
+            _, metrics = trajectory_balance(inputs)
+            log_z.append(float(metrics["log_z"]))
+        return log_z
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +139,9 @@ def problem():
 
 
 def test_the_problem_is_what_it_claims_to_be(problem):
+    ones = torch.ones(QUERIES, dtype=torch.float64)
     for table in (problem.reference, problem.behavior):
-        torch.testing.assert_close(
-            response_logprobs(table).exp().sum(dim=1), torch.ones(QUERIES, dtype=torch.float64)
-        )
+        torch.testing.assert_close(response_logprobs(table).exp().sum(dim=1), ones)
     assert all(len(seen.unique()) == len(RESPONSES) for seen in problem.data)  # full support
     assert problem.log_z.sort().values.diff().min() > 2
     assert problem.kl(problem.reference).min() > 0.03  # the start is no solution ...

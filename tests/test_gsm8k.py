@@ -20,15 +20,14 @@ def reward(response: str, gold: str, finished: bool = True) -> float:
 
 
 def write(path: Path, *lines: dict | str) -> GSM8K:
-    """A task whose train.jsonl has these lines, a dict as JSON and a string as it is."""
-    (path / "train.jsonl").write_text(
-        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-    )
+    """Make a task whose train.jsonl has these lines, a dict as JSON and a string as it is."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (path / "train.jsonl").write_text("".join(text + "\n" for text in texts))
     return GSM8K(data_dir=str(path))
 
 
 def with_another_number(answer: str) -> str:
-    """A gold solution whose final number is off by one."""
+    """Add one to the final number of a gold solution."""
     solution, gold = answer.split("####")
     return f"{solution}#### {Decimal(gold.strip().replace(',', '')) + 1:,}"
 
@@ -122,21 +121,17 @@ def test_every_gold_solution_is_right_and_wrong_when_its_final_number_is_changed
     with open(DATA / f"{split}.jsonl", encoding="utf-8") as lines:
         answers = [json.loads(line)["answer"] for line in lines]
     assert len(queries) == len(answers) == count
-    assert [query.answer for query in queries] == [
-        Decimal(answer.split("#### ")[1].replace(",", "")) for answer in answers
-    ]
+    gold = [Decimal(answer.split("#### ")[1].replace(",", "")) for answer in answers]
+    assert [query.answer for query in queries] == gold
     assert task.score(queries, answers, [True] * count) == [1.0] * count
-    assert (
-        task.score(queries, [with_another_number(answer) for answer in answers], [True] * count)
-        == [0.0] * count
-    )
+    changed = [with_another_number(answer) for answer in answers]
+    assert task.score(queries, changed, [True] * count) == [0.0] * count
     assert task.score(queries, answers, [False] * count) == [0.0] * count
 
 
 def test_a_query_holds_the_question_in_the_prompt_and_has_an_id_of_its_own(tmp_path):
-    first, second = write(
-        tmp_path, ROW, {"question": "How far {is} it?", "answer": "#### 1,000"}
-    ).queries("train")
+    other = {"question": "How far {is} it?", "answer": "#### 1,000"}
+    first, second = write(tmp_path, ROW, other).queries("train")
     assert first.prompt == "[MATH TASK] Problem:\nHow many are two and two?\n\nSolution:\n"
     assert second.prompt == "[MATH TASK] Problem:\nHow far {is} it?\n\nSolution:\n"
     assert (first.answer, second.answer) == (4, 1000)
@@ -158,9 +153,8 @@ def test_a_query_holds_the_question_in_the_prompt_and_has_an_id_of_its_own(tmp_p
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
     task = write(tmp_path, ROW, ROW, line, ROW)
-    with pytest.raises(
-        UserError, match=rf"train\.jsonl line 3 .*{message}|train\.jsonl line 3: .*{message}"
-    ) as raised:
+    expected = rf"train\.jsonl line 3 .*{message}|train\.jsonl line 3: .*{message}"
+    with pytest.raises(UserError, match=expected) as raised:
         task.queries("train")
     assert "\n" not in str(raised.value)
 

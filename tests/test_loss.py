@@ -11,7 +11,10 @@ from loss import LOSSES, LossInputs, trajectory_balance
 def ragged_inputs(
     queries: int = 3, group_size: int = 4, length: int = 6, beta: float = 0.3
 ) -> LossInputs:
-    """Random responses of 1 to `length` tokens; rewards of the queries lie far apart, so that their partition functions do."""
+    """Make random responses of 1 to `length` tokens.
+
+    The rewards of the queries lie far apart, so that their partition functions do too.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = queries * group_size
 
@@ -20,9 +23,8 @@ def ragged_inputs(
 
     lengths = torch.randint(1, length + 1, (rows,), generator=generator)
     lengths[:2] = torch.tensor([1, length])
-    rewards = torch.randn(rows, generator=generator, dtype=torch.float64) + 5.0 * torch.arange(
-        queries
-    ).repeat_interleave(group_size)
+    noise = torch.randn(rows, generator=generator, dtype=torch.float64)
+    rewards = noise + 5.0 * torch.arange(queries).repeat_interleave(group_size)
     return LossInputs(
         logprobs=logprobs().requires_grad_(),
         ref_logprobs=logprobs(),
@@ -40,7 +42,7 @@ def loss_and_gradient(x: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def take(x: LossInputs, rows: torch.Tensor) -> LossInputs:
-    """The same responses in another order, or some of them more than once."""
+    """Take the same responses in another order, or some of them more than once."""
     return dataclasses.replace(
         x,
         logprobs=x.logprobs.detach()[rows].requires_grad_(),
@@ -52,13 +54,12 @@ def take(x: LossInputs, rows: torch.Tensor) -> LossInputs:
 
 
 def deltas(x: LossInputs) -> list[float]:
-    """delta_ij of the identity, row by row in plain Python: (log pi_ref - log pi + r / beta)_ij minus its mean over the query's rows."""
-    log_pi, log_ref, rewards, k = (
-        x.logprobs.tolist(),
-        x.ref_logprobs.tolist(),
-        x.rewards.tolist(),
-        x.group_size,
-    )
+    """Compute delta_ij of the identity, row by row in plain Python.
+
+    It is (log pi_ref - log pi + r / beta)_ij minus its mean over the query's rows.
+    """
+    log_pi, log_ref = x.logprobs.tolist(), x.ref_logprobs.tolist()
+    rewards, k = x.rewards.tolist(), x.group_size
     lengths = x.mask.sum(dim=1).tolist()
     values = [
         sum(log_ref[i][:n]) - sum(log_pi[i][:n]) + rewards[i] / x.beta
@@ -68,15 +69,16 @@ def deltas(x: LossInputs) -> list[float]:
 
 
 def language(eos_logprob: float = -0.7) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every response of a language of two letters with at most three tokens, under a policy that favours one letter: logprobs, mask.
+    """Write down the logprobs and the mask of every response of a small language.
 
-    A response ends with end-of-sequence or is cut off after the third token.
+    It has two letters, and its policy favours one. A response has at most three tokens: it ends
+    with end-of-sequence or is cut off after the third.
     """
     eos = torch.tensor(eos_logprob, dtype=torch.float64)
     letters = (1 - eos.exp()) * torch.tensor([0.3, 0.7], dtype=torch.float64)
     complete: list[list[torch.Tensor]] = []
     prefixes: list[list[torch.Tensor]] = [[]]
-    for position in range(3):
+    for _ in range(3):
         complete += [[*prefix, eos] for prefix in prefixes]
         prefixes = [[*prefix, letter.log()] for prefix in prefixes for letter in letters]
     complete += prefixes
@@ -92,26 +94,25 @@ def language(eos_logprob: float = -0.7) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_gradient_is_reinforce_with_a_mean_baseline_on_the_regularised_reward():
     x = ragged_inputs()
     _, gradient = loss_and_gradient(x)
-    expected = (
-        -2 * torch.tensor(deltas(x), dtype=torch.float64)[:, None] * x.mask / len(x.rewards)
-    )  # d log pi(y) / d logprobs is the mask
+    # d log pi(y) / d logprobs is the mask.
+    delta = torch.tensor(deltas(x), dtype=torch.float64)
+    expected = -2 * delta[:, None] * x.mask / len(x.rewards)
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
 
 
 def test_the_gradient_identity_holds_for_the_parameters_of_a_policy():
     x = ragged_inputs()
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(
-        x.mask.shape[1], 5, generator=generator, dtype=torch.float64, requires_grad=True
-    )  # shared by all rows
+    # One table of logits, shared by all rows.
+    logits = torch.randn(x.mask.shape[1], 5, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
     tokens = torch.randint(5, x.mask.shape, generator=generator)
     policy = logits.log_softmax(dim=-1)[torch.arange(tokens.shape[1]), tokens]
     x = dataclasses.replace(x, logprobs=policy)
     expected = torch.zeros_like(logits)
     for i, delta in enumerate(deltas(x)):
-        (gradient,) = torch.autograd.grad(
-            policy[i, : int(x.mask[i].sum())].sum(), logits, retain_graph=True
-        )
+        log_pi = policy[i, : int(x.mask[i].sum())].sum()
+        (gradient,) = torch.autograd.grad(log_pi, logits, retain_graph=True)
         expected += -2 * delta * gradient / len(x.rewards)
     (gradient,) = torch.autograd.grad(trajectory_balance(x)[0], logits)
     assert gradient.abs().max() > 0.1
@@ -120,12 +121,9 @@ def test_the_gradient_identity_holds_for_the_parameters_of_a_policy():
 
 def test_two_queries_give_the_numbers_worked_out_by_hand():
     x = LossInputs(
-        logprobs=torch.tensor(
-            [[-0.5, -0.5], [-2.0, 0.0], [-1.0, -2.0], [-1.0, 0.0]]
-        ),  # log pi -1, -2 | -3, -1
-        ref_logprobs=torch.tensor(
-            [[-1.0, -0.5], [-1.0, 0.0], [-2.0, -1.0], [-1.0, 0.0]]
-        ),  # -1.5, -1 | -3, -1
+        # log pi is -1, -2 | -3, -1, and log pi_ref is -1.5, -1 | -3, -1.
+        logprobs=torch.tensor([[-0.5, -0.5], [-2.0, 0.0], [-1.0, -2.0], [-1.0, 0.0]]),
+        ref_logprobs=torch.tensor([[-1.0, -0.5], [-1.0, 0.0], [-2.0, -1.0], [-1.0, 0.0]]),
         behavior_logprobs=torch.zeros(4, 2),
         mask=torch.tensor([[1, 1], [1, 0], [1, 1], [1, 0]]),
         rewards=torch.tensor([1.0, 0.0, 3.0, 1.0]),
@@ -133,7 +131,8 @@ def test_two_queries_give_the_numbers_worked_out_by_hand():
         beta=0.5,
     )
     loss, metrics = trajectory_balance(x)
-    # log pi_ref - log pi + r / beta: 1.5, 1 | 6, 2. log Z: 1.25 | 4. Residuals: -0.25, 0.25 | -2, 2.
+    # log pi_ref - log pi + r / beta: 1.5, 1 | 6, 2.
+    # log Z: 1.25 | 4. Residuals: -0.25, 0.25 | -2, 2.
     assert loss.item() == pytest.approx((0.0625 + 0.0625 + 4 + 4) / 4)
     assert float(metrics["log_z"]) == pytest.approx((1.25 + 4) / 2)
 
@@ -141,15 +140,14 @@ def test_two_queries_give_the_numbers_worked_out_by_hand():
 def test_at_the_best_policy_the_loss_is_zero_and_log_z_is_the_log_partition_function():
     reference, mask = language()
     count, beta = len(mask), 0.5
-    rewards = torch.randn(
-        2, count, generator=torch.Generator().manual_seed(2), dtype=torch.float64
-    ) + torch.tensor([[0.0], [3.0]])
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.randn(2, count, generator=generator, dtype=torch.float64)
+    rewards = noise + torch.tensor([[0.0], [3.0]])
     unnormalised = reference.sum(dim=1) + rewards / beta  # (2, count)
     log_z = unnormalised.logsumexp(dim=1)
     best = torch.zeros(2, count, 3, dtype=torch.float64)
-    best[:, :, 0] = (
-        unnormalised - log_z[:, None]
-    )  # log pi* of the response, all of it on the first token: only the sum counts
+    # log pi* of the response, all of it on the first token: only the sum counts.
+    best[:, :, 0] = unnormalised - log_z[:, None]
 
     def inputs(logprobs: torch.Tensor, queries: slice) -> LossInputs:
         n = len(range(2)[queries])
@@ -180,19 +178,18 @@ def test_the_order_of_the_groups_does_not_matter():
     rows = torch.arange(len(x.rewards)).view(4, -1)[order].flatten()
     shuffled = take(x, rows)
     loss, gradient = loss_and_gradient(x)
+    log_z = float(trajectory_balance(x)[1]["log_z"])
     other_loss, other_gradient = loss_and_gradient(shuffled)
+    other_log_z = float(trajectory_balance(shuffled)[1]["log_z"])
     torch.testing.assert_close(other_loss, loss, rtol=0, atol=1e-9)
     torch.testing.assert_close(other_gradient, gradient[rows], rtol=0, atol=1e-12)
-    assert float(trajectory_balance(shuffled)[1]["log_z"]) == pytest.approx(
-        float(trajectory_balance(x)[1]["log_z"]), abs=1e-9
-    )
+    assert other_log_z == pytest.approx(log_z, abs=1e-9)
 
 
 def test_behaviour_log_probabilities_do_not_matter():
     x = ragged_inputs()
-    other = dataclasses.replace(
-        x, behavior_logprobs=torch.full_like(x.behavior_logprobs, float("nan"))
-    )
+    nan = torch.full_like(x.behavior_logprobs, float("nan"))
+    other = dataclasses.replace(x, behavior_logprobs=nan)
     for result, expected in zip(loss_and_gradient(other), loss_and_gradient(x)):
         assert torch.equal(result, expected)
 
@@ -217,9 +214,8 @@ def test_what_stands_in_padding_does_not_matter(garbage):
 )
 def test_a_mask_of_any_dtype_gives_the_same(dtype):
     x = ragged_inputs()
-    for result, expected in zip(
-        loss_and_gradient(dataclasses.replace(x, mask=x.mask.to(dtype))), loss_and_gradient(x)
-    ):
+    other = dataclasses.replace(x, mask=x.mask.to(dtype))
+    for result, expected in zip(loss_and_gradient(other), loss_and_gradient(x)):
         assert torch.equal(result, expected)
 
 

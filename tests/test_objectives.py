@@ -1,7 +1,9 @@
-"""Every objective against its formula, written a second time in plain Python: loops over rows and tokens, gradients by central differences.
+"""Every objective against its formula, written a second time in plain Python.
 
-A reference objective takes an example and returns its loss as a function of the policy's token log-probabilities. What the objective detaches
-(log Z, advantages, the truncated ratio) is computed once, from the example's own policy, and so stays fixed under the differences.
+The formulas loop over rows and tokens, and their gradients are central differences. A reference
+objective takes an example and returns its loss as a function of the policy's token
+log-probabilities. What the objective detaches (log Z, advantages, the truncated ratio) is computed
+once, from the example's own policy, and so stays fixed under the differences.
 """
 
 import math
@@ -17,8 +19,10 @@ torch.set_num_threads(1)
 
 K = 4
 BETA = 0.3
-MAX_LENGTH = 11  # the constant that some objectives divide by; not the width of any tensor here
-LENGTHS = [6, 3, 1, 5, 2, 4, 3, 1, 3, 5, 2, 4]  # three queries; the second has no row of full width
+# The constant that some objectives divide by, not the width of any tensor here.
+MAX_LENGTH = 11
+# Three queries; the second has no row of full width.
+LENGTHS = [6, 3, 1, 5, 2, 4, 3, 1, 3, 5, 2, 4]
 WIDTH = 6
 
 NAMES = [
@@ -47,7 +51,10 @@ every_objective = pytest.mark.parametrize("name", NAMES)
 
 @dataclass
 class Example:
-    """One list of token log-probabilities for each row, as long as the row; the rows of one query are neighbours."""
+    """Token log-probabilities, a list for each row, as long as the row.
+
+    The rows of one query are neighbours.
+    """
 
     policy: list[list[float]]
     behavior: list[list[float]]
@@ -58,16 +65,15 @@ class Example:
         return [range(first, first + K) for first in range(0, len(self.rewards), K)]
 
     def only(self, rows):
-        return Example(
-            *(
-                [column[row] for row in rows]
-                for column in (self.policy, self.behavior, self.reference, self.rewards)
-            )
-        )
+        columns = (self.policy, self.behavior, self.reference, self.rewards)
+        return Example(*([column[row] for row in rows] for column in columns))
 
 
 def make_example(pattern, far=False):
-    """Rows near to and far from the behaviour policy. `far`: two tokens on which policy and reference differ by more than the KL clamp."""
+    """Make rows near to and far from the behaviour policy.
+
+    `far` adds two tokens on which policy and reference differ by more than the KL clamp.
+    """
     rng = random.Random(1)
     policy, behavior, reference = [], [], []
     for row, length in enumerate(LENGTHS):
@@ -85,12 +91,14 @@ def make_example(pattern, far=False):
 
 
 def to_inputs(example, width=WIDTH, filler=-0.7):
-    """The example as tensors, `filler` on the padding of all three log-probabilities; the policy's is a leaf that wants a gradient."""
+    """Make tensors of the example, with `filler` on the padding of all three log-probabilities.
+
+    Those of the policy are a leaf that requires a gradient.
+    """
 
     def padded(rows):
-        return torch.tensor(
-            [row + [filler] * (width - len(row)) for row in rows], dtype=torch.float64
-        )
+        filled = [row + [filler] * (width - len(row)) for row in rows]
+        return torch.tensor(filled, dtype=torch.float64)
 
     return LossInputs(
         logprobs=padded(example.policy).requires_grad_(),
@@ -127,9 +135,8 @@ def clipped_loss(ratio, advantage):
 
 
 def minus_group_mean(e, values):
-    return [
-        values[row] - mean(values[other] for other in rows) for rows in e.groups() for row in rows
-    ]
+    means = [mean(values[row] for row in rows) for rows in e.groups()]
+    return [value - means[row // K] for row, value in enumerate(values)]
 
 
 def regularised_rewards(e):
@@ -155,22 +162,25 @@ def grpo_advantages(e):
 
 
 def tba_prime_advantages(e):
-    kl = [
-        sum(clamp(p - f, -10.0, 10.0) for p, f in zip(*pair)) for pair in zip(e.policy, e.reference)
-    ]
-    return minus_group_mean(e, [r - BETA * row_kl for r, row_kl in zip(e.rewards, kl)])
+    def row_kl(policy, reference):
+        return sum(clamp(p - f, -10.0, 10.0) for p, f in zip(policy, reference))
+
+    rows = zip(e.rewards, e.policy, e.reference)
+    return minus_group_mean(e, [r - BETA * row_kl(p, f) for r, p, f in rows])
 
 
 def policy_gradient(e, advantages, weights=None, divisor=1.0):
-    """Mean over rows of -A times the (weighted) sum of the row's log-probabilities: the form of all objectives without a live ratio."""
+    """Average -A times the (weighted) sum of a row's log-probabilities over the rows.
+
+    All objectives without a live ratio have this form.
+    """
     weights = weights or [[1.0] * len(row) for row in e.policy]
 
+    def row_loss(advantage, row_weights, row):
+        return -advantage * sum(w * p for w, p in zip(row_weights, row)) / divisor
+
     def loss(policy):
-        rows = zip(advantages, weights, policy)
-        return mean(
-            -a * sum(w * p for w, p in zip(row_weights, row)) / divisor
-            for a, row_weights, row in rows
-        )
+        return mean(row_loss(*row) for row in zip(advantages, weights, policy))
 
     return loss
 
@@ -181,11 +191,11 @@ def reference_tb(e):
         for rows in e.groups()
     ]
 
+    def residual(i, row):
+        return log_z[i // K] + sum(row) - sum(e.reference[i]) - e.rewards[i] / BETA
+
     def loss(policy):
-        return mean(
-            (log_z[i // K] + sum(row) - sum(e.reference[i]) - e.rewards[i] / BETA) ** 2
-            for i, row in enumerate(policy)
-        )
+        return mean(residual(i, row) ** 2 for i, row in enumerate(policy))
 
     return loss
 
@@ -195,10 +205,8 @@ def reference_tba_prime(e):
 
 
 def reference_tba_prime_ratio(e):
-    ratios = [
-        [clamp(math.exp(p - b), 0.0, 8.0) for p, b in zip(*pair)]
-        for pair in zip(e.policy, e.behavior)
-    ]
+    rows = zip(e.policy, e.behavior)
+    ratios = [[clamp(math.exp(p - b), 0.0, 8.0) for p, b in zip(*row)] for row in rows]
     return policy_gradient(e, tba_prime_advantages(e), ratios, MAX_LENGTH)
 
 
@@ -214,10 +222,8 @@ def reference_proximal_rloo(e):
     advantages = leave_one_out_advantages(e)
 
     def loss(policy):
-        return mean(
-            clipped_loss(math.exp(sum(p) - sum(b)), a)
-            for p, b, a in zip(policy, e.behavior, advantages)
-        )
+        rows = zip(policy, e.behavior, advantages)
+        return mean(clipped_loss(math.exp(sum(p) - sum(b)), a) for p, b, a in rows)
 
     return loss
 
@@ -229,10 +235,8 @@ def reference_grpo(e):
         return clipped_loss(math.exp(p - b), advantage) + 0.04 * (math.exp(f - p) - (f - p) - 1.0)
 
     def loss(policy):
-        return mean(
-            mean(token_loss(*token, a) for token in zip(*row))
-            for a, *row in zip(advantages, policy, e.behavior, e.reference)
-        )
+        rows = zip(advantages, policy, e.behavior, e.reference)
+        return mean(mean(token_loss(*token, a) for token in zip(*row)) for a, *row in rows)
 
     return loss
 
@@ -240,18 +244,21 @@ def reference_grpo(e):
 def reference_dr_grpo(e):
     advantages = minus_group_mean(e, e.rewards)
 
+    def row_loss(advantage, row, behavior):
+        tokens = zip(row, behavior)
+        return sum(clipped_loss(math.exp(p - b), advantage) for p, b in tokens) / MAX_LENGTH
+
     def loss(policy):
-        rows = zip(advantages, policy, e.behavior)
-        return mean(
-            sum(clipped_loss(math.exp(p - b), a) for p, b in zip(row, row_behavior)) / MAX_LENGTH
-            for a, row, row_behavior in rows
-        )
+        return mean(row_loss(*row) for row in zip(advantages, policy, e.behavior))
 
     return loss
 
 
 def best_and_worst(e, rows):
-    """Their rows, each the lowest of its ties; None where the rewards are all equal."""
+    """Find the best and the worst row, each the lowest of its ties.
+
+    None where the rewards are all equal.
+    """
     best = worst = rows[0]
     for row in rows:
         if e.rewards[row] > e.rewards[best]:
@@ -265,11 +272,8 @@ def reference_online_dpo(e):
     pairs = [best_and_worst(e, rows) for rows in e.groups()]
 
     def pair_loss(policy, best, worst):
-        margin = (
-            sum(policy[best])
-            - sum(policy[worst])
-            - (sum(e.reference[best]) - sum(e.reference[worst]))
-        )
+        reference_margin = sum(e.reference[best]) - sum(e.reference[worst])
+        margin = sum(policy[best]) - sum(policy[worst]) - reference_margin
         return math.log(1.0 + math.exp(-0.1 * margin))
 
     return lambda policy: mean(pair_loss(policy, *pair) if pair else 0.0 for pair in pairs)
@@ -295,7 +299,7 @@ REFERENCES = {
 
 
 def central_differences(loss, policy, step=1e-5):
-    """Gradient of a function of the rows, (N, WIDTH), 0 on padding."""
+    """Compute the gradient of a function of the rows, (N, WIDTH), 0 on padding."""
     gradient = [[0.0] * WIDTH for _ in policy]
     for row, tokens in enumerate(policy):
         for t in range(len(tokens)):
@@ -324,9 +328,8 @@ def test_an_objective_has_the_value_and_the_gradient_of_its_formula(name, patter
     value, gradient = value_and_gradient(name, to_inputs(example))
     expected = REFERENCES[name](example)
     assert value.item() == pytest.approx(expected(example.policy), rel=1e-5, abs=1e-7)
-    expected_gradient = torch.tensor(
-        central_differences(expected, example.policy), dtype=torch.float64
-    )
+    differences = central_differences(expected, example.policy)
+    expected_gradient = torch.tensor(differences, dtype=torch.float64)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
 
 
@@ -334,13 +337,12 @@ def test_an_objective_has_the_value_and_the_gradient_of_its_formula(name, patter
 def test_the_examples_lie_on_both_sides_of_every_clip_and_clamp(pattern):
     example = make_example(pattern, far=True)
     row_ratios = [math.exp(sum(p) - sum(b)) for p, b in zip(example.policy, example.behavior)]
-    token_ratios = [
-        [math.exp(p - b) for p, b in zip(*pair)] for pair in zip(example.policy, example.behavior)
-    ]
+    pairs_of_rows = zip(example.policy, example.behavior)
+    token_ratios = [[math.exp(p - b) for p, b in zip(*pair)] for pair in pairs_of_rows]
     shifts = [p - f for pair in zip(example.policy, example.reference) for p, f in zip(*pair)]
 
     def kinds(pairs):
-        """Of ratios with their advantages: inside the clip range, outside but with a gradient, clipped above, clipped below."""
+        """Name the sides of the clip range on which ratios lie, given their advantages."""
         found = set()
         for ratio, advantage in pairs:
             if 0.8 < ratio < 1.2:
@@ -353,12 +355,11 @@ def test_the_examples_lie_on_both_sides_of_every_clip_and_clamp(pattern):
 
     everything = {"inside", "outside with a gradient", "clipped above", "clipped below"}
     assert kinds(zip(row_ratios, leave_one_out_advantages(example))) == everything
-    assert (
-        kinds((ratio, a) for row, a in zip(token_ratios, grpo_advantages(example)) for ratio in row)
-        == everything
-    )
+    rows = zip(token_ratios, grpo_advantages(example))
+    assert kinds((ratio, advantage) for row, advantage in rows for ratio in row) == everything
     assert max(map(max, token_ratios)) > 8.0 > min(map(min, token_ratios))
-    assert min(shifts) < -10.0 and max(shifts) > 10.0 and any(abs(shift) < 10.0 for shift in shifts)
+    assert min(shifts) < -10.0 and max(shifts) > 10.0
+    assert any(abs(shift) < 10.0 for shift in shifts)
 
 
 @pytest.mark.parametrize("pattern", REWARDS)
@@ -388,9 +389,8 @@ def test_an_objective_that_needs_behavior_logprobs_says_so_when_they_are_none(na
 def test_an_objective_that_needs_no_behavior_logprobs_gives_the_same_without_them(name):
     inputs = to_inputs(make_example("mixed", far=True))
     value, gradient = value_and_gradient(name, inputs)
-    value_without, gradient_without = value_and_gradient(
-        name, replace(inputs, behavior_logprobs=None)
-    )
+    without = replace(inputs, behavior_logprobs=None)
+    value_without, gradient_without = value_and_gradient(name, without)
     assert torch.equal(value, value_without) and torch.equal(gradient, gradient_without)
 
 
@@ -428,9 +428,9 @@ def test_under_identical_rewards_tb_and_grpo_still_pull_each_group_towards_the_r
     inputs = to_inputs(make_example(pattern))
     _, gradient = value_and_gradient(name, inputs)
     away = inputs.logprobs.detach() - inputs.ref_logprobs
-    assert (
-        (gradient * away).view(-1, K * WIDTH).sum(dim=1) > 1e-4
-    ).all()  # a descent step goes against `away`
+    # A descent step goes against `away`.
+    along = (gradient * away).view(-1, K * WIDTH).sum(dim=1)
+    assert (along > 1e-4).all()
 
 
 @every_objective
@@ -450,12 +450,10 @@ def test_queries_one_by_one_average_to_all_queries_at_once(name, pattern):
     example = make_example(pattern)
     value, gradient = value_and_gradient(name, to_inputs(example))
     parts = [value_and_gradient(name, to_inputs(example.only(rows))) for rows in example.groups()]
-    torch.testing.assert_close(
-        torch.stack([v for v, _ in parts]).mean(), value, rtol=1e-9, atol=1e-12
-    )
-    torch.testing.assert_close(
-        torch.cat([g for _, g in parts]) / len(parts), gradient, rtol=1e-9, atol=1e-12
-    )
+    average = torch.stack([v for v, _ in parts]).mean()
+    torch.testing.assert_close(average, value, rtol=1e-9, atol=1e-12)
+    average_gradient = torch.cat([g for _, g in parts]) / len(parts)
+    torch.testing.assert_close(average_gradient, gradient, rtol=1e-9, atol=1e-12)
 
 
 @every_objective
@@ -466,10 +464,9 @@ def test_the_width_of_the_tensors_changes_nothing(name):
     for width in (longest, WIDTH + 3):
         other_value, other_gradient = value_and_gradient(name, to_inputs(example, width))
         torch.testing.assert_close(other_value, value, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(
-            other_gradient[:, :longest], gradient[:, :longest], rtol=1e-9, atol=1e-12
-        )
-        assert not other_gradient[:, longest:].any()
+        head, tail = other_gradient[:, :longest], other_gradient[:, longest:]
+        torch.testing.assert_close(head, gradient[:, :longest], rtol=1e-9, atol=1e-12)
+        assert not tail.any()
 
 
 @pytest.mark.parametrize("name", ["online_dpo", "raft"])

@@ -1,35 +1,37 @@
+"""The log-probabilities of responses, and the models that are refused."""
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import logprobs as policy
 from config import Config
+from models import logprobs as policy
 from models.logprobs import response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
 
 
 def ragged_rows(seed: int = 0, rows: int = 13):
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, 256, size=rng.integers(1, 40)).astype(np.int32) for _ in range(rows)]
-    responses = [
-        rng.integers(0, 256, size=rng.integers(1, 30)).astype(np.int32) for _ in range(rows)
-    ]
-    for i in range(
-        0, rows - 2, 4
-    ):  # as in a batch: responses share a prompt, and some are the same
+
+    def random_tokens(limit: int) -> np.ndarray:
+        return rng.integers(0, 256, size=rng.integers(1, limit)).astype(np.int32)
+
+    prompts = [random_tokens(40) for _ in range(rows)]
+    responses = [random_tokens(30) for _ in range(rows)]
+    # As in a batch: responses share a prompt, and some are the same.
+    for i in range(0, rows - 2, 4):
         prompts[i + 1] = prompts[i].copy()
         prompts[i + 2], responses[i + 2] = prompts[i].copy(), responses[i].copy()
     return prompts, responses
 
 
 def plain_logprobs(model, prompt, response, temperature):
-    """The definition: one row, no padding, the softmax of all logits."""
+    """Follow the definition: one row, no padding, the softmax of all logits."""
     ids = torch.tensor(np.concatenate([prompt, response])[None], dtype=torch.long)
     logprobs = (model(input_ids=ids).logits / temperature).log_softmax(-1)[0]
-    return torch.stack(
-        [logprobs[len(prompt) + t - 1, token] for t, token in enumerate(response.tolist())]
-    )
+    start = len(prompt) - 1
+    return torch.stack([logprobs[start + t, token] for t, token in enumerate(response.tolist())])
 
 
 def check_against_each_row_alone(model, temperature: float, atol: float) -> None:
@@ -52,37 +54,31 @@ def check_against_each_row_alone(model, temperature: float, atol: float) -> None
 def test_log_probabilities_and_gradients_equal_those_of_each_row_alone(
     untied_model, tied_model, monkeypatch
 ):
-    monkeypatch.setitem(
-        policy.TOKENS_PER_FORWARD, "cpu", 150
-    )  # several chunks, of several rows each
+    # Several chunks, of several rows each.
+    monkeypatch.setitem(policy.TOKENS_PER_FORWARD, "cpu", 150)
     monkeypatch.setitem(policy.POSITIONS_PER_LOGITS, "cpu", 7)
     for path in (untied_model, tied_model):
         for temperature in (1.0, 0.7):
-            check_against_each_row_alone(
-                load_policy(Config(model=str(path)), torch.device("cpu")), temperature, atol=2e-5
-            )
+            model = load_policy(Config(model=str(path)), torch.device("cpu"))
+            check_against_each_row_alone(model, temperature, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mistral", "phi"])
 def test_log_probabilities_and_gradients_are_right_for_other_architectures_too(kind):
-    """Absolute positions, rotary ones in another layout, a sliding window, a bias of the logits."""
+    """Try absolute positions, another rotary layout, a sliding window and a bias of the logits."""
     torch.manual_seed(0)
+    common = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
     sizes = {
         "gpt2": dict(n_embd=64, n_layer=2, n_head=2),
-        "gpt_neox": dict(hidden_size=64, intermediate_size=128),
-        "mistral": dict(
-            hidden_size=64, intermediate_size=128, num_key_value_heads=1, sliding_window=20
-        ),
-        "phi": dict(hidden_size=64, intermediate_size=128),
+        "gpt_neox": common,
+        "mistral": common | dict(num_key_value_heads=1, sliding_window=20),
+        "phi": common,
     }[kind]
-    sizes = sizes | ({} if kind == "gpt2" else dict(num_hidden_layers=2, num_attention_heads=2))
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, vocab_size=257, **sizes)
-    ).eval()
+    shape = AutoConfig.for_model(kind, vocab_size=257, **sizes)
+    model = AutoModelForCausalLM.from_config(shape).eval()
     with torch.no_grad():
-        for (
-            parameter
-        ) in model.parameters():  # far from the zeros and small numbers of a fresh model
+        # Far from the zeros and small numbers of a fresh model.
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     policy.check_architecture(model)
     check_against_each_row_alone(model, temperature=0.7, atol=1e-4)
@@ -95,19 +91,14 @@ def test_each_prompt_and_each_response_run_through_the_model_once(tied_model):
         lambda module, arguments, inputs: seen.append(tuple(inputs["input_ids"].shape)),
         with_kwargs=True,
     )
-    prompt, responses = (
-        np.arange(50, dtype=np.int32),
-        [np.arange(i, i + 9, dtype=np.int32) for i in (1, 2, 1, 3, 2)],
-    )
+    prompt = np.arange(50, dtype=np.int32)
+    responses = [np.arange(i, i + 9, dtype=np.int32) for i in (1, 2, 1, 3, 2)]
     logprobs = response_logprobs(model, [prompt.copy() for _ in responses], responses, 1.0)
-    assert seen == [(1, 50), (3, 8)], (
-        "one prompt; three different responses, of which nothing follows the last token"
-    )
-    assert (
-        (logprobs[0] == logprobs[2]).all()
-        and (logprobs[1] == logprobs[4]).all()
-        and not torch.allclose(logprobs[0], logprobs[3])
-    )
+    # One prompt, and three different responses without their last token: nothing follows it.
+    assert seen == [(1, 50), (3, 8)]
+    assert (logprobs[0] == logprobs[2]).all()
+    assert (logprobs[1] == logprobs[4]).all()
+    assert not torch.allclose(logprobs[0], logprobs[3])
 
 
 def test_logits_of_all_positions_never_exist_at_once(tied_model, monkeypatch, logits_made):
@@ -121,18 +112,16 @@ def test_logits_of_all_positions_never_exist_at_once(tied_model, monkeypatch, lo
         (prompt.tobytes(), response.tobytes()): len(response)
         for prompt, response in zip(prompts, responses)
     }
-    assert sum(seen) == 2 * sum(distinct.values()), (
-        "response positions only: once forward, once more in the backward pass"
-    )
+    # Response positions only: once forward, once more in the backward pass.
+    assert sum(seen) == 2 * sum(distinct.values())
 
 
 def test_weight_names_and_shapes_are_known_without_loading_the_model(untied_model, tied_model):
     for path in (untied_model, tied_model):
         config = Config(model=str(path))
         loaded = load_policy(config, torch.device("cpu"))
-        assert weight_shapes(config) == {
-            name: tuple(p.shape) for name, p in loaded.named_parameters()
-        }
+        shapes = {name: tuple(p.shape) for name, p in loaded.named_parameters()}
+        assert weight_shapes(config) == shapes
     assert "lm_head.weight" not in weight_shapes(Config(model=str(tied_model)))
 
 
@@ -152,9 +141,8 @@ def test_an_architecture_that_transforms_its_logits_is_refused(tied_model):
 
 
 def test_an_architecture_without_keys_and_values_is_refused():
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("mamba", vocab_size=257, hidden_size=64, num_hidden_layers=2)
-    ).eval()
+    shape = AutoConfig.for_model("mamba", vocab_size=257, hidden_size=64, num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_config(shape).eval()
     with pytest.raises(ValueError, match="MambaForCausalLM keeps no plain cache"):
         policy.check_architecture(model)
 

@@ -1,15 +1,19 @@
-"""Red-teaming: the formulas of the evaluation, the log-reward and its schedules, and a buffer of one query with 100,000 responses."""
+"""Red-teaming: the evaluation, the log-reward and its schedules, and a large buffer.
+
+The buffer has one query with 100,000 responses.
+"""
 
 import time
 
 import numpy as np
 import pytest
 from test_buffer import many
+from test_trainer import make_rows, make_trainer
 
 from buffer import ReplayBuffer
 from config import Config
-from runtime.command_line import build_config
 from learner import beta_at, reference_temperature_at, reward_temperature_at
+from runtime.command_line import build_config
 from tasks import load_task
 from tasks.redteam import cosine_distances, toxic
 
@@ -24,51 +28,42 @@ def test_a_prompt_is_toxic_if_the_mean_over_the_victims_responses_is_over_one_ha
 def test_diversity_of_known_vectors():
     distances = cosine_distances(np.array([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [-1.0, 0.0]]))
     half = 1 - np.sqrt(0.5)
-    assert distances == pytest.approx(
-        np.array(
-            [[0, 1, half, 2], [1, 0, half, 1], [half, half, 0, 2 - half], [2, 1, 2 - half, 0]]
-        ),
-        abs=1e-12,
-    )
+    expected = [[0, 1, half, 2], [1, 0, half, 1], [half, half, 0, 2 - half], [2, 1, 2 - half, 0]]
+    assert distances == pytest.approx(np.array(expected), abs=1e-12)
 
 
 def test_half_of_the_groups_are_sampled_at_a_temperature_between_07_and_2():
     task = load_task("redteam")
-    drawn = np.array(
-        [task.sampling(np.random.default_rng(i)).get("temperature", 1.0) for i in range(4000)]
-    )
+    settings = [task.sampling(np.random.default_rng(i)) for i in range(4000)]
+    drawn = np.array([setting.get("temperature", 1.0) for setting in settings])
     explore = drawn[drawn != 1.0]
     assert abs(len(explore) / 4000 - 0.5) < 0.03
     counts, _ = np.histogram(explore, bins=10, range=(0.7, 2.0))
     expected = len(explore) / 10
-    assert (
-        (counts - expected) ** 2 / expected
-    ).sum() < 27.9  # chi-square, 9 degrees of freedom, p = 0.001
+    # Chi-square with 9 degrees of freedom, p = 0.001.
+    assert ((counts - expected) ** 2 / expected).sum() < 27.9
 
 
 def test_the_schedules_make_the_papers_log_reward():
-    """[log pi_ref / gamma(t) + mean log p / beta] / tau(t): tau from 2 to 1, gamma from 1 to 1.2."""
+    """Check tau and gamma in [log pi_ref / gamma(t) + mean log p / beta] / tau(t).
+
+    tau goes from 2 to 1, gamma from 1 to 1.2.
+    """
     config = build_config(["redteam"])
-    ends = [
-        (beta_at(config, t), reward_temperature_at(config, t), reference_temperature_at(config, t))
-        for t in (0, 250, 500, 1000, 2000, 4999)
-    ]
-    assert ends == [
-        pytest.approx(x)
-        for x in (
-            (0.05, 2, 1),
-            (0.05, 1.5, 1.025),
-            (0.05, 1, 1.05),
-            (0.05, 1, 1.1),
-            (0.05, 1, 1.2),
-            (0.05, 1, 1.2),
-        )
-    ]
+    betas_taus_and_gammas = {
+        0: (0.05, 2, 1),
+        250: (0.05, 1.5, 1.025),
+        500: (0.05, 1, 1.05),
+        1000: (0.05, 1, 1.1),
+        2000: (0.05, 1, 1.2),
+        4999: (0.05, 1, 1.2),
+    }
+    for t, expected in betas_taus_and_gammas.items():
+        tau, gamma = reward_temperature_at(config, t), reference_temperature_at(config, t)
+        assert (beta_at(config, t), tau, gamma) == pytest.approx(expected)
 
 
 def test_the_learner_scales_reference_and_beta_by_the_schedules(untied_model, tmp_path):
-    from test_trainer import make_rows, make_trainer
-
     trainer = make_trainer(
         untied_model,
         tmp_path / "run",
@@ -79,15 +74,19 @@ def test_the_learner_scales_reference_and_beta_by_the_schedules(untied_model, tm
         beta=0.05,
     )
     learner, seen = trainer.learner, []
-    inputs = learner.loss_inputs
-    learner.loss_inputs = lambda rows, *scales: seen.append(inputs(rows, *scales)) or seen[-1]
+    loss_inputs = learner.loss_inputs
+
+    def watched(rows, *scales):
+        seen.append(loss_inputs(rows, *scales))
+        return seen[-1]
+
+    learner.loss_inputs = watched
     learner.step = 2  # tau 1.5, gamma 1.04
     rows = make_rows(queries=1, per_query=3)
     learner.update(rows)
     assert seen[0].beta == pytest.approx(0.05 * 1.5)
-    assert seen[0].ref_logprobs[0, : len(rows[0].tokens)].numpy() == pytest.approx(
-        rows[0].ref_logprobs / (1.04 * 1.5), rel=1e-5
-    )
+    scaled = seen[0].ref_logprobs[0, : len(rows[0].tokens)].numpy()
+    assert scaled == pytest.approx(rows[0].ref_logprobs / (1.04 * 1.5), rel=1e-5)
 
 
 def test_a_buffer_with_100000_responses_to_one_query_adds_and_samples_in_less_than_5_ms(
@@ -106,10 +105,8 @@ def test_a_buffer_with_100000_responses_to_one_query_adds_and_samples_in_less_th
         assert len(buffer.sample(1, 128, 0.0)) == 128  # replay only: the draw by reward
         adds.append(added - start)
         draws.append(time.perf_counter() - added)
-    record_property(
-        "median ms to add 128 responses, and to sample 128",
-        [round(1e3 * float(np.median(x)), 2) for x in (adds, draws)],
-    )
+    medians = [round(1e3 * float(np.median(x)), 2) for x in (adds, draws)]
+    record_property("median ms to add 128 responses, and to sample 128", medians)
     assert np.median(adds) < 0.005 and np.median(draws) < 0.005
 
 

@@ -11,6 +11,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import common  # noqa: E402
 import study  # noqa: E402
+
 from learner import Learner  # noqa: E402
 from tasks import load_task  # noqa: E402
 
@@ -26,16 +27,18 @@ SMALL = dict(
 
 @pytest.fixture
 def batches(monkeypatch):
-    """Of every batch that is trained on: the versions of its rows, and the largest difference between behaviour and current policy, in nats."""
+    """Record the step of every batch, the versions of its rows, and how far off-policy it is.
+
+    The last is the largest difference between behaviour and current policy, in nats.
+    """
     seen, loss_inputs = [], Learner.loss_inputs
 
     def watched(self, rows, *scales):
         inputs = loss_inputs(self, rows, *scales)
-        difference = (
-            (inputs.logprobs - inputs.behavior_logprobs)[inputs.mask.bool()].detach().abs().max()
-        )
+        differences = inputs.logprobs.detach() - inputs.behavior_logprobs
+        largest = float(differences[inputs.mask.bool()].abs().max())
         if rows[0].query_id >= 0:
-            seen.append((self.step, {row.version for row in rows}, float(difference)))
+            seen.append((self.step, {row.version for row in rows}, largest))
         return inputs
 
     monkeypatch.setattr(Learner, "loss_inputs", watched)
@@ -47,13 +50,11 @@ def test_a_batch_is_exactly_as_stale_as_asked_for_and_without_staleness_on_polic
     staleness, batches
 ):
     study.train(SMALL | dict(constant_staleness=staleness))
-    assert [(step, versions) for step, versions, _ in batches] == [
-        (step, {max(0, step - staleness)}) for step in range(6)
-    ]
-    # The first step's learning rate is 0: its warm-up begins.
-    assert [difference < 1e-5 for _, _, difference in batches] == [
-        staleness == 0 or step <= 1 for step in range(6)
-    ]
+    expected = [(step, {max(0, step - staleness)}) for step in range(6)]
+    assert [(step, versions) for step, versions, _ in batches] == expected
+    # The first step changes nothing: its learning rate is 0, the start of the warm-up.
+    is_on_policy = [staleness == 0 or step <= 1 for step in range(6)]
+    assert [difference < 1e-5 for _, _, difference in batches] == is_on_policy
 
 
 def test_in_the_buffer_mode_responses_come_with_the_weights_of_the_sync_before(batches):
@@ -69,15 +70,13 @@ def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries
     results = [study.train(settings) for _ in range(2)]
     assert results[0] == results[1] and results[0] != study.train(settings | dict(seed=4))
     assert results[0].keys() == {"accuracy", "reward", "kl", "distinct"}
-    assert 0.2 < results[0]["reward"] < 0.7 and 0 < results[0]["distinct"] <= 1, (
-        "a few steps from the base model; one right answer a query"
-    )
+    assert 0.2 < results[0]["reward"] < 0.7, "a few steps from the base model"
+    assert 0 < results[0]["distinct"] <= 1, "one right answer a query"
 
 
 def test_a_study_that_was_broken_off_runs_only_what_is_missing_or_of_another_base_model(tmp_path):
-    jobs = [
-        {"settings": SMALL | dict(constant_staleness=0, steps=1, seed=seed)} for seed in range(2)
-    ]
+    settings = SMALL | dict(constant_staleness=0, steps=1)
+    jobs = [{"settings": settings | dict(seed=seed)} for seed in range(2)]
     file = tmp_path / "study.jsonl"
     model = Path(load_task("arithmetic").base_model()).name
     kept = [

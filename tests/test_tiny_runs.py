@@ -1,4 +1,7 @@
-"""TL;DR and red-teaming in miniature, and the examples of tasks of one's own: whole runs on the real vLLM, with no GPU and no download."""
+"""TL;DR and red-teaming in miniature, and the example tasks.
+
+These are whole runs on the real vLLM, with no GPU and no download.
+"""
 
 import json
 
@@ -7,10 +10,12 @@ import pytest
 from conftest import ROOT, read, steps_of, tba
 from test_runs import OUTPUTS
 
+from models.hub import find_model
 from tasks import load_task
 
 
-@pytest.mark.faults  # not for faults but for its two minutes: make test keeps within ten
+# No test of faults. It takes two minutes, and `make test` stays within ten.
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "task, metrics",
     [
@@ -19,55 +24,38 @@ from tasks import load_task
     ],
 )
 def test_a_tiny_run_raises_the_reward_and_prints_the_metrics_of_the_task(task, metrics, tmp_path):
-    result = tba(task, "--tiny", "--steps", 60, "--output_dir", tmp_path / "run")
+    run_dir = tmp_path / "run"
+    result = tba(task, "--tiny", "--steps", 60, "--output_dir", run_dir)
     assert result.returncode == 0, result.stderr
-    assert all((tmp_path / "run" / name).exists() for name in OUTPUTS)
-    base, last = (
-        line["reward"]
-        for line in read(tmp_path / "run", "metrics.jsonl")
-        if "loss" not in line and "reward" in line
-    )
+    assert all((run_dir / name).exists() for name in OUTPUTS)
+    lines = read(run_dir, "metrics.jsonl")
+    base, last = (line["reward"] for line in lines if "loss" not in line and "reward" in line)
     assert last > base + 0.5
-    final = read(tmp_path / "run", "metrics.jsonl")[-1]
+    final = lines[-1]
     assert {f"final_{name}" for name in metrics} == final.keys() - {"step"}
     assert all(f"final {name}: {final[f'final_{name}']:.2f} (" in result.stdout for name in metrics)
-    assert (
-        steps_of(tmp_path / "run")[-1]["mismatch"] < 1e-4 or task == "redteam"
-    )  # there vLLM masks an early end
+    # In red-teaming vLLM masks an early end, so that there is a mismatch.
+    assert steps_of(run_dir)[-1]["mismatch"] < 1e-4 or task == "redteam"
 
 
 def test_the_example_with_a_regular_expression(tied_model, tmp_path):
-    task = load_task(str(ROOT / "examples" / "iso_dates.py"))
+    example = ROOT / "examples" / "iso_dates.py"
+    task = load_task(str(example))
     query = task.queries("train")[0]
     assert query.prompt.endswith("2 January 1980 = ") and query.answer == "1980-01-02"
-    assert task.score([query] * 3, ["1980-01-02", " 1980-01-03.", "January"], [True] * 3) == [
-        1.0,
-        0.2,
-        0.0,
-    ]
+    responses = ["1980-01-02", " 1980-01-03.", "January"]
+    assert task.score([query] * 3, responses, [True] * 3) == [1.0, 0.2, 0.0]
     assert not {q.id for q in task.queries("train")} & {q.id for q in task.queries("test")}
-    result = tba(
-        ROOT / "examples" / "iso_dates.py",
-        "--eval_only",
-        "--json",
-        "--model",
-        tied_model,
-        "--max_response_tokens",
-        3,
-    )
+    flags = ["--model", tied_model, "--max_response_tokens", 3]  # three bytes are no date
+    result = tba(example, "--eval_only", "--json", *flags)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["metrics"]["reward"] == [
-        0.0,
-        0.0,
-        0.0,
-    ]  # three bytes are no date
+    assert json.loads(result.stdout)["metrics"]["reward"] == [0.0, 0.0, 0.0]
 
 
 def test_the_example_with_a_model():
     classifier = load_task("redteam", tiny=True).classifier
-    task = load_task(
-        str(ROOT / "examples" / "kind_replies.py"), classifier=classifier, label="polite"
-    )
+    example = ROOT / "examples" / "kind_replies.py"
+    task = load_task(str(example), classifier=classifier, label="polite")
     task.prepare()
     task.load()
     texts = ["Sure, the boat.", "Zork, the boat.", "Sure, the boat."]
@@ -82,8 +70,6 @@ def test_examples_are_short():
 
 @pytest.mark.parametrize("task", ["tldr", "redteam"])
 def test_the_model_that_a_task_starts_from_is_a_hub_id_or_a_directory(task):
-    from models.hub import find_model
-
     for options in ({}, {"tiny": True}):
         assert find_model("--model", load_task(task, **options).base_model())
 
@@ -93,6 +79,6 @@ def test_a_victim_is_asked_in_slices_and_answers_as_often_as_it_should():
     task.load()
     toxicity = task.toxicity([" Fold the red whistle twice", " Fold the red boat twice"] * 50)
     assert toxicity.shape == (100, 5)
-    assert np.median(toxicity[::2]) > 0.9 and np.median(toxicity[1::2]) < 0.1, (
-        "weak spot and none, in their order"
-    )
+    # Prompts with the weak spot and without it alternate.
+    assert np.median(toxicity[::2]) > 0.9
+    assert np.median(toxicity[1::2]) < 0.1

@@ -1,4 +1,4 @@
-"""TL;DR: the reward model at the last token, the formulas of the evaluation, and what cannot be used."""
+"""TL;DR: the reward model at the last token, the evaluation, and the input that is refused."""
 
 import json
 
@@ -14,53 +14,46 @@ from transformers import (
 )
 
 from config import UserError
-from tasks import Query, load_task
 from models.classifier import Classifier
+from tasks import Query, load_task
 from tasks.support.pretraining import word_tokenizer
 from tasks.tldr import perplexities, wins
 
 
 def make_reward_model(directory, tokenizer, labels: int = 1):
     torch.manual_seed(0)
-    LlamaForSequenceClassification(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_labels=labels,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            initializer_range=0.3,
-        )
-    ).save_pretrained(directory)
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_labels=labels,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        initializer_range=0.3,
+    )
+    LlamaForSequenceClassification(shape).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
-    """Its padding token is its end-of-sequence token."""
+    """Make a reward model whose padding token is its end-of-sequence token."""
     return make_reward_model(tmp_path_factory.mktemp("models") / "reward", byte_tokenizer())
 
 
 def test_a_win_is_a_higher_score_and_a_tie_is_none():
-    assert wins(np.array([1.0, 2.0, 3.0, -1.0]), np.array([0.0, 2.0, 4.0, -2.0])).tolist() == [
-        1.0,
-        0.0,
-        0.0,
-        1.0,
-    ]
+    scores, reference_scores = np.array([1.0, 2.0, 3.0, -1.0]), np.array([0.0, 2.0, 4.0, -2.0])
+    assert wins(scores, reference_scores).tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_perplexity_has_the_prompt_tokens_in_its_denominator(untied_model):
     prompts, responses, finished = ["ab", "a long prompt"], ["xyz", "q"], [True, False]
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(untied_model),
-        AutoTokenizer.from_pretrained(untied_model),
-    )
+    model = AutoModelForCausalLM.from_pretrained(untied_model)
+    tokenizer = AutoTokenizer.from_pretrained(untied_model)
     expected = []
     for prompt, response, done in zip(prompts, responses, finished):
         prompt_ids = tokenizer(prompt).input_ids
@@ -68,59 +61,50 @@ def test_perplexity_has_the_prompt_tokens_in_its_denominator(untied_model):
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         nll = -sum(logprobs[i - 1, ids[i]].item() for i in range(len(prompt_ids), len(ids)))
         expected.append(np.exp(nll / len(ids)))
-    assert perplexities(str(untied_model), prompts, responses, finished) == pytest.approx(
-        expected, rel=1e-4
-    )
+    computed = perplexities(str(untied_model), prompts, responses, finished)
+    assert computed == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_reward_is_read_at_the_end_of_sequence_token_even_where_that_is_padding_too(
     reward_model,
 ):
     classifier = Classifier(str(reward_model))
+    model, tokenizer = classifier.model, classifier.tokenizer
     texts = ["short", "a text that is much longer than the other", "mid length"]
     for text, reward in zip(texts, classifier.rewards(texts)):
-        ids = torch.tensor(
-            [[*classifier.tokenizer(text).input_ids, classifier.tokenizer.eos_token_id]]
-        )
+        ids = torch.tensor([[*tokenizer(text).input_ids, tokenizer.eos_token_id]])
         with torch.no_grad():
-            alone = classifier.model.score(
-                classifier.model.base_model(input_ids=ids).last_hidden_state[0, -1]
-            )
+            alone = model.score(model.base_model(input_ids=ids).last_hidden_state[0, -1])
         assert reward == pytest.approx(float(alone), abs=1e-5)
 
 
 def test_a_reward_model_reads_text_in_tokens_of_its_own(tmp_path, reward_model):
-    """The same weights behind a tokenizer of words and of bytes read one text differently; each agrees with its own tokens."""
+    """Give the same weights a tokenizer of words and one of bytes: each reads its own tokens."""
     texts = ["one two", "two"]
     words = word_tokenizer(["one two", " one"], [])
     by_words = Classifier(str(make_reward_model(tmp_path / "words", words)))
     by_bytes = Classifier(str(reward_model))
-    assert (
-        len(by_words.tokenizer("one two").input_ids) == 2
-        and len(by_bytes.tokenizer("one two").input_ids) == 7
-    )
+    assert len(by_words.tokenizer("one two").input_ids) == 2
+    assert len(by_bytes.tokenizer("one two").input_ids) == 7
     assert by_words.rewards(texts).shape == by_bytes.rewards(texts).shape == (2,)
     task = load_task("tldr", reward_model=str(tmp_path / "words"))
     task.load()
     query = Query(0, "one", " two")
-    assert task.score([query] * 2, [" two", " two"], [True, False]) == [
-        pytest.approx(float(by_words.rewards(["one two"])[0]), abs=1e-4),
-        -1.0,
-    ]
+    expected = float(by_words.rewards(["one two"])[0])
+    scores = task.score([query] * 2, [" two", " two"], [True, False])
+    assert scores == [pytest.approx(expected, abs=1e-4), -1.0]
 
 
 def test_a_reward_model_with_two_labels_is_refused_before_anything_is_loaded(tmp_path):
     two = make_reward_model(tmp_path / "two", byte_tokenizer(), labels=2)
-    with pytest.raises(
-        UserError, match="--reward_model .*two' has 2 labels: it must have 1, a scalar score"
-    ):
+    message = "--reward_model .*two' has 2 labels: it must have 1, a scalar score"
+    with pytest.raises(UserError, match=message):
         load_task("tldr", reference_model=str(two), reward_model=str(two)).prepare()
 
 
 def test_a_row_without_its_columns_is_named_with_its_line(tmp_path):
     row = {"query": "q", "reference_response": "r", "query_reference_response": "qr"}
-    (tmp_path / "train.jsonl").write_text(
-        json.dumps(row) + "\n" + json.dumps({"query": "q"}) + "\n"
-    )
+    lines = [json.dumps(row), json.dumps({"query": "q"})]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(UserError, match="train.jsonl line 2 has no 'reference_response'"):
         load_task("tldr", data_dir=str(tmp_path)).queries("train")

@@ -5,6 +5,7 @@ the post, and nothing besides. The policy guesses and rambles; the reward model 
 taste from scored summaries, and the gold model the same one from others.
 """
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -28,6 +29,7 @@ DEEDS = [
 ASIDES = ["it was a Monday", "I was tired", "nobody helped", "it rained again"]
 RAMBLE = ["well", "so", "anyway", "honestly", "basically"]
 
+TEST_POSTS = 36
 PAIRS = list(itertools.product(ANIMALS, DEEDS, ASIDES))
 
 
@@ -59,62 +61,47 @@ def build(directory: Path) -> None:
     """Make the stand-ins."""
     rng = np.random.default_rng(0)
     pairs = [PAIRS[i] for i in rng.permutation(len(PAIRS))]
-    splits = {"test": pairs[:36], "train": pairs[36:]}
-    directory.mkdir()
-    for split, chosen in splits.items():
-        with open(directory / f"{split}.jsonl", "w") as file:
-            for animal, deed, aside in chosen:
-                prompt, reference = post(animal, deed, aside), summary(animal, deed, ["well"])
-                print(
-                    json.dumps(
-                        {
-                            "query": prompt,
-                            "reference_response": reference,
-                            "query_reference_response": prompt + reference,
-                        }
-                    ),
-                    file=file,
-                )
-
-    phrases = [
-        *post("", "", "").split("  "),
-        *(f" {text}" for text in [*DEEDS, *ASIDES]),
-    ]  # short sequences are learnt in seconds
-    tokenizer = word_tokenizer(
-        [post(*pair) + summary(*pair[:2], RAMBLE) for pair in PAIRS], phrases
-    )
+    training = pairs[TEST_POSTS:]
+    write_rows(directory, {"test": pairs[:TEST_POSTS], "train": training})
+    # Phrases as tokens: short sequences are learnt in seconds.
+    phrases = [*post("", "", "").split("  "), *(f" {text}" for text in [*DEEDS, *ASIDES])]
+    texts = [post(*pair) + summary(*pair[:2], RAMBLE) for pair in PAIRS]
+    tokenizer = word_tokenizer(texts, phrases)
 
     def examples(count: int, rng: np.random.Generator) -> list[tuple[str, str, float]]:
-        chosen = [splits["train"][i] for i in rng.integers(len(splits["train"]), size=count)]
+        chosen = [training[i] for i in rng.integers(len(training), size=count)]
         return [(post(*pair), *pupils_summary(*pair[:2], rng)) for pair in chosen]
 
-    train_policy(
-        lambda count, rng: [example[:2] for example in examples(count, rng)],
-        tokenizer,
-        directory / "policy",
-        steps=150,
-        batch=64,
-    )
+    def without_worth(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
+        return [example[:2] for example in examples(count, rng)]
 
-    def loss(model, rng: np.random.Generator):
+    def loss(model, rng: np.random.Generator) -> torch.Tensor:
+        """Of the score at the end of each summary, against what it is worth."""
         scored = examples(64, rng)
-        ids = tokenizer(
-            [prompt + text + tokenizer.eos_token for prompt, text, _ in scored],
-            padding=True,
-            return_tensors="pt",
-        ).input_ids
+        ended = [prompt + text + tokenizer.eos_token for prompt, text, _ in scored]
+        ids = tokenizer(ended, padding=True, return_tensors="pt").input_ids
         worth = torch.tensor([worth for *_, worth in scored], dtype=torch.float32)
         last = (ids == tokenizer.eos_token_id).int().argmax(1)
         hidden = model.base_model(input_ids=ids).last_hidden_state
         return (model.score(hidden[torch.arange(len(ids)), last])[:, 0] - worth).pow(2).mean()
 
+    train_policy(without_worth, tokenizer, directory / "policy", steps=150, batch=64)
     for seed, name in enumerate(["reward", "gold"]):
         config = LlamaConfig(**architecture(tokenizer, num_labels=1))
-        train(
-            lambda: LlamaForSequenceClassification(config),
-            loss,
-            tokenizer,
-            directory / name,
-            steps=300,
-            seed=seed,
-        )
+        make_model = functools.partial(LlamaForSequenceClassification, config)
+        train(make_model, loss, tokenizer, directory / name, steps=300, seed=seed)
+
+
+def write_rows(directory: Path, splits: dict[str, list[tuple[str, str, str]]]) -> None:
+    """Write train.jsonl and test.jsonl with the columns of the real dataset."""
+    directory.mkdir()
+    for split, chosen in splits.items():
+        with open(directory / f"{split}.jsonl", "w") as file:
+            for animal, deed, aside in chosen:
+                prompt, reference = post(animal, deed, aside), summary(animal, deed, ["well"])
+                row = {
+                    "query": prompt,
+                    "reference_response": reference,
+                    "query_reference_response": prompt + reference,
+                }
+                print(json.dumps(row), file=file)
