@@ -1,4 +1,7 @@
-"""One run of TRL's GRPOTrainer, in TRL's own environment: peer_trl.py starts it. Prints a JSON line per event, with the machine's monotonic clock."""
+"""Run TRL's GRPOTrainer once, in TRL's own environment: peer_trl.py starts this file.
+
+Prints a JSON line per event, with the machine's monotonic clock.
+"""
 
 import json
 import sys
@@ -22,20 +25,22 @@ tests = task.queries("test")
 
 
 def tell(**event) -> None:
+    """Print an event for peer_trl.py, with the time."""
     print("EVENT " + json.dumps({"clock": time.monotonic()} | event), flush=True)
 
 
 def reward(
     completions: list[str], id: list[int], completion_ids: list[list[int]], **_
 ) -> list[float]:
-    finished = [
-        tokenizer.eos_token_id in ids or len(ids) < settings["max_response_tokens"]
-        for ids in completion_ids
-    ]
+    """Score completions with the task. id: of the query of each, a column of the data set."""
+    limit = settings["max_response_tokens"]
+    finished = [tokenizer.eos_token_id in ids or len(ids) < limit for ids in completion_ids]
     return task.score([queries[i] for i in id], completions, finished)
 
 
 class Watch(TrainerCallback):
+    """Reports each step and its reward, and ends the training when its time is up."""
+
     def on_step_begin(self, args, state, control, **_):
         tell(step=state.global_step)
 
@@ -83,11 +88,8 @@ if settings["evaluate"]:
         ids = tokenizer([query.prompt for query in tests], return_tensors="pt", padding=True)
         out = trainer.model.eval().generate(
             **ids, do_sample=False, max_new_tokens=settings["max_response_tokens"]
-        )[:, ids.input_ids.shape[1] :]
-    finished = (out == tokenizer.eos_token_id).any(1).tolist()
-    tell(
-        accuracy=sum(
-            task.score(tests, tokenizer.batch_decode(out, skip_special_tokens=True), finished)
         )
-        / len(tests)
-    )
+    out = out[:, ids.input_ids.shape[1] :]  # the responses alone
+    finished = (out == tokenizer.eos_token_id).any(1).tolist()
+    texts = tokenizer.batch_decode(out, skip_special_tokens=True)
+    tell(accuracy=sum(task.score(tests, texts, finished)) / len(tests))

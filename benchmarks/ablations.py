@@ -1,16 +1,23 @@
-"""What the settings of trajectory balance with a replay buffer do (the paper's Figures 7 and 9): m, k, K at a fixed batch, beta, prioritisation.
+"""Measure what the settings of trajectory balance with a replay buffer do.
 
-    python benchmarks/ablations.py              # under ten minutes on 2 cores; a broken-off study goes on where it was
+The settings are those of the paper's Figures 7 and 9: m, k, K at a fixed batch, beta and
+prioritisation.
+
+    python benchmarks/ablations.py              # under ten minutes on 2 cores
     python benchmarks/ablations.py --quick      # in minutes: fewer steps, one seed
 
-Arithmetic, in the buffer mode; one setting at a time is moved away from BASE. The searcher finds as many responses a trainer step in every run.
+A study that was interrupted continues where it was.
+
+The task is arithmetic, in the buffer mode; one setting at a time is moved away from BASE. The
+searcher finds as many responses a trainer step in every run.
 Writes benchmarks/results/ablations.{jsonl,md,png}; with --quick benchmarks/results/quick/.
 """
 
 import sys
 from pathlib import Path
 
-from common import RESULTS, arguments, save, table
+import matplotlib.pyplot as plt
+from common import arguments, results_dir, save, table
 from study import number, run_all, spread
 
 ROWS_PER_STEP, GROUPS_FOUND_PER_STEP = 128, 6
@@ -40,15 +47,16 @@ NAMES = {
     "beta": "β",
     "reward_inverse_temperature": "prioritisation",
 }
+AXIS_NAMES = NAMES | {"reward_inverse_temperature": "reward softmax (0: uniform)"}
 SEEDS = (0, 1, 2)
 MEASURES = ("accuracy", "reward", "kl")
 
 
 def job(setting: str, value: float, seed: int, steps: int) -> dict:
+    """Describe a run for run_all: BASE but for one setting."""
     settings = BASE | {setting: value} | dict(seed=seed, steps=steps)
-    settings["queries_per_batch"] = settings["queries_per_micro_batch"] = (
-        ROWS_PER_STEP // settings["responses_per_query"]
-    )
+    queries = ROWS_PER_STEP // settings["responses_per_query"]
+    settings |= dict(queries_per_batch=queries, queries_per_micro_batch=queries)
     return {
         "settings": settings,
         "groups_per_sync": GROUPS_FOUND_PER_STEP * settings["sync_period"],
@@ -58,35 +66,28 @@ def job(setting: str, value: float, seed: int, steps: int) -> dict:
 def main() -> None:
     quick = arguments(__doc__).quick
     steps, seeds = (50, SEEDS[:1]) if quick else (100, SEEDS)
-    output = (RESULTS / "quick" if quick else RESULTS) / "ablations"
+    output = results_dir(quick) / "ablations"
     cells = [(setting, value) for setting, values in VALUES.items() for value in values]
-    lines = run_all(
-        [job(*cell, seed, steps) for cell in cells for seed in seeds], output.with_suffix(".jsonl")
-    )
+    jobs = [job(*cell, seed, steps) for cell in cells for seed in seeds]
+    lines = run_all(jobs, output.with_suffix(".jsonl"))
     results = {
         cell: [line["result"] for line in lines[i * len(seeds) : (i + 1) * len(seeds)]]
         for i, cell in enumerate(cells)
     }
-    rows = [
-        [f"{NAMES[s]} = {v:g}{' (base)' * (v == BASE[s])}"]
-        + [spread([r[m] for r in results[s, v]]) for m in MEASURES]
-        for s, v in cells
-    ]
-    save(
-        "ablations",
-        quick,
-        f"{steps} steps, mean ± standard deviation of {len(seeds)} seeds",
-        table(["", *MEASURES], rows),
-    )
+    rows = []
+    for setting, value in cells:
+        base = " (base)" if value == BASE[setting] else ""
+        runs = results[setting, value]
+        shown = [spread([run[measure] for run in runs]) for measure in MEASURES]
+        rows.append([f"{NAMES[setting]} = {value:g}{base}", *shown])
+    caption = f"{steps} steps, mean ± standard deviation of {len(seeds)} seeds"
+    save("ablations", quick, caption, table(["", *MEASURES], rows))
     draw(results, output.with_suffix(".png"))
 
 
 def draw(results: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+    """Draw a panel per measure and setting."""
+    plt.switch_backend("agg")
     figure, axes = plt.subplots(
         len(MEASURES),
         len(VALUES),
@@ -97,17 +98,12 @@ def draw(results: dict, path: Path) -> None:
     for row, measure in zip(axes, MEASURES):
         row[0].set_ylabel(measure)
         for axis, (setting, values) in zip(row, VALUES.items()):
-            means, deviations = zip(
-                *(number([r[measure] for r in results[setting, value]]) for value in values)
-            )
+            cells = [[run[measure] for run in results[setting, value]] for value in values]
+            means, deviations = zip(*map(number, cells))
             axis.errorbar(range(len(values)), means, yerr=deviations, marker="o", capsize=3)
             axis.set_xticks(range(len(values)), [f"{value:g}" for value in values])
     for axis, setting in zip(axes[-1], VALUES):
-        axis.set_xlabel(
-            "reward softmax (0: uniform)"
-            if setting == "reward_inverse_temperature"
-            else NAMES[setting]
-        )
+        axis.set_xlabel(AXIS_NAMES[setting])
     figure.savefig(path, dpi=80)
 
 

@@ -1,10 +1,15 @@
-"""What adding to the replay buffer and sampling from it cost, with 1,000 to 1,000,000 responses of 512 tokens in it.
+"""Measure what it costs to add to the replay buffer and to sample from it.
+
+The buffer holds 1,000 to 1,000,000 responses of 512 tokens.
 
     python benchmarks/buffer_ops.py             # a minute, 9 GB of memory at 1,000,000
     python benchmarks/buffer_ops.py --quick     # up to 100,000
 
-add: one group of 24 responses, for a query that is full (four groups), so that as many leave; sample: 7 queries x 20 responses, half of the queries from
-the latest sync (of two groups). copy: the bytes of one group copied once. Medians of 500 calls.
+add       one group of 24 responses, for a query that is full (four groups), so that as many leave
+sample    7 queries x 20 responses, half of the queries from the latest sync (of two groups)
+copy      the bytes of one group copied once
+
+Medians of 500 calls.
 Writes benchmarks/results/buffer_ops.md; with --quick benchmarks/results/quick/.
 """
 
@@ -19,9 +24,11 @@ from buffer import Group, ReplayBuffer
 RESPONSES, TOKENS, QUERIES, PROMPT = 24, 512, 7, 70
 CALLS = 500
 GROUPS = 4  # a query holds
+SIZES = (1_000, 10_000, 100_000, 1_000_000)  # responses
 
 
 def group(query: int, rng: np.random.Generator) -> Group:
+    """Make a group of random tokens and rewards."""
     size = RESPONSES * TOKENS
     return Group(
         query_id=query,
@@ -45,7 +52,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     buffer, lines, step = ReplayBuffer(GROUPS * RESPONSES, 0.0, seed=0), [], 0
     first = None
-    for size in (1_000, 10_000, 100_000) if quick else (1_000, 10_000, 100_000, 1_000_000):
+    for size in SIZES[:3] if quick else SIZES:
         for query in range(len(buffer.all), size // (GROUPS * RESPONSES)):
             buffer.add([group(query, rng) for _ in range(GROUPS)], step)
         times = np.empty((3, CALLS))
@@ -63,28 +70,22 @@ def main() -> None:
             assert len(rows) == QUERIES * 20
         medians = np.median(times, axis=1) * 1000
         first = medians if first is None else first
-        lines.append(
-            [
-                f"{buffer.responses:,}",
-                *(f"{value:.3f}" for value in medians),
-                *(f"{value:.2f}" for value in medians[:2] / first[:2]),
-            ]
-        )
+        milliseconds = [f"{value:.3f}" for value in medians]
+        ratios = [f"{value:.2f}" for value in medians[:2] / first[:2]]
+        lines.append([f"{buffer.responses:,}", *milliseconds, *ratios])
+    header = [
+        "responses held",
+        "add a group, ms",
+        "sample, ms",
+        "copy of a group's bytes, ms",
+        "add, times the first",
+        "sample, times the first",
+    ]
     save(
         "buffer_ops",
         quick,
         f"A group: {RESPONSES} responses of {TOKENS} tokens. A sample: {QUERIES} x 20 responses.",
-        table(
-            [
-                "responses held",
-                "add a group, ms",
-                "sample, ms",
-                "copy of a group's bytes, ms",
-                "add, times the first",
-                "sample, times the first",
-            ],
-            lines,
-        ),
+        table(header, lines),
     )
 
 

@@ -1,49 +1,45 @@
-"""Which objectives find the best policy pi* on stale data? On a language small enough to enumerate, so that pi* and log Z are known exactly.
+"""Compare which objectives find the best policy pi* on stale data.
 
-    python benchmarks/exact_posterior.py        # under two minutes; writes benchmarks/results/exact_posterior.{json,png}
+The language is small enough to enumerate, so that pi* and log Z are known exactly.
 
-Three queries of different partition functions; responses of up to 4 tokens over two letters and an end-of-sequence token; a table of
-logits per query and prefix is the policy. All responses are drawn from one fixed behaviour policy, neither the policy nor the reference.
+    python benchmarks/exact_posterior.py        # under two minutes
+
+There are three queries of different partition functions. Responses have up to 4 tokens: two letters
+and an end-of-sequence token. The policy is a table of logits per query and prefix. All responses
+are drawn from one fixed behaviour policy, which is neither the policy nor the reference.
+Writes benchmarks/results/exact_posterior.{json,png}.
 """
 
 import itertools
 import json
 from pathlib import Path
 
-from common import RESULTS
-
+import matplotlib.pyplot as plt
 import torch
+from common import RESULTS
 
 from loss import LOSSES, LossInputs
 
 LETTERS, LENGTH, QUERIES, K, BETA = 2, 4, 3, 16, 0.5
 EOS = LETTERS
 STEPS, MEASURE, SEEDS = 3000, 50, 3
-LEARNING_RATES = (
-    0.1,
-    0.03,
-    0.01,
-)  # of Adam, decayed linearly to 0; each objective is shown with the one that ends nearest to pi*
+# Of Adam, decayed linearly to 0. Each objective is shown with the one that ends nearest to pi*.
+LEARNING_RATES = (0.1, 0.03, 0.01)
 
 
 def language() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All R responses: tokens (R, T), mask (R, T), and the row of the logit table from which each token is drawn (R, T)."""
-    prefixes = {
-        prefix: i
-        for i, prefix in enumerate(
-            p for n in range(LENGTH) for p in itertools.product(range(LETTERS), repeat=n)
-        )
-    }
-    responses = [
-        p + (EOS,) for n in range(LENGTH) for p in itertools.product(range(LETTERS), repeat=n)
-    ]
-    responses += list(
-        itertools.product(range(LETTERS), repeat=LENGTH)
-    )  # cut off at the length limit
+    """Enumerate all R responses: tokens (R, T), mask (R, T), states (R, T).
+
+    A token's state is the row of the logit table from which it is drawn.
+    """
+    prefixes = [p for n in range(LENGTH) for p in itertools.product(range(LETTERS), repeat=n)]
+    state_of = {prefix: i for i, prefix in enumerate(prefixes)}
+    cut_off = itertools.product(range(LETTERS), repeat=LENGTH)  # at the length limit
+    responses = [(*prefix, EOS) for prefix in prefixes] + list(cut_off)
     tokens, mask, states = (torch.zeros(len(responses), LENGTH, dtype=torch.long) for _ in range(3))
     for i, response in enumerate(responses):
         for t, token in enumerate(response):
-            tokens[i, t], mask[i, t], states[i, t] = token, 1, prefixes[response[:t]]
+            tokens[i, t], mask[i, t], states[i, t] = token, 1, state_of[response[:t]]
     return tokens, mask, states
 
 
@@ -51,26 +47,30 @@ TOKENS, MASK, STATES = language()
 
 
 def token_logprobs(tables: torch.Tensor) -> torch.Tensor:
-    """Logit tables (Q, prefixes, LETTERS + 1) -> (Q, R, T): log-probability of each token of each response to each query."""
+    """Log-probability of each token of each response to each query, (Q, R, T).
+
+    tables: of logits, (Q, prefixes, LETTERS + 1).
+    """
     return tables.log_softmax(-1)[:, STATES, TOKENS]
 
 
-def train(objective: str, learning_rate: float, seed: int) -> dict:
-    """KL(pi || pi*) and the error of log Z, means over queries, every MEASURE steps."""
+def train(objective: str, learning_rate: float, seed: int) -> dict[str, list[float]]:
+    """Train a policy, and measure it every MEASURE steps.
+
+    Returns KL(pi || pi*) and the error of log Z, means over queries.
+    """
     generator = torch.Generator().manual_seed(seed)
-    prefixes = int(STATES.max()) + 1
-    reference, behavior = (
-        torch.randn(QUERIES, prefixes, LETTERS + 1, generator=generator, dtype=torch.float64)
-        for _ in range(2)
-    )
-    rewards = (
-        2 * torch.rand(QUERIES, len(TOKENS), generator=generator, dtype=torch.float64)
-        + torch.arange(QUERIES)[:, None]
-    )
-    ref_logprobs, behavior_logprobs = (
-        token_logprobs(reference),
-        token_logprobs(behavior),
-    )  # (Q, R, T)
+
+    def random_tables() -> torch.Tensor:
+        shape = QUERIES, int(STATES.max()) + 1, LETTERS + 1
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    reference, behavior = random_tables(), random_tables()
+    shape = QUERIES, len(TOKENS)
+    rewards = 2 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    rewards += torch.arange(QUERIES)[:, None]
+    ref_logprobs = token_logprobs(reference)  # (Q, R, T)
+    behavior_logprobs = token_logprobs(behavior)  # (Q, R, T)
     unnormalised = (ref_logprobs * MASK).sum(-1) + rewards / BETA  # (Q, R)
     true_log_z = unnormalised.logsumexp(-1)
     best = unnormalised - true_log_z[:, None]  # log pi*
@@ -84,10 +84,10 @@ def train(objective: str, learning_rate: float, seed: int) -> dict:
         if step % MEASURE == 0:
             with torch.no_grad():
                 log_pi = (token_logprobs(tables) * MASK).sum(-1)
-                history["kl"].append(float((log_pi.exp() * (log_pi - best)).sum(-1).mean()))
-                history["log_z_error"].append(
-                    float(((unnormalised - log_pi).mean(-1) - true_log_z).abs().mean())
-                )
+                kl = (log_pi.exp() * (log_pi - best)).sum(-1)
+                log_z_error = ((unnormalised - log_pi).mean(-1) - true_log_z).abs()
+            history["kl"].append(float(kl.mean()))
+            history["log_z_error"].append(float(log_z_error.mean()))
         drawn = torch.multinomial(sampling, K, replacement=True, generator=generator)  # (Q, K)
         rows = drawn[..., None].expand(-1, -1, LENGTH)
         inputs = LossInputs(
@@ -120,7 +120,8 @@ def main() -> None:
         kl, error = ([run[name][-1] for run in runs[rate]] for name in ("kl", "log_z_error"))
         shown = "  ".join(f"{value:.1e}" for value in kl)
         print(
-            f"{objective:16} learning rate {rate:<5}  KL to pi* after {STEPS} steps: {shown}  log Z off by {max(error):.1e} at most",
+            f"{objective:16} learning rate {rate:<5}  KL to pi* after {STEPS} steps: {shown}  "
+            f"log Z off by {max(error):.1e} at most",
             flush=True,
         )
     output = RESULTS / "exact_posterior"
@@ -129,16 +130,12 @@ def main() -> None:
 
 
 def draw(results: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+    """Draw KL(pi || pi*) by step: the geometric mean of the seeds, and their range."""
+    plt.switch_backend("agg")
     figure, axis = plt.subplots(figsize=(9, 5), constrained_layout=True)
     for i, (objective, result) in enumerate(results.items()):
-        kl = torch.tensor([run["kl"] for run in result["runs"]]).clamp(
-            min=1e-16
-        )  # (SEEDS, measurements)
+        kl = torch.tensor([run["kl"] for run in result["runs"]])  # (SEEDS, measurements)
+        kl = kl.clamp(min=1e-16)
         steps = [MEASURE * m for m in range(kl.shape[1])]
         # tb and tba_prime coincide: dashes on top let both be seen.
         style = dict(linestyle="--", zorder=3) if objective == "tb" else dict(zorder=2)

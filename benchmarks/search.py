@@ -1,17 +1,27 @@
-"""How fast a searcher generates: against vLLM alone, streaming and in batches with a barrier, on responses of the lengths of GSM8K's solutions.
+"""Measure how fast a searcher generates, against vLLM alone.
 
-    python benchmarks/search.py --data_dir DIR      # 12 minutes on 2 cores; GSM8K from the hub without the flag
+vLLM alone is measured streaming and in batches with a barrier. Responses have the lengths of
+GSM8K's solutions.
+
+    python benchmarks/search.py --data_dir DIR      # 12 minutes on 2 cores
     python benchmarks/search.py --quick             # in four minutes, less steady
 
-searcher      Searcher.search() itself: generation, scores, reference log-probabilities, groups into the queue; another process empties that
-streaming     the same engine and requests and nothing else: a group of 24 joins as soon as there is room
-barrier       the same engine, as many groups as there is room for, the next when all have finished: what llm.generate does
+GSM8K comes from the hub without --data_dir.
+
+searcher      Searcher.search() itself: generation, scores, reference log-probabilities, groups into
+              the queue; another process empties that
+streaming     the same engine and requests and nothing else: a group of 24 joins as soon as there is
+              room
+barrier       the same engine, as many groups as there is room for, the next when all have finished:
+              what llm.generate does
 loading       streaming, with new weights every 100, 10, 1 engine steps
 
-Tokens per second, each behind a time to get going. The model is small and counts its tokens: it ends as often as the solutions do
-(common.counting_model). Writes benchmarks/results/search.md; with --quick benchmarks/results/quick/.
+Each figure is tokens per second, after a time to get going. The model is small and counts its
+tokens: its responses end as often as the solutions do (common.counting_model).
+Writes benchmarks/results/search.md; with --quick benchmarks/results/quick/.
 """
 
+import contextlib
 import itertools
 import os
 import queue
@@ -23,15 +33,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.multiprocessing
 from common import arguments, counting_model, gsm8k, save, table
 
-import torch
-
-from runtime import processes
 from buffer import Group
 from config import Config
 from models.engine import ENGINE_ROWS
 from models.policy import weight_shapes
+from runtime import processes
 from runtime.board import Board
 from runtime.timeline import read_spans
 from searcher import Searcher
@@ -42,9 +52,16 @@ LOAD_EVERY = (100, 10, 1)  # engine steps
 
 
 class Measurement:
-    """In a process of its own: the searcher, and its engine without it."""
+    """Measures, in a process of its own, the searcher, and its engine without it."""
 
-    def __init__(self, config: Config, found, run_dir: str, warm_up: float, seconds: float):
+    def __init__(
+        self,
+        config: Config,
+        found: torch.multiprocessing.Queue,
+        run_dir: str,
+        warm_up: float,
+        seconds: float,
+    ):
         self.config, self.run_dir, self.warm_up, self.seconds = config, run_dir, warm_up, seconds
         self.weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
         self.board = Board(["trainer", "searcher 0"])
@@ -53,10 +70,8 @@ class Measurement:
         )
         self.searcher.evaluation.started_version = 0  # no evaluation of the base model
         self.engine = self.searcher.engine
-        self.prompts = [
-            self.searcher.tokenizer(query.prompt).input_ids
-            for query in self.searcher.workload.queries
-        ]
+        queries = self.searcher.workload.queries
+        self.prompts = [self.searcher.tokenizer(query.prompt).input_ids for query in queries]
         self.sampling = dict(
             n=SAMPLES, temperature=config.temperature, max_tokens=config.max_response_tokens
         )
@@ -64,12 +79,12 @@ class Measurement:
         self.engine_step, self.engine.step = self.engine.step, self.step
 
     def step(self) -> list:
-        """The engine's, counted: each response that it has room for gets one token."""
+        """Make the engine's step, and count: each response that it has room for gets one token."""
         self.tokens += min(self.engine.rows, ENGINE_ROWS)
         return self.engine_step()
 
     def searching(self) -> dict[str, float]:
-        """Tokens per second, and the share of the time that each kind of its spans takes."""
+        """Measure the searcher: tokens per second, and each kind of span's share of the time."""
         marks = []
 
         def watch() -> None:
@@ -84,13 +99,15 @@ class Measurement:
         (begin, before), (end, after) = marks
         shares = {}
         for name, start, stop in read_spans(self.run_dir)["searcher-0"]:
-            shares[name] = shares.get(name, 0.0) + max(0.0, min(stop, end) - max(start, begin)) / (
-                end - begin
-            )
+            overlap = max(0.0, min(stop, end) - max(start, begin))
+            shares[name] = shares.get(name, 0.0) + overlap / (end - begin)
         return {"rate": (after - before) / (end - begin)} | shares
 
     def streaming(self, load_every: int = 0) -> float:
-        """Tokens per second."""
+        """Measure tokens per second where queries join as others leave.
+
+        load_every: engine steps between two loads of new weights; 0: none are loaded.
+        """
         tensors, steps = dict(self.searcher.reference.model.named_parameters()), itertools.count(1)
 
         def step() -> None:
@@ -103,7 +120,7 @@ class Measurement:
         return self.rate(step)
 
     def barrier(self) -> float:
-        """Tokens per second."""
+        """Measure tokens per second where a batch starts when the one before has finished."""
 
         def batch() -> None:
             for _ in range(ENGINE_ROWS // SAMPLES):
@@ -114,16 +131,13 @@ class Measurement:
         return self.rate(batch)
 
     def add(self) -> None:
+        """Start a query in the engine."""
         self.requests += 1
-        self.engine.add(
-            f"bare {self.requests}",
-            self.prompts[self.requests % len(self.prompts)],
-            0,
-            **self.sampling,
-        )
+        prompt = self.prompts[self.requests % len(self.prompts)]
+        self.engine.add(f"bare {self.requests}", prompt, 0, **self.sampling)
 
     def rate(self, work: Callable[[], None]) -> float:
-        """Tokens per second of work(), again and again."""
+        """Measure tokens per second of work(), again and again."""
         while self.engine.is_running:  # what the measurement before left there
             self.engine_step()
         start = time.monotonic()
@@ -135,7 +149,19 @@ class Measurement:
         return (self.tokens - before) / (time.monotonic() - begin)
 
 
-def measure(config: Config, found, results, run_dir: str, warm_up: float, seconds: float) -> None:
+def measure(
+    config: Config,
+    found: torch.multiprocessing.Queue,
+    results: torch.multiprocessing.Queue,
+    run_dir: str,
+    warm_up: float,
+    seconds: float,
+) -> None:
+    """Make all measurements twice: a process.
+
+    results: gets (tokens per second by name, shares of the searcher's time), a value or a dict for
+    each of the two times.
+    """
     m = Measurement(config, found, run_dir, warm_up, seconds)
     rates: dict[str, list[float]] = {}
     shares = []
@@ -172,47 +198,48 @@ def main() -> None:
         parameters = num_elements(weight_shapes(config))
         found, results = spawn.Queue(256), spawn.Queue()
         place = processes.Place("searcher 0", None, sorted(os.sched_getaffinity(0)))
-        child = processes.start(
-            place,
-            "search:measure",
-            (config, found, results, directory, warm_up, seconds),
-            directory,
-        )
+        measure_arguments = config, found, results, directory, warm_up, seconds
+        child = processes.start(place, "search:measure", measure_arguments, directory)
         groups: list[Group] = []
         while results.empty() and child.is_alive():
-            try:
+            with contextlib.suppress(queue.Empty):
                 groups.append(found.get(timeout=0.5))
-            except queue.Empty:
-                pass
         if results.empty():
             sys.exit(processes.log_tail(directory, "searcher 0"))
         rates, shares = results.get()
         processes.kill(child)
+    report(options.quick, lengths, groups, parameters, rates, shares)
+
+
+def report(
+    quick: bool,
+    lengths: list[int],
+    groups: list[Group],
+    parameters: int,
+    rates: dict[str, list[float]],
+    shares: list[dict[str, float]],
+) -> None:
+    """Save the results. rates, shares: of measure(); lengths: those that were wanted, in tokens."""
     mean = {name: float(np.mean(values)) for name, values in rates.items()}
     found_lengths = np.concatenate([group.lengths for group in groups])
+    rows = []
+    for name, values in rates.items():
+        shown = " ".join(f"{value:.0f}" for value in values)
+        rows.append([name, shown, f"{mean[name] / mean['streaming']:.2f}"])
+    mean_shares = {
+        name: np.mean([share.get(name, 0.0) for share in shares]) for name in sorted(shares[0])
+    }
+    shown_shares = ", ".join(f"{name} {share:.3f}" for name, share in mean_shares.items())
     save(
         "search",
-        options.quick,
-        f"Responses of {np.mean(lengths):.0f} ± {np.std(lengths):.0f} tokens wanted, {found_lengths.mean():.0f} ± {found_lengths.std():.0f} found; "
+        quick,
+        f"Responses of {np.mean(lengths):.0f} ± {np.std(lengths):.0f} tokens wanted, "
+        f"{found_lengths.mean():.0f} ± {found_lengths.std():.0f} found; "
         f"{ENGINE_ROWS} at a time, {SAMPLES} a group; {parameters / 1e6:.1f} M parameters.",
-        table(
-            ["", "tokens/s", "of streaming"],
-            [
-                [
-                    name,
-                    " ".join(f"{value:.0f}" for value in values),
-                    f"{mean[name] / mean['streaming']:.2f}",
-                ]
-                for name, values in rates.items()
-            ],
-        ),
-        "The searcher's time: "
-        + ", ".join(
-            f"{name} {np.mean([s.get(name, 0.0) for s in shares]):.3f}"
-            for name in sorted(shares[0])
-        )
-        + ".",
-        f"Searcher against the barrier: {mean['searcher'] / mean['barrier']:.2f}; streaming against it: {mean['streaming'] / mean['barrier']:.2f}.",
+        table(["", "tokens/s", "of streaming"], rows),
+        f"The searcher's time: {shown_shares}.",
+        f"Searcher against the barrier: {mean['searcher'] / mean['barrier']:.2f}; "
+        f"streaming against it: {mean['streaming'] / mean['barrier']:.2f}.",
     )
 
 

@@ -1,10 +1,13 @@
-"""Many small runs, each the real Trainer in one process: a searcher that generates with transformers stands where the trainer's queue stands.
+"""Make many small runs, each the real Trainer in one process.
 
-There is no vLLM to start and no clock to race against: a run takes seconds and comes out the same every time. off_policy.py and ablations.py
-are lists of such runs; each is appended to a file as it ends, and a study that was broken off goes on where it was.
+A searcher that generates with transformers stands where the trainer's queue stands. There is no
+vLLM to start and no clock to race against: a run takes seconds and comes out the same every time.
+off_policy.py and ablations.py are lists of such runs. Each is appended to a file as it ends, and a
+study that was interrupted continues where it was.
 """
 
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -20,14 +23,14 @@ import torch
 
 from buffer import Group
 from config import Config, check
-from runtime.messages import Evaluation
 from models.logprobs import response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
 from runtime.board import Board
-from runtime.timeline import read_lines
-from runtime.scoring import Unscored, score
 from runtime.lockstep import batches_of_version
-from tasks import find_presets, load_task
+from runtime.messages import Evaluation
+from runtime.scoring import Responses, score
+from runtime.timeline import read_lines
+from tasks import Query, find_presets, load_task
 from trainer import Trainer
 from weights import SharedWeights
 
@@ -35,19 +38,16 @@ SAMPLES = 2000  # responses to held-out queries, by which the trained policy is 
 
 
 class InlineSearcher:
-    """A searcher and its queue in one: asked for groups, it generates a round of them with the newest weights, in the trainer's own process.
+    """A searcher and its queue in one, in the trainer's own process.
 
-    Constant staleness: a round is what the version owes (runtime/lockstep.py). Otherwise it is `groups_per_sync` groups, for the trainer asks at
-    each sync: the weights they are made with are those of the sync before.
+    Asked for groups, it generates a round of them with the newest weights. In lockstep a round is
+    what the version owes (runtime/lockstep.py). Otherwise it is `groups_per_sync` groups, for the
+    trainer asks at each sync: the weights they are made with are those of the sync before.
     """
 
     def __init__(self, config: Config, weights: SharedWeights, board: Board, groups_per_sync: int):
-        self.config, self.weights, self.board, self.groups_per_sync = (
-            config,
-            weights,
-            board,
-            groups_per_sync,
-        )
+        self.config, self.weights, self.board = config, weights, board
+        self.groups_per_sync = groups_per_sync
         self.task = load_task(config.task)
         self.tokenizer = load_tokenizer(config)
         self.policy, self.reference = (load_policy(config, torch.device("cpu")) for _ in range(2))
@@ -55,11 +55,11 @@ class InlineSearcher:
         self.order = np.random.default_rng(config.seed).permutation(len(self.train))
         self.started = 0  # queries
         self.version, self.evaluated = -1, -1
-        self.round: deque[Group | Evaluation] | None = (
-            None  # None: the next question begins a new one
-        )
+        # What is left of a round. None: the next question begins a new one.
+        self.round: deque[Group | Evaluation] | None = None
 
     def get(self, timeout: float) -> Group | Evaluation:
+        """Return the next of the round. Raises queue.Empty once at the end of each round."""
         if self.round is None:
             self.round = deque(self.search())
         if self.round:
@@ -68,91 +68,83 @@ class InlineSearcher:
         raise queue.Empty
 
     def qsize(self) -> int:
-        return 1_000_000  # more than a round has, which is made when it is asked for
+        """Promise more than a round has: it is made only when it is asked for."""
+        return 1_000_000
 
     def search(self) -> list[Group | Evaluation]:
+        """Make a round with the newest weights: an evaluation if one is due, and groups."""
         config, found = self.config, []
-        new = self.weights.version > self.version
-        if new:
+        is_newer = self.weights.version > self.version
+        if is_newer:
             with self.weights.read(0) as (self.version, tensors):
-                self.policy.load_state_dict(
-                    tensors, strict=False
-                )  # not strict: a tied tensor comes under one name only
+                # Not strict: a tied tensor is published under one of its names only.
+                self.policy.load_state_dict(tensors, strict=False)
             self.board.set("searcher 0", "version", self.version)
-        if self.evaluated < self.weights.evaluation_version or self.version == 0 > self.evaluated:
+        is_base_model = self.version == 0 and self.evaluated < 0
+        if self.evaluated < self.weights.evaluation_version or is_base_model:
             self.evaluated = self.version
-            found.append(
-                Evaluation(
-                    self.version,
-                    self.accuracy(self.policy),
-                    len(self.test),
-                    long_prompts=0,
-                    unscored=0,
-                )
-            )
+            found.append(self.evaluate())
         if not config.lockstep:
-            first_fill = -(
-                -config.initial_responses // config.samples_per_query
-            )  # the same whatever k
-            return found + self.groups(
-                [None] * (self.groups_per_sync if self.started else first_fill)
-            )
-        if not new:
+            if not self.started:  # the first fill is the same whatever k; rounded up
+                first_fill = -(-config.initial_responses // config.samples_per_query)
+                found += self.groups([None] * first_fill)
+            return found + self.groups([None] * self.groups_per_sync)
+        if not is_newer:
             return found
         for step in batches_of_version(self.version, config.constant_staleness, config.steps):
             found += self.groups([step] * config.queries_per_batch)
         return found
 
     def groups(self, batches: list[int | None]) -> list[Group]:
-        config = self.config
-        queries = [
-            self.train[self.order[(self.started + i) % len(self.train)]]
-            for i in range(len(batches))
-        ]
+        """Generate a group for each of `batches`, the trainer step that it is for."""
+        config, size = self.config, self.config.samples_per_query
+        numbers = range(self.started, self.started + len(batches))
+        queries = [self.train[self.order[number % len(self.train)]] for number in numbers]
         self.started += len(batches)
-        s = config.samples_per_query
-        rows = [query for query in queries for _ in range(s)]
+        rows = [query for query in queries for _ in range(size)]
         prompts, responses, texts, finished, rewards = self.generate(
             self.policy, rows, greedy=False
         )
         with torch.no_grad():
             behavior, reference = (
-                response_logprobs(m, prompts, responses, config.temperature).numpy()
-                for m in (self.policy, self.reference)
+                response_logprobs(model, prompts, responses, config.temperature).numpy()
+                for model in (self.policy, self.reference)
             )
-        return [
-            Group(
+        lengths = [len(response) for response in responses]
+        groups = []
+        for i, query, batch in zip(range(0, len(rows), size), queries, batches):
+            own = range(i, i + size)
+            group = Group(
                 query_id=query.id,
                 version=self.version,
                 last_version=self.version,
                 reference_version=0,
                 batch=batch,
                 prompt=prompts[i],
-                lengths=np.array([len(r) for r in responses[i : i + s]], np.int32),
-                tokens=np.concatenate(responses[i : i + s]),
-                ref_logprobs=np.concatenate(
-                    [reference[j, : len(responses[j])] for j in range(i, i + s)]
-                ),
-                behavior_logprobs=np.concatenate(
-                    [behavior[j, : len(responses[j])] for j in range(i, i + s)]
-                ),
-                rewards=rewards[i : i + s],
-                finished=np.array(finished[i : i + s]),
+                lengths=np.array(lengths[i : i + size], np.int32),
+                tokens=np.concatenate(responses[i : i + size]),
+                ref_logprobs=np.concatenate([reference[j, : lengths[j]] for j in own]),
+                behavior_logprobs=np.concatenate([behavior[j, : lengths[j]] for j in own]),
+                rewards=rewards[i : i + size],
+                finished=np.array(finished[i : i + size]),
                 temperature=config.temperature,
             )
-            for i, query, batch in zip(range(0, len(rows), s), queries, batches)
-        ]
+            groups.append(group)
+        return groups
 
     @torch.no_grad()
-    def generate(self, policy, queries: list, greedy: bool):
-        """One response to each query (their prompts have one length): prompt ids, response ids with the end-of-sequence token, texts, whether
-        they were finished or cut off, rewards."""
+    def generate(
+        self, policy: torch.nn.Module, queries: list[Query], greedy: bool
+    ) -> tuple[list[np.ndarray], list[np.ndarray], list[str], list[bool], np.ndarray]:
+        """Generate one response to each query. Their prompts have one length.
+
+        Returns prompt ids, response ids with the end-of-sequence token, texts, whether they were
+        finished or cut off, rewards.
+        """
         ids = torch.tensor(self.tokenizer([query.prompt for query in queries]).input_ids)
-        sampling = (
-            dict(do_sample=False)
-            if greedy
-            else dict(do_sample=True, temperature=self.config.temperature, top_k=0)
-        )
+        sampling = dict(do_sample=False)
+        if not greedy:
+            sampling = dict(do_sample=True, temperature=self.config.temperature, top_k=0)
         out = policy.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -165,32 +157,36 @@ class InlineSearcher:
         lengths = torch.where(ended.any(1), ended.argmax(1) + 1, out.shape[1]).tolist()
         responses = [row[:length].astype(np.int32) for row, length in zip(out.numpy(), lengths)]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        rows = zip(queries, texts, finished)
         rewards = score(
-            self.task,
-            [
-                Unscored(None, *row)
-                for row in zip(queries, [[t] for t in texts], [[f] for f in finished])
-            ],
+            self.task, [Responses(None, query, [text], [end]) for query, text, end in rows]
         )
         return list(ids.numpy().astype(np.int32)), responses, texts, finished, rewards
 
-    def accuracy(self, policy) -> float:
-        """Share of held-out queries whose greedy response is right."""
+    def evaluate(self) -> Evaluation:
+        """Evaluate the policy on the held-out queries."""
+        accuracy = self.accuracy(self.policy)
+        return Evaluation(self.version, accuracy, len(self.test), long_prompts=0, unscored=0)
+
+    def accuracy(self, policy: torch.nn.Module) -> float:
+        """Measure the share of held-out queries whose greedy response is right."""
         return float(self.generate(policy, self.test, greedy=True)[-1].mean())
 
-    def measure(self, policy) -> dict[str, float]:
-        """What the policy does with held-out queries. reward: mean over SAMPLES samples; kl: to the reference, nats a response; distinct: how
-        many different right responses the samples of a query hold."""
+    def measure(self, policy: torch.nn.Module) -> dict[str, float]:
+        """Measure what the policy does with held-out queries.
+
+        reward: mean over SAMPLES samples; kl: to the reference, nats a response; distinct: how many
+        different right responses the samples of a query hold.
+        """
         queries = [query for query in self.test for _ in range(SAMPLES // len(self.test))]
         prompts, responses, texts, finished, rewards = self.generate(policy, queries, greedy=False)
         with torch.no_grad():
             ours, reference = (
-                response_logprobs(m, prompts, responses, self.config.temperature).sum(1)
-                for m in (policy, self.reference)
+                response_logprobs(model, prompts, responses, self.config.temperature).sum(1)
+                for model in (policy, self.reference)
             )
-        right = {
-            (query.id, text) for query, text, reward in zip(queries, texts, rewards) if reward == 1
-        }
+        rows = zip(queries, texts, rewards)
+        right = {(query.id, text) for query, text, reward in rows if reward == 1}
         return {
             "accuracy": self.accuracy(policy),
             "reward": float(rewards.mean()),
@@ -200,16 +196,17 @@ class InlineSearcher:
 
 
 def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
-    """A run with these settings over the task's preset, from the first step to the last, measured at its end."""
+    """Make a run with these settings over the task's preset, and measure its policy at the end."""
     torch.set_num_threads(1)
     preset = next(iter(find_presets(settings["task"]).values()))
     config = Config(**preset | {"eval_every": 0, "checkpoint_every": 0, "searchers": 1} | settings)
     config.settle()
     check(config)
-    config.model = load_task(config.task).base_model()
+    config = dataclasses.replace(config, model=load_task(config.task).base_model())
     with (
         tempfile.TemporaryDirectory() as run_dir,
-        contextlib.redirect_stdout(open(os.devnull, "w")),
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
     ):
         (Path(run_dir) / "logs").mkdir()
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
@@ -221,31 +218,33 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
 
 
 def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:
-    """A finished line per job, with its "result"; a job that is listed twice is run once, and those that `file` already holds, of the same base model,
-    are not run again. A job is {"settings", "groups_per_sync"}."""
+    """Run jobs, {"settings", "groups_per_sync"}. Returns a line per job, with its "result".
+
+    A job that is listed twice is run once. Those that `file` already holds, of the same base model,
+    are not run again.
+    """
     file.parent.mkdir(exist_ok=True)
     tasks = {job["settings"]["task"] for job in jobs}
-    models = {
-        task: Path(load_task(task).base_model()).name for task in tasks
-    }  # built once, before several processes want them
+    # Made here once, before several processes want them.
+    models = {task: Path(load_task(task).base_model()).name for task in tasks}
     lines = [line for line in read_lines(file) if line["base_model"] in models.values()]
-    done = {json.dumps(line["job"], sort_keys=True): line for line in lines}
-    keys = {json.dumps(job, sort_keys=True): job for job in jobs}
-    missing = [job for key, job in keys.items() if key not in done]
+    done = {_key(line["job"]): line for line in lines}
+    missing = [job for key, job in {_key(job): job for job in jobs}.items() if key not in done]
     start = time.monotonic()
-    with (
-        multiprocessing.get_context("spawn").Pool(
-            min(processes, len(os.sched_getaffinity(0)))
-        ) as pool,
-        open(file, "a") as out,
-    ):
+    spawn = multiprocessing.get_context("spawn")
+    num_processes = min(processes, len(os.sched_getaffinity(0)))
+    with spawn.Pool(num_processes) as pool, open(file, "a") as out:
         for i, line in enumerate(pool.imap_unordered(_run, missing), 1):
             line["base_model"] = models[line["job"]["settings"]["task"]]
             print(json.dumps(line), file=out, flush=True)
-            done[json.dumps(line["job"], sort_keys=True)] = line
+            done[_key(line["job"])] = line
             if i % 10 == 0 or i == len(missing):
                 print(f"{i} of {len(missing)} runs, {time.monotonic() - start:.0f} s", flush=True)
-    return [done[json.dumps(job, sort_keys=True)] for job in jobs]
+    return [done[_key(job)] for job in jobs]
+
+
+def _key(job: dict) -> str:
+    return json.dumps(job, sort_keys=True)
 
 
 def _run(job: dict) -> dict:
@@ -255,11 +254,12 @@ def _run(job: dict) -> dict:
 
 
 def number(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation (of a sample; 0 of a single value)."""
+    """Compute mean and standard deviation (of a sample; 0 of a single value)."""
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 def spread(values: list[float]) -> str:
+    """Write mean ± standard deviation."""
     mean, deviation = number(values)
     digits = 1 if abs(mean) >= 10 else 3
     return f"{mean:.{digits}f} ± {deviation:.{digits}f}"

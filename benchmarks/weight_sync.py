@@ -1,16 +1,21 @@
-"""What a sync costs: publish, readers beside it, and how long a searcher generates nothing, against a plain copy of the same bytes.
+"""Measure what a sync costs, against a plain copy of the same bytes.
 
     python benchmarks/weight_sync.py            # twenty minutes on 2 cores, 19 GB of memory
     python benchmarks/weight_sync.py --quick    # 10 M and 100 M parameters, in four minutes
 
-publish   SharedWeights.publish of a Llama's tensors, beside 0, 1, 3 and 7 processes that each read every version as it comes; the
-          writer, on a core of its own, computes for half a second, or ten publishes' time, before each, as a trainer does: by then
-          they have read the version before
-load      Engine.load into vLLM, and the engine step behind it, less a step without a load: the time in which a searcher generates nothing;
-          that model has an output embedding of its own besides
+publish   SharedWeights.publish of a Llama's tensors, beside 0, 1, 3 and 7 processes that each read
+          every version as it comes; the writer, on a core of its own, computes for half a second,
+          or ten publishes' time, before each, as a trainer does: by then they have read the version
+          before
+load      Engine.load into vLLM, and the engine step after it, less a step without a load: the time
+          in which a searcher generates nothing; that model has an output embedding of its own
+          besides
 copy      one tensor of the same bytes, copied
-All in fp32, medians, taken in turns. On a GPU, where this has never been run: the trainer's fp32 tensors lie there and are published as bf16, a copy is
-one from there into registered memory, at PCIe's rate, and publish is also measured into memory that is registered.
+
+All in fp32, medians, taken in turns.
+On a GPU, where this has never been run, the trainer's fp32 tensors lie there and are published as
+bf16. A copy is one from there into registered memory, at PCIe's rate, and publish is also measured
+into memory that is registered.
 Writes benchmarks/results/weight_sync.md; with --quick benchmarks/results/quick/.
 """
 
@@ -22,15 +27,15 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from common import arguments, byte_model, save, table
-
 import torch
 import torch.multiprocessing
+from common import arguments, byte_model, save, table
 from torch import Tensor
 
-from runtime import processes
+import models.device
 from config import Config
 from models.policy import load_policy
+from runtime import processes
 from weights import SharedWeights, num_elements
 
 SHAPES = {"10 M": (256, 8), "100 M": (768, 11), "1 B": (2048, 19)}  # hidden size, layers
@@ -41,7 +46,7 @@ PUBLISHES = 10
 
 
 def llama_shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
-    """Names do not matter here."""
+    """List the shapes of a Llama's tensors. The names do not matter here."""
     layer = {
         "q": (hidden, hidden),
         "k": (hidden, hidden),
@@ -59,19 +64,26 @@ def llama_shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def compute(seconds: float) -> None:
-    """As a trainer does between two syncs: the core is awake, and its caches hold something else."""
+    """Compute as a trainer does between two syncs.
+
+    The core is awake afterwards, and its caches hold something else.
+    """
     end, matrix = time.perf_counter() + seconds, torch.zeros(1024, 1024)
     while time.perf_counter() < end:
         matrix @ matrix
 
 
-def read(weights: SharedWeights, reader: int, cores: list[int], ready, active) -> None:
-    """A process on these cores: reads each version, once, while more than `reader` readers are active; ends when less than none are."""
+def read(
+    weights: SharedWeights, reader: int, cores: list[int], ready: Tensor, active: Tensor
+) -> None:
+    """Read each version once, in a process on `cores`, while more than `reader` readers are active.
+
+    active: how many are; negative, it ends the process.
+    """
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
-    own = torch.zeros(
-        max(map(math.prod, weights.shapes.values()))
-    )  # one tensor's worth: seven readers' copies would not fit into memory
+    # One tensor's worth: seven readers' copies would not fit into memory.
+    own = torch.zeros(max(map(math.prod, weights.shapes.values())))
     version, ready[reader] = -1, 1
     while active[0] >= 0:
         if active[0] <= reader or weights.version == version:
@@ -85,7 +97,10 @@ def read(weights: SharedWeights, reader: int, cores: list[int], ready, active) -
 def take_turns(
     kinds: Sequence[str | int], weights: SharedWeights, tensors: list, cast: Tensor, active: Tensor
 ) -> dict[str | int, list[float]]:
-    """Seconds of PUBLISHES + 1 copies or publishes of each kind, beside as many readers as its number."""
+    """Measure PUBLISHES + 1 copies or publishes of each kind, in seconds.
+
+    A kind that is a number is a publish beside as many readers.
+    """
     times: dict[str | int, list[float]] = {what: [] for what in kinds}
     version, pause = weights.version, 0.5
     for _ in range(PUBLISHES + 1):
@@ -106,18 +121,18 @@ def take_turns(
 def publish_seconds(
     shapes: dict[str, tuple[int, ...]], cores: list[int], device: torch.device
 ) -> dict[str | int, float]:
-    """Medians: of a plain copy ("copy"), of a publish beside each number of readers on these cores, and on a GPU of one into registered memory."""
+    """Measure a plain copy ("copy"), and a publish beside each number of readers on these cores.
+
+    On a GPU also a publish into registered memory ("registered"). Returns medians, in seconds.
+    """
     weights = SharedWeights(shapes, DTYPE[device.type], readers=max(READERS))
-    source = torch.ones(
-        num_elements(shapes), device=device
-    )  # zeros would be one page, read again and again
+    # Not zeros: they would be one page, read again and again.
+    source = torch.ones(num_elements(shapes), device=device)
     tensors, cast = list(weights._views(source).items()), source.to(DTYPE[device.type])
     for slot in weights.slots:  # in memory, from now on
         slot.zero_()
-    ready, active = (
-        torch.zeros(max(READERS), dtype=torch.int64).share_memory_(),
-        torch.zeros(1, dtype=torch.int64).share_memory_(),
-    )
+    ready = torch.zeros(max(READERS), dtype=torch.int64).share_memory_()
+    active = torch.zeros(1, dtype=torch.int64).share_memory_()
     spawn = torch.multiprocessing.get_context("spawn")
     children = [
         spawn.Process(target=read, args=(weights, reader, cores, ready, active), daemon=True)
@@ -133,23 +148,25 @@ def publish_seconds(
         times = take_turns(["copy", *READERS], weights, tensors, cast, active)
     else:
         times = take_turns(READERS, weights, tensors, cast, active)
+        cuda = torch.cuda.cudart()
         for slot in weights.slots:
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.nbytes, 0)
-            )
+            torch.cuda.check_error(cuda.cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))
         times |= take_turns(["copy", "registered"], weights, tensors, cast, active)
         for slot in weights.slots:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(slot.data_ptr()))
+            torch.cuda.check_error(cuda.cudaHostUnregister(slot.data_ptr()))
     active[0] = -1
     for child in children:
         child.join(60)
-    return {
-        what: float(np.median(values[1:])) for what, values in times.items()
-    }  # at the first, readers map their memory
+    # The first of each is left out: there, readers map their memory.
+    return {what: float(np.median(values[1:])) for what, values in times.items()}
 
 
 def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, float]:
-    """Medians: of Engine.load with the step behind it, less a step without; of a plain copy."""
+    """Measure the stall at a load, the load alone, and a plain copy. Returns medians, in seconds.
+
+    The stall is Engine.load with the step after it, less a step without a load.
+    """
+    # Here, as vLLM reads the environment, which main() sets; and the readers do without it.
     from models.engine import Engine
 
     with tempfile.TemporaryDirectory() as directory:
@@ -180,7 +197,7 @@ def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, fl
         pin_memory=device.type == "cuda",
     )
     target, times = torch.zeros_like(source, device=device), np.empty((4, PUBLISHES))
-    for i in range(PUBLISHES + 2):
+    for i in range(-2, PUBLISHES):  # the first two warm up: later ones overwrite their columns
         start = time.perf_counter()
         engine.step()
         stepped = time.perf_counter()
@@ -189,61 +206,54 @@ def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, fl
         engine.step()
         stepped_again = time.perf_counter()
         target.copy_(source)
-        times[:, i - 2] = (
+        copied = time.perf_counter()
+        times[:, i] = (
             loaded - stepped,
             stepped_again - loaded,
             stepped - start,
-            time.perf_counter() - stepped_again,
-        )  # the first two warm up
+            copied - stepped_again,
+        )
     load, step_after, step, copy = np.median(times, axis=1)
     return {"stall": load + step_after - step, "load": load, "copy": copy}
 
 
 def main() -> None:
     quick = arguments(__doc__).quick
-    device, gpu = processes.device(), processes.places(Config())[0].gpu
+    device, gpu = models.device.device(), processes.places(Config())[0].gpu
     own, *others = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [own])  # as a run has its trainer and its searcher on two cores
     torch.set_num_threads(1)
-    os.environ.update(
-        processes.environment(processes.Place("weights", gpu, [own]))
-    )  # vLLM reads it
+    place = processes.Place("weights", gpu, [own])
+    os.environ.update(processes.environment(place))  # vLLM reads it
     sizes = {name: SHAPES[name] for name in (ENGINE_SIZES if quick else SHAPES)}
     lines = []
     for name, (hidden, layers) in sizes.items():
         shapes = llama_shapes(hidden, layers)
-        m = publish_seconds(shapes, others or [own], device)
-        line = [
-            name,
-            f"{num_elements(shapes) * DTYPE[device.type].itemsize / 2**20:.0f}",
-            f"{m['copy'] * 1000:.1f}",
-            f"{m[0] / m['copy']:.2f}",
-        ]
-        if "registered" in m:
-            line[-1] += f", registered {m['registered'] / m['copy']:.2f}"
-        line += [f"{m[readers] / m[0]:.2f}" for readers in READERS[1:]]
+        publish = publish_seconds(shapes, others or [own], device)
+        mebibytes = num_elements(shapes) * DTYPE[device.type].itemsize / 2**20
+        ratio = f"{publish[0] / publish['copy']:.2f}"
+        if "registered" in publish:
+            ratio += f", registered {publish['registered'] / publish['copy']:.2f}"
+        line = [name, f"{mebibytes:.0f}", f"{publish['copy'] * 1000:.1f}", ratio]
+        line += [f"{publish[readers] / publish[0]:.2f}" for readers in READERS[1:]]
         if name in ENGINE_SIZES:
-            s = load_seconds(hidden, layers, device)
-            line += [f"{s['stall'] * 1000:.0f}", f"{s['stall'] / s['copy']:.1f}"]
-        lines.append(line + [""] * (9 - len(line)))
+            load = load_seconds(hidden, layers, device)
+            line += [f"{load['stall'] * 1000:.0f}", f"{load['stall'] / load['copy']:.1f}"]
+        else:
+            line += ["", ""]
+        lines.append(line)
         print(lines[-1], flush=True)
     os.sched_setaffinity(0, [own, *others])  # the machine is all of them
-    save(
-        "weight_sync",
-        quick,
-        table(
-            [
-                "parameters",
-                "MiB",
-                "copy, ms",
-                "publish, of copy",
-                *(f"beside {n} reader{'s' * (n > 1)}, of alone" for n in READERS[1:]),
-                "searcher's stall, ms",
-                "of copy",
-            ],
-            lines,
-        ),
-    )
+    header = [
+        "parameters",
+        "MiB",
+        "copy, ms",
+        "publish, of copy",
+        *(f"beside {n} reader{'s' if n > 1 else ''}, of alone" for n in READERS[1:]),
+        "searcher's stall, ms",
+        "of copy",
+    ]
+    save("weight_sync", quick, table(header, lines))
 
 
 if __name__ == "__main__":
