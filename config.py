@@ -1,13 +1,14 @@
 """Config: every setting of a run, and what can be said of the settings before anything is loaded.
 
 A field is a flag (`--queries_per_batch 7`), the string under it is its help text, and its type says
-which values it takes. `runtime/command_line.py` makes a Config of a command line.
+which values it takes. A class is a group of flags; Config is all of them together.
+`runtime/command_line.py` makes a Config of a command line.
 """
 
 import math
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, NamedTuple
 
 
@@ -50,17 +51,14 @@ Schedule = Annotated[
 ]
 
 
-@dataclass
-class Config:
-    # What to learn
-    task: str = "arithmetic"
-    """A name in tasks/ or the path of a .py file with a task of your own."""
+@dataclass(frozen=True)
+class ModelSettings:
+    """What to learn."""
+
     preset: str = ""
     """Which of the task's presets the flags change. Empty: its first."""
     model: str = ""
     """Policy and reference policy at the start: a directory or a hub id. Empty: the task's."""
-    options: dict = field(default_factory=dict)
-    """The task's own settings, by name: flags too, see python tba.py TASK --help."""
     output_dir: str = ""
     """Where the run writes. Empty: runs/<task>-<time>."""
     seed: NonNegativeInt = 0
@@ -68,7 +66,11 @@ class Config:
     trust_remote_code: bool = False
     """Let the model's repository run its own code."""
 
-    # The objective
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """The objective."""
+
     loss: str = "tb"
     """The objective, a key of LOSSES in loss.py: tb, or one of those it is compared with."""
     beta: PositiveFloat = 0.01
@@ -88,10 +90,13 @@ class Config:
     reference_temperature_steps: NonNegativeInt = 0
     """Steps over which gamma goes linearly from 1 to reference_temperature."""
     reference_reset_period: NonNegativeInt = 0
-    """rho of TBA', steps between two resets of the reference policy to the policy; a multiple of k.
-    0: never."""
+    """rho of TBA', steps between two resets of the reference to the policy. 0: never."""
 
-    # The batch
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """The batch."""
+
     steps: PositiveInt = 1000
     """Optimizer steps."""
     queries_per_batch: PositiveInt = 7
@@ -103,7 +108,11 @@ class Config:
     queries_per_micro_batch: PositiveInt = 1
     """Queries in one forward and backward pass; divides B. The gradient does not depend on it."""
 
-    # Search and replay
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """Search and replay."""
+
     sync_period: PositiveInt = 2
     """k, trainer steps between two syncs."""
     most_on_policy_prob: Probability = 0.95
@@ -123,18 +132,19 @@ class Config:
     max_response_tokens: PositiveInt = 512
     """A response is cut off here, and counts as unfinished."""
     constant_staleness: NonNegativeInt | None = None
-    """Instead of the buffer: each batch is made by one version and trained on exactly this many
-    steps later; k = 1, S = K, duplicates kept."""
+    """No buffer: one version makes each batch, which is trained on exactly so many steps later."""
     synchronous: bool = False
-    """Train on-policy with the same code, for comparison: --constant_staleness 0, so that the
-    trainer waits for each batch."""
+    """Train on-policy, for comparison: --constant_staleness 0, the trainer waits for each batch."""
 
-    # The optimizer (AdamW)
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The optimizer (AdamW)."""
+
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate."""
     lr_schedule: Schedule = "constant"
-    """constant, linear (to 0 at the last step) or warmup_stable_decay (cosine decay); all start
-    with warmup_steps."""
+    """constant, linear (to 0 at the last step) or warmup_stable_decay (cosine); after warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     stable_steps: NonNegativeInt = 0
@@ -148,38 +158,64 @@ class Config:
     max_grad_norm: PositiveFloat | None = None
     """Clip the gradient to this norm. None: no clipping."""
 
-    # Processes and progress
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """Processes and progress."""
+
     searchers: PositiveInt | None = None
-    """Searcher processes. None: one per GPU besides the trainer's, one if there is a single GPU or
-    none."""
+    """Searcher processes. None: one per GPU besides the trainer's, and at least one."""
     gpu_memory_utilization: Share | None = None
     """Share of its GPU's memory for a searcher's vLLM. None: most, less beside the trainer."""
     searcher_timeout: PositiveFloat = 600.0
-    """Seconds without a sign of life after which a process counts as dead, and of waiting after
-    which the trainer gives up."""
+    """Seconds of silence after which a process counts as dead, and the trainer stops waiting."""
     checkpoint_every: NonNegativeInt = 100
-    """Steps between checkpoints; the last two are kept. 0: only at the end, and when the run is
-    interrupted."""
+    """Steps between checkpoints; the last two are kept. 0: only at the end or an interrupt."""
+    config: str = ""
+    """The config.json of an earlier run: start a new run with its settings, flags over them."""
     resume: str = ""
-    """Directory of a run that ended early: go on from its newest checkpoint, with its settings, but
-    for how long, how often and how fast to learn."""
+    """Directory of a run that ended early: go on from its newest checkpoint, with its settings."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations during the run. 0: only the base model and the final one."""
     eval_only: bool = False
-    """Only evaluate --model: the task's metrics on its test queries, with 95 % intervals (bootstrap
-    over the queries)."""
+    """Only evaluate --model: the task's metrics on its test queries, with 95 % intervals."""
     json: bool = False
     """With --eval_only: print JSON instead of a table."""
+
+
+@dataclass(frozen=True)
+class Config(
+    ProcessSettings,
+    OptimizerSettings,
+    SearchSettings,
+    BatchSettings,
+    ObjectiveSettings,
+    ModelSettings,
+):
+    """All settings. Nothing changes them: what a run resolves is another Config."""
+
+    task: str = "arithmetic"
+    """A name in tasks/ or the path of a .py file with a task of your own."""
+    options: dict = field(default_factory=dict)
+    """The task's own settings, by name: flags too, see python tba.py TASK --help."""
 
     @property
     def lockstep(self) -> bool:
         """Whether each batch is made by one version, and the trainer waits for it."""
         return self.constant_staleness is not None
 
-    def settle(self) -> None:
-        """Fill in the settings that follow from others."""
-        if self.lockstep:
-            self.sync_period, self.samples_per_query = 1, self.responses_per_query
+
+# In the order in which --help shows them.
+SECTIONS = tuple(reversed(Config.__bases__))
+
+
+def settle(config: Config) -> Config:
+    """Fill in the settings that follow from others."""
+    if config.synchronous:
+        config = replace(config, constant_staleness=0)
+    if config.lockstep:
+        config = replace(config, sync_period=1, samples_per_query=config.responses_per_query)
+    return config
 
 
 def check(config: Config) -> None:

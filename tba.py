@@ -27,6 +27,8 @@ def main(arguments: list[str]) -> int:
         from runtime import launch  # imports torch, which a child must not before its target runs
 
         return launch.evaluate_only(config) if config.eval_only else launch.run(config)
+    except SystemExit as end:  # tyro has shown help, or what is wrong with a flag
+        return end.code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

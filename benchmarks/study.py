@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from buffer import Group
-from config import Config, check
+from config import Config, check, settle
 from models.logprobs import response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
 from runtime.board import Board
@@ -199,8 +199,8 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
     """Make a run with these settings over the task's preset, and measure its policy at the end."""
     torch.set_num_threads(1)
     preset = next(iter(find_presets(settings["task"]).values()))
-    config = Config(**preset | {"eval_every": 0, "checkpoint_every": 0, "searchers": 1} | settings)
-    config.settle()
+    quiet = {"eval_every": 0, "checkpoint_every": 0, "searchers": 1}
+    config = settle(Config(**preset | quiet | settings))
     check(config)
     config = dataclasses.replace(config, model=load_task(config.task).base_model())
     with (

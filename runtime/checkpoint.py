@@ -113,7 +113,7 @@ def shape_mismatch(directory: str | Path, shapes: dict[str, tuple[int, ...]]) ->
     with safe_open(Path(directory) / "learner.safetensors", "pt") as file:
         saved = {
             key.removeprefix("policy."): tuple(file.get_slice(key).get_shape())
-            for key in file.keys()
+            for key in file.keys()  # noqa: SIM118 (no dict: it cannot be iterated)
             if key.startswith("policy.")
         }
     for name in saved | shapes:

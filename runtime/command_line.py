@@ -1,18 +1,19 @@
-"""The command line as a checked Config: defaults, the task's preset over them, flags over that."""
+"""The command line as a checked Config, read by tyro: the fields of Config are the flags.
 
-import argparse
-import ast
-import difflib
-import inspect
+Under the flags lie the settings of --config, of the run to --resume or of the task's preset, and
+under those Config's defaults.
+"""
+
+import dataclasses
 import json
-import textwrap
-import typing
-from contextlib import suppress
-from itertools import pairwise
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from config import Config, UserError, check
-from tasks import find_presets, find_task, task_names
+import tyro
+
+from config import SECTIONS, Config, UserError, check, settle
+from tasks import Task, find_presets, find_task, task_names
 
 # What a run that is resumed may change: how long, how often, how fast. Everything else is part of
 # what has been learnt.
@@ -26,166 +27,201 @@ CHANGEABLE = (
     "searcher_timeout",
     "gpu_memory_utilization",
 )
+HELP = ("-h", "--help")
+OWN = "task"  # the group of the task's own flags
+TASK = tyro.conf.arg(
+    metavar="TASK",
+    help=f"One of {', '.join(task_names())}, or the path of a .py file with a task of your own.",
+)
 
 
 def build_config(arguments: list[str]) -> Config:
-    """Make a checked Config of a command line. Raises UserError."""
-    flags, options = _parse(arguments)
-    if "resume" in flags:
-        return _resumed(flags, options)
-    presets = find_presets(flags.get("task", Config.task))
-    if options.get("tiny") and flags.setdefault("preset", "tiny") != "tiny":
-        raise UserError(
-            f"--preset is {flags['preset']!r}, but --tiny is a preset of its own: "
+    """Make a checked Config of a command line. Raises UserError.
+
+    What tyro finds itself (an unknown flag, a wrong type, --help) it prints, and raises SystemExit.
+    """
+    first = parse_first(arguments)
+    if first.resume and first.config:
+        raise UserError("--resume and --config are both given: give one of the two")
+    if first.resume:
+        return resumed(arguments, first.resume)
+    saved = {}
+    if first.config:
+        saved = read_settings("--config", first.config) | {"output_dir": "", "resume": ""}
+        if first.preset:
+            raise UserError(f"--preset is {first.preset!r}, but --config has its own settings")
+        if is_task_given(arguments) and first.task != saved["task"]:
+            raise UserError(f"the task is {first.task!r}, but --config has {saved['task']!r}")
+        base = make_config("--config", first.config, saved)
+    else:
+        base = preset_config(arguments, first)
+    config = parse(arguments, base)
+    if (
+        config.synchronous
+        and config.constant_staleness
+        and is_given(arguments, "constant_staleness")
+    ):
+        raise UserError(  # a preset's gives way
+            f"--constant_staleness is {config.constant_staleness}, but --synchronous makes it 0: "
             "give one of the two"
         )
-    preset = flags.get("preset", next(iter(presets)))
+    config = settle(config)
+    check(config)
+    return config
+
+
+def preset_config(arguments: list[str], first: Config) -> Config:
+    """The settings of the task's preset: --preset, --tiny, or the first of its file."""
+    presets, preset = find_presets(first.task), first.preset
+    if is_given(arguments, "tiny"):
+        if preset not in ("", "tiny"):
+            raise UserError(
+                f"--preset is {preset!r}, but --tiny is a preset of its own: give one of the two"
+            )
+        preset = "tiny" if "tiny" in presets else preset
+    preset = preset or next(iter(presets))
     if preset not in presets:
         choices = "this task has none" if "" in presets else f"it is one of {', '.join(presets)}"
         raise UserError(f"--preset is {preset!r}: {choices}")
-    options = presets[preset].get("options", {}) | options
-    config = Config(**{**presets[preset], **flags, "preset": preset, "options": options})
-    if config.synchronous:
-        if flags.get("constant_staleness"):  # a preset's gives way
-            raise UserError(
-                f"--constant_staleness is {config.constant_staleness}, but --synchronous makes it "
-                "0: give one of the two"
-            )
-        config.constant_staleness = 0
-    config.settle()
+    return Config(**{**presets[preset], "task": first.task, "preset": preset})
+
+
+def resumed(arguments: list[str], directory: str) -> Config:
+    """The settings of the run in that directory, changed by the flags. Raises UserError."""
+    settings = read_settings("--resume", directory, "config.json")
+    saved = make_config("--resume", directory, settings)
+    saved = replace(saved, output_dir=directory, resume=directory)
+    config = parse(arguments, saved)
+    if config.model and Path(config.model).is_dir():
+        config = replace(config, model=str(Path(config.model).resolve()))
+    before, after = (dataclasses.asdict(c) | c.options for c in (saved, config))
+    for name, value in after.items():
+        if name in (*CHANGEABLE, "options") or value == before.get(name):
+            continue
+        raise UserError(
+            f"--{name} is {value!r}, but the run to resume has {before.get(name)!r}: "
+            f"only {', '.join(CHANGEABLE)} may change"
+        )
+    if config.steps != saved.steps and config.constant_staleness:
+        raise UserError(
+            f"--steps is {config.steps}, but the run to resume has {saved.steps}: with "
+            "--constant_staleness its last batches are made for that"
+        )
     check(config)
     return config
 
 
-def _resumed(flags: dict, options: dict) -> Config:
-    """The settings of the run in flags["resume"], changed by the other flags. Raises UserError."""
-    directory = flags["resume"]
+def read_settings(flag: str, path: str, file: str = "") -> dict:
+    """Read a config.json: the path, or that file in it. Raises UserError."""
     try:
-        config = Config(**json.loads((Path(directory) / "config.json").read_text()))
+        return dict(json.loads(Path(path, file).read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"--resume {directory!r} holds no run that can be resumed: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    config.output_dir = directory
-    settings = vars(config) | config.options
-    for name, value in (flags | options).items():
-        if name == "model" and Path(value).is_dir():
-            value = str(Path(value).resolve())
-        if name not in ("resume", *CHANGEABLE) and value != settings.get(name):
-            raise UserError(
-                f"--{name} is {value!r}, but the run to resume has {settings.get(name)!r}: "
-                f"only {', '.join(CHANGEABLE)} may change"
-            )
-        if name == "steps" and value != config.steps and config.constant_staleness:
-            raise UserError(
-                f"--steps is {value}, but the run to resume has {config.steps}: with "
-                "--constant_staleness its last batches are made for that"
-            )
-        if name in flags:
-            setattr(config, name, value)
-    check(config)
-    return config
+        raise no_run(flag, path, error) from error
 
 
-def _parse(arguments: list[str]) -> tuple[dict, dict]:
-    """The flags that are given: a run's, and the task's own.
+def make_config(flag: str, path: str, settings: dict) -> Config:
+    """Make a Config of what a config.json holds. Raises UserError."""
+    try:
+        return Config(**settings)
+    except TypeError as error:  # a field that Config does not have
+        raise no_run(flag, path, error) from error
 
-    Those are known once it is known which task it is.
+
+def no_run(flag: str, path: str, error: Exception) -> UserError:
+    purpose = "no run that can be resumed" if flag == "--resume" else "no settings of a run"
+    return UserError(f"{flag} {path!r} holds {purpose}: {type(error).__name__}: {error}")
+
+
+def is_given(arguments: list[str], name: str) -> bool:
+    """Whether a flag stands on the command line."""
+    flags = [argument.split("=")[0].replace("-", "_") for argument in arguments]
+    return f"__{name}" in flags
+
+
+def is_task_given(arguments: list[str]) -> bool:
+    """Whether the command line begins with TASK."""
+    return bool(arguments) and not arguments[0].startswith("-")
+
+
+def parse_first(arguments: list[str]) -> Config:
+    """Read which task and which settings it is about; the task's own flags are not known yet.
+
+    Behind a flag that is not known stands that flag's value: only a first argument is surely TASK.
     """
-    help_wanted = {"-h", "--help"} & set(arguments)
-    without_help = [argument for argument in arguments if argument not in help_wanted]
-    first, rest = _parser(None).parse_known_args(without_help)
-    task = _find_task_name(arguments, first, rest)
-    settings = find_task(task) if rest or help_wanted else None
-    own = set(_fields(settings))
-    if clash := own & set(_fields(Config)):
+    without_help = [argument for argument in arguments if argument not in HELP]
+    settings, unknown = run_tyro(without_help, Config(), task=None, allow_unknown=True)
+    if is_task_given(arguments):
+        return replace(settings, task=arguments[0])
+    return replace(settings, task=Config.task) if unknown else settings
+
+
+def parse(arguments: list[str], base: Config) -> Config:
+    """Read the flags of Config and of the task over the settings in `base`."""
+    task = find_task(base.task)
+    if clash := set(field_names(task)) & set(field_names(Config)):
         raise UserError(
-            f"task {task!r} has a setting {min(clash)!r}, which is one of every run: "
+            f"task {base.task!r} has a setting {min(clash)!r}, which is one of every run: "
             "give it another name"
         )
-    parser = _parser(settings)
-    flags, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        nearest = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-        advice = f"did you mean {nearest[0]}?" if nearest else "see python tba.py --help"
-        raise UserError(f"unknown argument {unknown[0]!r}: {advice}")
-    of_run = {name: value for name, value in vars(flags).items() if name not in own}
-    of_task = {name: value for name, value in vars(flags).items() if name in own}
-    return of_run, of_task
+    return run_tyro(arguments, base, task, allow_unknown=False)[0]
 
 
-def _find_task_name(arguments: list[str], first: argparse.Namespace, rest: list[str]) -> str:
-    """The task on the command line, or of the run to resume.
+def field_names(settings: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(settings)] if is_dataclass(settings) else []
 
-    TASK comes first: behind a flag that is not known yet stands that flag's value.
+
+def is_dataclass(settings: type | None) -> bool:
+    return settings is not None and dataclasses.is_dataclass(settings)
+
+
+def run_tyro(
+    arguments: list[str], base: Config, task: type[Task] | None, allow_unknown: bool
+) -> tuple[Config, list[str]]:
+    """Have tyro read the command line. Returns the settings, and the arguments it does not know.
+
+    For tyro each section of Config is a group of flags, and so are the task's own.
     """
-    if arguments and not arguments[0].startswith("-"):
-        return arguments[0]
-    task = Config.task if rest else getattr(first, "task", Config.task)
-    if "resume" in first:
-        with suppress(OSError, ValueError):  # _resumed will say what is wrong
-            task = json.loads((Path(first.resume) / "config.json").read_text()).get("task", task)
-    return task
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise UserError(message)
-
-
-def _parser(task: type | None) -> argparse.ArgumentParser:
-    parser = _Parser(
+    values = vars(base)
+    groups = [("name", Annotated[tyro.conf.Positional[str], TASK])]
+    defaults = {"name": base.task}
+    for section in SECTIONS:
+        names = field_names(section)
+        groups.append((title(section), section))
+        defaults[title(section)] = section(**{name: values[name] for name in names})
+    if is_dataclass(task):
+        own = without_post_init(task)
+        groups.append((OWN, own))
+        defaults[OWN] = own(**base.options)
+    wrapper = make_dataclass("CommandLine", groups)
+    parsed = tyro.cli(
+        wrapper,
+        args=arguments,
+        default=wrapper(**defaults),
         prog="python tba.py",
-        usage="python tba.py [TASK] [--flag value ...]",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        description="Trajectory Balance with Asynchrony on one machine.",
-        epilog=f"Tasks: {', '.join(task_names())}; the presets of a task stand in its file.",
+        description="Trajectory Balance with Asynchrony on one machine. The presets of a task "
+        "stand in its file.",
+        use_underscores=True,
+        return_unknown_args=allow_unknown,
+        config=(tyro.conf.OmitArgPrefixes,),
     )
-    _add_flags(parser, Config, parser)
-    if _fields(task):
-        _add_flags(parser, task, parser.add_argument_group(f"The task's own ({task.__name__})"))
-    return parser
+    parsed, unknown = parsed if allow_unknown else (parsed, [])
+    settings, options = {"task": parsed.name}, dict(base.options)
+    for section in SECTIONS:
+        settings |= vars(getattr(parsed, title(section)))
+    if is_dataclass(task):
+        plain = dataclasses.asdict(without_post_init(task)())
+        for name, value in dataclasses.asdict(getattr(parsed, OWN)).items():
+            if name in options or value != plain[name]:
+                options[name] = value
+    return Config(**settings, options=options), unknown
 
 
-def _fields(settings: type | None) -> dict:
-    return getattr(settings, "__dataclass_fields__", {})
+def without_post_init(task: type[Task]) -> type:
+    """A task's settings, to be made without what the task does when it is made."""
+    members = {"__post_init__": lambda self: None, "__doc__": task.__doc__}
+    return dataclass(type(task.__name__, (task,), members))
 
 
-def _add_flags(
-    parser: argparse.ArgumentParser, settings: type, group: argparse._ActionsContainer
-) -> None:
-    """Add the fields of a dataclass as flags, in groups.
-
-    Read off its source: a comment starts a group, a field is a flag, the string under it its help.
-    """
-    source = textwrap.dedent(inspect.getsource(settings))
-    types, lines = typing.get_type_hints(settings), source.splitlines()
-    body, end = ast.parse(source).body[0].body, 0
-    for field, text in pairwise(body):
-        if not (isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)):
-            continue
-        for line in lines[end : field.lineno]:
-            if line.startswith("    # "):
-                group = parser.add_argument_group(line.removeprefix("    # "))
-        end = text.end_lineno
-        name = field.target.id
-        _add_flag(group, name, types[name], getattr(settings, name, None), text.value.value)
-
-
-def _add_flag(
-    group: argparse._ActionsContainer, name: str, kind: type, default: object, text: str
-) -> None:
-    text = " ".join(text.split()).replace("%", "%%")
-    if default not in ("", None, False):
-        text += f" (default {default})"
-    if name == "task":
-        group.add_argument("task", nargs="?", metavar="TASK", help=text)
-    elif kind is bool:
-        group.add_argument(f"--{name}", action="store_true", help=text)
-    elif kind is not dict:
-        sides = typing.get_args(kind) or [kind]
-        kind = next(side for side in sides if side is not type(None))
-        group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
+def title(section: type) -> str:
+    """The name of a group of flags: objective for ObjectiveSettings."""
+    return section.__name__.removesuffix("Settings").lower()

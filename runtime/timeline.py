@@ -16,7 +16,8 @@ class Lines:
     """A .jsonl file that only grows. A disk that is full costs lines, not the run."""
 
     def __init__(self, path: Path):
-        self.file = open(path, "ab", buffering=0)  # one write a call: searchers share samples.jsonl
+        # One write a call: searchers share samples.jsonl. Open as long as the process lives.
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
         self.is_whole = True  # the latest write came to its end
 
     def write(self, *values) -> None:

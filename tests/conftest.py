@@ -11,31 +11,26 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from runtime import processes  # noqa: E402
-
-os.environ.update(processes.environment(processes.Place("tests", None, [0])))
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
-)  # noqa: E402
+)
 
-from runtime import timeline  # noqa: E402
+from runtime import processes, timeline
 
-
-def pytest_configure(config) -> None:
-    config.addinivalue_line("markers", "faults: takes minutes; runs by make test-faults")
+ROOT = Path(__file__).parents[1]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+# What a searcher finds in its environment, before a test imports vLLM.
+os.environ.update(processes.environment(processes.Place("tests", None, [0])))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
@@ -43,9 +38,6 @@ def pytest_terminal_summary(terminalreporter) -> None:
     for passed in terminalreporter.getreports("passed"):
         for name, value in passed.user_properties:
             terminalreporter.write_line(f"{passed.nodeid.split('::')[-1]}: {name} {value}")
-
-
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -215,10 +207,8 @@ class Run:
 
     def __exit__(self, *_) -> None:
         for pid in [self.process.pid, *living(self.tag)]:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.communicate()
 
     def until(self, condition, seconds: float, what: str):

@@ -1,23 +1,19 @@
 """The benchmarks measure what they say they measure."""
 
 import json
-import sys
 
+import common
 import numpy as np
+import overlap
 import torch
-from conftest import ROOT, byte_tokenizer
+import trainer_step
+from conftest import byte_tokenizer
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import common  # noqa: E402
-import overlap  # noqa: E402
-import trainer_step  # noqa: E402
-
-from buffer import Row  # noqa: E402
-from config import Config  # noqa: E402
-from models.logprobs import response_logprobs  # noqa: E402
-from models.policy import load_policy  # noqa: E402
+from buffer import Row
+from config import Config
+from models.logprobs import response_logprobs
+from models.policy import load_policy
 
 
 def test_the_counting_model_ends_as_often_as_the_lengths_say(tmp_path):

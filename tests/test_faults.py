@@ -512,11 +512,12 @@ def test_a_run_killed_at_twenty_random_moments_goes_on_from_its_last_whole_check
         inode = metrics.stat().st_ino if newest else 0
         first = ["arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 3]
         with Run(run_dir, *(() if attempt else first), resume=attempt > 0) as run:
-            run.until(
-                lambda: metrics.exists() and metrics.stat().st_ino != inode,
-                60,
-                "the metrics, back at the checkpoint",
-            )
+
+            def is_back(inode: int = inode) -> bool:
+                path = run_dir / "metrics.jsonl"
+                return path.exists() and path.stat().st_ino != inode
+
+            run.until(is_back, 60, "the metrics, back at the checkpoint")
             run.is_at(saved["step"] + 1)
             lines = [line["step"] for line in run.steps()]
             assert lines == list(range(1, lines[-1] + 1)), "no step twice, none left out"

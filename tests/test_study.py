@@ -1,19 +1,14 @@
 """The benchmarks' small runs: the real trainer, with a searcher that generates in its process."""
 
 import json
-import sys
 from pathlib import Path
 
+import common
 import pytest
-from conftest import ROOT
+import study
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import common  # noqa: E402
-import study  # noqa: E402
-
-from learner import Learner  # noqa: E402
-from tasks import load_task  # noqa: E402
+from learner import Learner
+from tasks import load_task
 
 SMALL = dict(
     task="arithmetic",
