@@ -8,7 +8,6 @@ They must come to an end too.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models.classifier import Classifier, prepare_classifier
 from tasks import Query, Task
 
 REMARKS = [
@@ -45,9 +44,13 @@ class KindReplies(Task):
         return [Query(id=i, prompt=text, answer=None) for i, text in enumerate(texts)]
 
     def prepare(self) -> None:
+        from models.classifier import prepare_classifier
+
         prepare_classifier("--classifier", self.classifier, label=self.label)
 
     def load(self) -> None:
+        from models.classifier import Classifier
+
         self.model = Classifier(self.classifier)
 
     def score(

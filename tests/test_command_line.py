@@ -388,7 +388,7 @@ def test_a_tasks_own_settings_are_flags_and_lie_over_its_preset():
     assert "--victim_model" in tba("redteam", "--help").stdout
 
 
-def test_a_comment_in_a_task_starts_a_group_of_its_flags(tmp_path, recwarn):
+def test_a_comment_among_a_tasks_settings_does_no_harm(tmp_path, recwarn):
     (tmp_path / "grouped.py").write_text(
         "from dataclasses import dataclass\n"
         "from tasks import Task\n"
@@ -401,7 +401,7 @@ def test_a_comment_in_a_task_starts_a_group_of_its_flags(tmp_path, recwarn):
         "    def score(self, *a): return []\n"
     )
     assert build_config([str(tmp_path / "grouped.py"), "--shade", "3"]).options == {"shade": 3}
-    assert not recwarn.list, "argparse will not have a group in a group any more"
+    assert not recwarn.list
 
 
 def test_a_tasks_setting_may_not_have_the_name_of_a_runs(tmp_path):

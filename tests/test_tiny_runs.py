@@ -29,7 +29,8 @@ def test_a_tiny_run_raises_the_reward_and_prints_the_metrics_of_the_task(task, m
     assert result.returncode == 0, result.stderr
     assert all((run_dir / name).exists() for name in OUTPUTS)
     lines = read(run_dir, "metrics.jsonl")
-    base, last = (line["reward"] for line in lines if "loss" not in line and "reward" in line)
+    base = next(line["reward"] for line in lines if "loss" not in line and "reward" in line)
+    last = lines[-1]["final_reward"]
     assert last > base + 0.5
     final = lines[-1]
     assert {f"final_{name}" for name in metrics} == final.keys() - {"step"}
