@@ -90,7 +90,8 @@ class ObjectiveSettings:
     reference_temperature_steps: NonNegativeInt = 0
     """Steps over which gamma goes linearly from 1 to reference_temperature."""
     reference_reset_period: NonNegativeInt = 0
-    """rho of TBA', steps between two resets of the reference to the policy. 0: never."""
+    """rho of TBA', steps between two resets of the reference to the policy, a multiple of k.
+    0: never."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class BatchSettings:
     samples_per_query: GroupSize = 24
     """S, responses that a searcher generates for a query; at least K."""
     queries_per_micro_batch: PositiveInt = 1
-    """Queries in one forward and backward pass; divides B. The gradient does not depend on it."""
+    """Queries in one forward and backward pass; divides B.
+    Memory depends on it, the gradient does not."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class SearchSettings:
     capacity_per_query: int = 100
     """Responses that the buffer keeps per query."""
     max_staleness: NonNegativeInt | None = None
-    """Responses of versions more than this many steps old are left out of batches. None: none."""
+    """Responses of versions more than this many steps old are left out. None: no limit."""
     reward_inverse_temperature: NonNegativeFloat = 0.0
     """Replay draws a query's responses by softmax(reward times this). 0: uniformly."""
     temperature: SamplingTemperature = 0.7
@@ -132,7 +134,8 @@ class SearchSettings:
     max_response_tokens: PositiveInt = 512
     """A response is cut off here, and counts as unfinished."""
     constant_staleness: NonNegativeInt | None = None
-    """No buffer: one version makes each batch, which is trained on exactly so many steps later."""
+    """No buffer: one version makes each batch, which is trained on exactly so many steps later.
+    Then k = 1, S = K, and duplicates are kept."""
     synchronous: bool = False
     """Train on-policy, for comparison: --constant_staleness 0, the trainer waits for each batch."""
 
@@ -174,7 +177,8 @@ class ProcessSettings:
     config: str = ""
     """The config.json of an earlier run: start a new run with its settings, flags over them."""
     resume: str = ""
-    """Directory of a run that ended early: go on from its newest checkpoint, with its settings."""
+    """Directory of a run that ended early: go on from its newest checkpoint, with its settings.
+    How long, how often and how fast to learn may change."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations during the run. 0: only the base model and the final one."""
     eval_only: bool = False
@@ -223,8 +227,12 @@ def check(config: Config) -> None:
     hints = typing.get_type_hints(Config, include_extras=True)
     for setting in fields(Config):
         value, bound = getattr(config, setting.name), find_bound(hints[setting.name])
-        if value is not None and bound and not bound.holds(value):
-            shown = repr(value) if isinstance(value, str) else value
+        shown = repr(value) if isinstance(value, str) else value
+        try:
+            is_right = value is None or not bound or bound.holds(value)
+        except TypeError as error:  # from a file: the command line has types
+            raise UserError(f"--{setting.name} is {shown}: {error}") from error
+        if not is_right:
             raise UserError(f"--{setting.name} is {shown}: {bound.words}")
     check_batch(config)
     check_schedules(config)

@@ -10,6 +10,7 @@ import hashlib
 import queue
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -29,7 +30,7 @@ from runtime.samples import SampleLog
 from runtime.scoring import FailureLimit, Responses, Scorer
 from runtime.timeline import WorkTimeline
 from runtime.workload import Work, Workload
-from tasks import load_task
+from tasks import Query, load_task
 from weights import SharedWeights
 
 POLL_SECONDS = 0.005  # while the queue is full, or there is nothing to generate
@@ -187,13 +188,16 @@ class Searcher:
 
     def step_engine(self) -> list[Rollout]:
         """Generate one token of every response. Returns the rollouts that finished with it."""
-        if self.outbox or not self.engine.is_running:  # the queue is full, or there is no work
+        is_over = self.board.last_step_done and not self.evaluation.is_running
+        if self.outbox or is_over or not self.engine.is_running:  # a full queue, or no work
             with self.timeline.span("wait"):
                 time.sleep(POLL_SECONDS)
             return []
         with self.timeline.work("eval" if self.evaluation.is_running else "search"):
             outputs = self.engine.step()
-        self.evaluation.finish(outputs)
+        if self.evaluation.is_running:
+            with self.timeline.work("score"):
+                self.evaluation.finish(outputs)
         finished = []
         for output in outputs:
             if rollout := self.rollouts.pop(output.request_id, None):
@@ -207,15 +211,9 @@ class Searcher:
         Each group comes with its (S,) rewards. Where score() runs in worker processes, it may be a
         group that was handed over earlier.
         """
-        groups = []
-        for rollout in rollouts:
-            tokens = [response.token_ids for response in rollout.responses]
-            texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            finished = [response.finish_reason == "stop" for response in rollout.responses]
-            groups.append(Responses(rollout, rollout.work.query, texts, finished))
-        if groups:
+        if rollouts:
             with self.timeline.work("score"):
-                self.scorer.add(groups)
+                self.scorer.add([self.decode(rollout) for rollout in rollouts])
         scored = []
         for group, rewards in self.scorer.take():
             if isinstance(group.sender, EvaluationRun):
@@ -230,6 +228,13 @@ class Searcher:
                 scored.append((group, rewards))
         self.board.set(self.row, "cursor", self.workload.cursor)
         return scored
+
+    def decode(self, rollout: Rollout) -> Responses:
+        """Turn the tokens of a rollout into the texts that score() reads."""
+        tokens = [response.token_ids for response in rollout.responses]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        finished = [response.finish_reason == "stop" for response in rollout.responses]
+        return Responses(rollout, rollout.work.query, texts, finished)
 
     def add_reference_logprobs(self, scored: list[tuple[Responses, np.ndarray]]) -> list[Group]:
         """Compute log pi_ref of all tokens in one pass, and make the groups for the trainer."""
@@ -261,7 +266,7 @@ class Searcher:
             self.outbox.popleft()
 
 
-def make_workload(config: Config, queries, share: int, cursor: int) -> Workload:
+def make_workload(config: Config, queries: Sequence[Query], share: int, cursor: int) -> Workload:
     """What a searcher generates, free-running or in lockstep with the trainer."""
     if config.lockstep:
         return LockstepWorkload(config, queries, share, config.searchers, cursor)
@@ -307,5 +312,7 @@ def run(
     run_dir: str,
 ) -> None:
     """The searcher process."""
-    Searcher(config, share, pin, row, weights, rollout_queue, board, run_dir).search()
+    searcher = Searcher(config, share, pin, row, weights, rollout_queue, board, run_dir)
+    searcher.search()
+    searcher.scorer.close()
     rollout_queue.cancel_join_thread()  # the run is over: nobody reads what is still in the queue

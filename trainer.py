@@ -65,7 +65,7 @@ class Trainer:
         )
         self.rates = Rates(board)
         self.skipped_publishes = 0
-        self.checkpointed_step = -1
+        self.noted_step = self.checkpointed_step = -1
         if resume:
             self.load_checkpoint(resume)
 
@@ -84,6 +84,7 @@ class Trainer:
             if not rows:  # the run is to end
                 break
             with self.timeline.span("step"):
+                self.resets.renew(rows)
                 metrics = self.learner.update(rows)
             self.record(metrics, rows)
             self.save_checkpoint_if_due()
@@ -94,10 +95,15 @@ class Trainer:
         self.board.loaded("trainer")
         self.publish()
 
+    def note_due(self) -> None:
+        """Note, once at each sync, whether an evaluation or a reference reset is due."""
+        if self.step % self.config.sync_period == 0 and self.noted_step != self.step:
+            self.noted_step = self.step
+            self.evaluations.update(self.step)
+            self.resets.update(self.step)
+
     def sync(self) -> None:
         """Receive what the searchers found, then publish the weights. Only lockstep waits here."""
-        self.evaluations.update(self.step)
-        self.resets.update(self.step)
         with self.timeline.span("receive"):
             self.receive()
         self.skipped_publishes += not self.publish()
@@ -128,6 +134,7 @@ class Trainer:
         """
         if self.weights.version == self.step:
             return True
+        self.note_due()
         self.wait_for_searchers()
         # First the reference: whoever sees a new version finds the reference that goes with it.
         self.resets.publish(self.step)
@@ -165,8 +172,6 @@ class Trainer:
         if not rows:
             self.waits.until(try_again, lambda: self.batches.awaited(self.step))
         self.health.observe(self.batches, self.step)
-        # A reset outdates stored reference log-probabilities: they are renewed here (TBA').
-        self.resets.renew(rows)
         return rows
 
     def record(self, metrics: Metrics, rows: list[Row]) -> None:
@@ -191,6 +196,8 @@ class Trainer:
 
     def record_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.arrived(evaluation)
+        # Not before: a searcher that dies with it unsent is replaced by one that repeats it.
+        self.board.set(self.board.searchers[0], "evaluated", evaluation.version)
         self.report.metrics.write({"step": evaluation.version, self.metric: evaluation.score})
         what = f"step {evaluation.version}: {self.metric}"
         if evaluation.version == 0:
@@ -259,7 +266,7 @@ class Trainer:
         self.checkpointed_step = self.step
 
     def finish(self) -> None:
-        """Save a checkpoint and the model. The searchers stop: nobody trains on what they find."""
+        """Save a checkpoint and the model. At the last step the searchers stop to search."""
         self.board.last_step_done = self.step == self.config.steps
         # Where checkpoints are exact, step 0 needs none: version 0 makes all batches anew.
         is_needed = self.step > 0 or not self.batches.is_exact
@@ -277,7 +284,7 @@ class Trainer:
         self.report.close()
 
     def wait_for_evaluation(self) -> None:
-        """Let an evaluation that is under way end: of the base model, in a short run.
+        """Wait for an evaluation that was asked for: of the base model, in a short run.
 
         The last version is evaluated from the saved model (runtime/final_evaluation.py).
         """
@@ -287,7 +294,7 @@ class Trainer:
             return not self.evaluations.is_pending
 
         if self.step == self.config.steps:
-            self.waits.until(receive_until_evaluated, lambda: "the evaluation that is under way")
+            self.waits.until(receive_until_evaluated, lambda: "the evaluation that it asked for")
 
 
 def run(

@@ -150,7 +150,7 @@ def record(config: Config, directory: Path, count: int) -> tuple[list[Group], fl
     places = processes.places(config)
     board = Board([place.name for place in places])
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-    supervisor = Supervisor(config, places[1:], weights, board, str(directory))
+    supervisor = Supervisor(config, places[1:], weights, board, str(directory), "searcher:run")
     groups: list[Group] = []
     while len(groups) < count:
         item = supervisor.rollout_queue.get(timeout=120)

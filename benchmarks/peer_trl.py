@@ -139,7 +139,7 @@ def to_target_ours(directory: str, rate: float, seed: int) -> tuple[float, float
     new = np.diff([0] + [line["received"] for line in steps])
     samples = [(line["clock"], count, line["reward"]) for line, count in zip(steps, new) if count]
     reached = first_right(samples, TARGET)
-    accuracy = next(line["accuracy"] for line in reversed(lines) if "accuracy" in line)
+    accuracy = next(line["final_accuracy"] for line in lines if "final_accuracy" in line)
     return reached - begin, reached - start, accuracy
 
 

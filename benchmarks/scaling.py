@@ -124,12 +124,9 @@ def measure(
         places = processes.places(config)
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=searchers)
         board = Board([place.name for place in places])
-        start = processes.start
-        processes.start = lambda place, target, *rest: start(place, "scaling:replay", *rest)
-        supervisor = Supervisor(config, places[1:], weights, board, run_dir)
-        processes.start = start
+        supervisor = Supervisor(config, places[1:], weights, board, run_dir, "scaling:replay")
         trainer_arguments = config, weights, supervisor.rollout_queue, board, run_dir, None
-        trainer = start(places[0], "trainer:run", trainer_arguments, run_dir)
+        trainer = processes.start(places[0], "trainer:run", trainer_arguments, run_dir)
         deadline = time.monotonic() + 300
         while len(steps_of(run_dir)) < 20:
             time.sleep(0.2)

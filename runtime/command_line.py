@@ -28,6 +28,7 @@ CHANGEABLE = (
     "gpu_memory_utilization",
 )
 HELP = ("-h", "--help")
+DESCRIPTION = "Trajectory Balance with Asynchrony on one machine. TASK comes first."
 OWN = "task"  # the group of the task's own flags
 TASK = tyro.conf.arg(
     metavar="TASK",
@@ -45,29 +46,28 @@ def build_config(arguments: list[str]) -> Config:
         raise UserError("--resume and --config are both given: give one of the two")
     if first.resume:
         return resumed(arguments, first.resume)
-    saved = {}
-    if first.config:
-        saved = read_settings("--config", first.config) | {"output_dir": "", "resume": ""}
-        if first.preset:
-            raise UserError(f"--preset is {first.preset!r}, but --config has its own settings")
-        if is_task_given(arguments) and first.task != saved["task"]:
-            raise UserError(f"the task is {first.task!r}, but --config has {saved['task']!r}")
-        base = make_config("--config", first.config, saved)
-    else:
-        base = preset_config(arguments, first)
+    base = earlier_config(arguments, first) if first.config else preset_config(arguments, first)
     config = parse(arguments, base)
-    if (
-        config.synchronous
-        and config.constant_staleness
-        and is_given(arguments, "constant_staleness")
-    ):
-        raise UserError(  # a preset's gives way
+    is_stale = config.constant_staleness and is_given(arguments, "constant_staleness")
+    if config.synchronous and is_stale:  # a preset's staleness gives way
+        raise UserError(
             f"--constant_staleness is {config.constant_staleness}, but --synchronous makes it 0: "
             "give one of the two"
         )
     config = settle(config)
     check(config)
     return config
+
+
+def earlier_config(arguments: list[str], first: Config) -> Config:
+    """The settings in the config.json of --config. Raises UserError."""
+    for name in ("preset", "tiny"):
+        if is_given(arguments, name):
+            raise UserError(f"--{name} and --config are both given: give one of the two")
+    settings = read_settings("--config", first.config) | {"output_dir": "", "resume": ""}
+    if not isinstance(settings.get("task"), str):
+        raise no_run("--config", first.config, ValueError("it names no task"))
+    return make_config("--config", first.config, settings)
 
 
 def preset_config(arguments: list[str], first: Config) -> Config:
@@ -83,7 +83,10 @@ def preset_config(arguments: list[str], first: Config) -> Config:
     if preset not in presets:
         choices = "this task has none" if "" in presets else f"it is one of {', '.join(presets)}"
         raise UserError(f"--preset is {preset!r}: {choices}")
-    return Config(**{**presets[preset], "task": first.task, "preset": preset})
+    try:
+        return Config(**{**presets[preset], "task": first.task, "preset": preset})
+    except TypeError as error:  # a setting that Config does not have
+        raise UserError(f"preset {preset!r} of task {first.task!r}: {error}") from error
 
 
 def resumed(arguments: list[str], directory: str) -> Config:
@@ -114,9 +117,12 @@ def resumed(arguments: list[str], directory: str) -> Config:
 def read_settings(flag: str, path: str, file: str = "") -> dict:
     """Read a config.json: the path, or that file in it. Raises UserError."""
     try:
-        return dict(json.loads(Path(path, file).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        settings = json.loads(Path(path, file).read_text())
+    except (OSError, ValueError) as error:
         raise no_run(flag, path, error) from error
+    if not isinstance(settings, dict):
+        raise no_run(flag, path, ValueError("it is no object"))
+    return settings
 
 
 def make_config(flag: str, path: str, settings: dict) -> Config:
@@ -148,6 +154,9 @@ def parse_first(arguments: list[str]) -> Config:
 
     Behind a flag that is not known stands that flag's value: only a first argument is surely TASK.
     """
+    deciding = ("preset", "config", "resume")
+    if is_task_given(arguments) and not any(is_given(arguments, name) for name in deciding):
+        return Config(task=arguments[0])  # to spare tyro's time
     without_help = [argument for argument in arguments if argument not in HELP]
     settings, unknown = run_tyro(without_help, Config(), task=None, allow_unknown=True)
     if is_task_given(arguments):
@@ -156,22 +165,19 @@ def parse_first(arguments: list[str]) -> Config:
 
 
 def parse(arguments: list[str], base: Config) -> Config:
-    """Read the flags of Config and of the task over the settings in `base`."""
+    """Read the flags of Config and of the task over the settings in `base`. Raises UserError."""
     task = find_task(base.task)
     if clash := set(field_names(task)) & set(field_names(Config)):
         raise UserError(
             f"task {base.task!r} has a setting {min(clash)!r}, which is one of every run: "
             "give it another name"
         )
-    return run_tyro(arguments, base, task, allow_unknown=False)[0]
-
-
-def field_names(settings: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(settings)] if is_dataclass(settings) else []
-
-
-def is_dataclass(settings: type | None) -> bool:
-    return settings is not None and dataclasses.is_dataclass(settings)
+    if unknown := set(base.options) - set(field_names(task)):
+        raise UserError(f"task {base.task!r} has no setting {min(unknown)!r}")
+    config = run_tyro(arguments, base, task, allow_unknown=False)[0]
+    if config.task != base.task:
+        raise UserError(f"the task is {config.task!r}, but the settings are for {base.task!r}")
+    return config
 
 
 def run_tyro(
@@ -181,25 +187,23 @@ def run_tyro(
 
     For tyro each section of Config is a group of flags, and so are the task's own.
     """
-    values = vars(base)
     groups = [("name", Annotated[tyro.conf.Positional[str], TASK])]
     defaults = {"name": base.task}
     for section in SECTIONS:
-        names = field_names(section)
+        values = {name: getattr(base, name) for name in field_names(section)}
         groups.append((title(section), section))
-        defaults[title(section)] = section(**{name: values[name] for name in names})
-    if is_dataclass(task):
+        defaults[title(section)] = section(**values)
+    if field_names(task):
         own = without_post_init(task)
         groups.append((OWN, own))
-        defaults[OWN] = own(**base.options)
+        defaults[OWN] = own(**own_defaults(task, tyro.MISSING) | base.options)
     wrapper = make_dataclass("CommandLine", groups)
     parsed = tyro.cli(
         wrapper,
         args=arguments,
         default=wrapper(**defaults),
         prog="python tba.py",
-        description="Trajectory Balance with Asynchrony on one machine. The presets of a task "
-        "stand in its file.",
+        description=DESCRIPTION + (f" Presets of {base.task}: {presets_of(base)}." if task else ""),
         use_underscores=True,
         return_unknown_args=allow_unknown,
         config=(tyro.conf.OmitArgPrefixes,),
@@ -208,20 +212,45 @@ def run_tyro(
     settings, options = {"task": parsed.name}, dict(base.options)
     for section in SECTIONS:
         settings |= vars(getattr(parsed, title(section)))
-    if is_dataclass(task):
-        plain = dataclasses.asdict(without_post_init(task)())
-        for name, value in dataclasses.asdict(getattr(parsed, OWN)).items():
+    if field_names(task):
+        plain = own_defaults(task, None)
+        for name in field_names(task):
+            value = getattr(getattr(parsed, OWN), name)
             if name in options or value != plain[name]:
                 options[name] = value
     return Config(**settings, options=options), unknown
 
 
-def without_post_init(task: type[Task]) -> type:
-    """A task's settings, to be made without what the task does when it is made."""
-    members = {"__post_init__": lambda self: None, "__doc__": task.__doc__}
-    return dataclass(type(task.__name__, (task,), members))
+def presets_of(config: Config) -> str:
+    """The names of the presets of its task, for --help."""
+    return ", ".join(filter(None, find_presets(config.task))) or "none"
 
 
 def title(section: type) -> str:
     """The name of a group of flags: objective for ObjectiveSettings."""
     return section.__name__.removesuffix("Settings").lower()
+
+
+def field_names(settings: type | None) -> list[str]:
+    """The fields of a dataclass, [] of anything else."""
+    is_dataclass = settings is not None and dataclasses.is_dataclass(settings)
+    return [field.name for field in dataclasses.fields(settings)] if is_dataclass else []
+
+
+def own_defaults(task: type[Task], missing: object) -> dict[str, object]:
+    """The defaults of a task's own settings; `missing` where there is none."""
+    defaults = {}
+    for field in dataclasses.fields(task):
+        defaults[field.name] = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+        elif field.default is dataclasses.MISSING:
+            defaults[field.name] = missing
+    return defaults
+
+
+def without_post_init(task: type[Task]) -> type:
+    """A task's settings, to be made without what the task does when it is made."""
+    members = {"__post_init__": lambda self: None, "__doc__": task.__doc__}
+    is_frozen = task.__dataclass_params__.frozen
+    return dataclass(frozen=is_frozen)(type(task.__name__, (task,), members))

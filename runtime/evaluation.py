@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from models.engine import Engine
@@ -28,7 +29,7 @@ class EvaluationRun:
         engine: Engine,
         scorer: Scorer,
         queries: Sequence[Query],
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         config: Config,
         version: int,
     ):
@@ -107,7 +108,7 @@ class EvaluationService:
         is_enabled: bool,
     ):
         self.begin, self.weights, self.pin = begin, weights, pin
-        self.board, self.row, self.is_enabled = board, row, is_enabled
+        self.is_enabled = is_enabled
         # The newest version that an evaluation was started for.
         self.started_version = int(board.get(row, "evaluated"))
         self.run: EvaluationRun | None = None
@@ -141,6 +142,5 @@ class EvaluationService:
         if not self.run or not self.run.is_done:
             return []
         result, self.run = self.run.result(), None
-        self.board.set(self.row, "evaluated", result.version)
         self.weights.unpin(self.pin)
         return [result]

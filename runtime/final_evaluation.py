@@ -22,7 +22,7 @@ POLL_SECONDS = 0.005  # while only workers are busy
 def evaluate_model(config: Config, connection: Connection) -> None:
     """Load config.model afresh and send its FinalEvaluation through `connection`.
 
-    Raises ValueError when score() fails on every response.
+    Whatever comes from there means stop. Raises ValueError when score() fails on every response.
     """
     task = load_task(config.task, **config.options)
     if type(task).evaluate is not Task.evaluate:  # there may be models in it
@@ -32,6 +32,9 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     tokenizer, queries = load_tokenizer(config), task.queries("test")
     run = EvaluationRun(engine, scorer, queries, tokenizer, config, config.steps)
     while not run.is_done:
+        if connection.poll():
+            scorer.close()
+            return
         if engine.is_running:
             run.finish(engine.step())
         else:
@@ -52,5 +55,6 @@ def evaluate_model(config: Config, connection: Connection) -> None:
         np.array([score for _, score in scored]),
     )
     metrics = {name: (mean_of(value), *interval(value)) for name, value in values.items()}
+    scorer.close()
     unscored = len(run.scored) - len(scored)
     connection.send(FinalEvaluation(metrics, len(scored), run.long_prompts, unscored))

@@ -72,7 +72,7 @@ class Run:
         # A checkpoint holds fp32 weights and two moments; the buffer and the model come with it.
         self.save_seconds = SAVE_SECONDS + 20 * num_elements(shapes) / SAVE_BYTES_PER_SECOND
         self.supervisor = Supervisor(
-            config, places[1:], self.weights, self.board, config.output_dir
+            config, places[1:], self.weights, self.board, config.output_dir, "searcher:run"
         )
         self.trainer: torch.multiprocessing.Process | None = None
 
@@ -127,6 +127,12 @@ def run(config: Config) -> int:
     if not (resume and config.output_dir == config.resume):
         config = dataclasses.replace(config, output_dir=preflight.find_run_dir(config))
     config = check_model(config, task)
+    # As asked for: what follows resolves it for this machine.
+    settings = dataclasses.asdict(config) | {"resume": "", "config": ""}
+    if resume and config.searchers is None:
+        # Their shares of the queries, and the cursors in those, are part of the checkpoint.
+        searchers = len(checkpoint.load_state(resume)["board"])
+        config = dataclasses.replace(config, searchers=searchers)
     places = processes.places(config)
     on_gpu = places[0].gpu is not None
     config = dataclasses.replace(
@@ -140,7 +146,6 @@ def run(config: Config) -> int:
     except MemoryError as error:
         raise UserError(str(error)) from error
     describe(config, places, sizes, num_elements(shapes))
-    settings = dataclasses.asdict(config) | {"resume": ""}  # with the model's name as it was given
     if resume and (mismatch := checkpoint.shape_mismatch(resume, shapes)):
         raise UserError(
             f"--resume {config.resume!r}: --model {config.model!r} has changed since: {mismatch}"
@@ -285,18 +290,20 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluat
         memory = config.gpu_memory_utilization or MEMORY_ALONE
         config = dataclasses.replace(config, gpu_memory_utilization=memory)
     place = dataclasses.replace(place, name="evaluation")
-    receiver, sender = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
+    connection, other_end = torch.multiprocessing.get_context("spawn").Pipe()
     target = "runtime.final_evaluation:evaluate_model"
-    child = processes.start(place, target, (config, sender), config.output_dir)
-    sender.close()
+    child = processes.start(place, target, (config, other_end), config.output_dir)
+    other_end.close()
     deadline = time.monotonic() + EVALUATION_SECONDS
     try:
-        while not receiver.poll(0.1):
+        while not connection.poll(0.1):
             if interrupt.signal:
+                connection.send("stop")
+                child.join(STOP_SECONDS)
                 return None
             if time.monotonic() > deadline:
                 raise RunFailed(f"the evaluation took longer than {EVALUATION_SECONDS:.0f} s")
-        result = receiver.recv()
+        result = connection.recv()
         child.join(10.0)
         return result
     except EOFError:

@@ -82,6 +82,12 @@ class Scorer:
                 self.waiting.append((group, future))
         return scored
 
+    def close(self) -> None:
+        """End the worker processes. Their locks go with this process, unless it is killed."""
+        if self.pool:
+            self.pool.stop()
+            self.pool.join()
+
 
 def score(task: Task, groups: list[Responses]) -> np.ndarray:
     """(N,) finite float32, N responses in all.

@@ -32,7 +32,8 @@ class RunFailed(Exception):
 class Supervisor:
     """Searcher i has share i of the queries, pin i of the weights, and a row of the board.
 
-    rollout_queue: of Group, Evaluation and Notice, for the trainer.
+    rollout_queue: of Group, Evaluation and Notice, for the trainer. target: the "module:function"
+    that is a searcher.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Supervisor:
         weights: SharedWeights,
         board: Board,
         run_dir: str,
+        target: str,
     ):
-        self.config, self.places, self.weights = config, places, weights
+        self.config, self.places, self.weights, self.target = config, places, weights, target
         self.board, self.run_dir = board, run_dir
         self.rollout_queue = spawn.Queue(QUEUE_GROUPS)
         # At the end nobody reads what is still in it: this process must not wait for that.
@@ -58,7 +60,7 @@ class Supervisor:
         self.board.beat(row)  # being started is a sign of life
         share = pin = rank
         arguments = self.config, share, pin, row, self.weights, groups, self.board, self.run_dir
-        process = processes.start(self.places[rank], "searcher:run", arguments, self.run_dir)
+        process = processes.start(self.places[rank], self.target, arguments, self.run_dir)
         # Now the searcher alone holds the writing end: its death ends the reading of half a group.
         groups._writer.close()
         threading.Thread(target=self.forward, args=(rank, groups), daemon=True).start()
@@ -89,8 +91,6 @@ class Supervisor:
         Raises RunFailed when one dies again and again, or asks to end the run. Once the board says
         stop, they may end.
         """
-        if self.board.stop:
-            return
         for rank, (process, place) in enumerate(zip(self.searchers, self.places)):
             if process.exitcode is not None:
                 fault = f"{place.name} ended with exit code {process.exitcode}"
@@ -101,6 +101,8 @@ class Supervisor:
                 )
             else:
                 continue
+            if self.board.stop:
+                return
             processes.kill(process)
             self.deaths[rank] += 1
             # In lockstep every group is waited for, and those that died with the searcher will not

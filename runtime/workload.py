@@ -71,7 +71,7 @@ class Workload:
 
     def drop(self, work: Work) -> None:
         """Note that its group will never come: the prompt is too long, or it got no scores."""
-        self.unfinished.remove(work.index)
+        self.finish(work)
 
     def begin_version(self, version: int) -> None:
         """Note the version now in the engine. Free-running search does not ask for it."""

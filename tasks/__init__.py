@@ -18,6 +18,8 @@ import numpy as np
 
 from config import UserError
 
+_FILES: dict[tuple[Path, int], ModuleType] = {}  # task files of the user, by path and time
+
 
 @dataclass(frozen=True)
 class Query:
@@ -128,7 +130,7 @@ def find_task(name_or_path: str) -> type[Task]:
 
 def find_presets(name_or_path: str) -> dict[str, dict]:
     """Find the presets in a task's file; a single one without a name where there are none."""
-    return getattr(import_task(name_or_path), "PRESETS", {"": {}})
+    return getattr(import_task(name_or_path), "PRESETS", {}) or {"": {}}
 
 
 def import_task(name_or_path: str) -> ModuleType:
@@ -136,6 +138,9 @@ def import_task(name_or_path: str) -> ModuleType:
     if name_or_path.endswith(".py"):
         if not Path(name_or_path).is_file():
             raise UserError(f"task file {name_or_path!r} does not exist")
+        key = Path(name_or_path).resolve(), Path(name_or_path).stat().st_mtime_ns
+        if key in _FILES:  # it is asked for several times, and may be slow
+            return _FILES[key]
         # Under a name that no other module has.
         spec = importlib.util.spec_from_file_location(f"task file {name_or_path}", name_or_path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -145,6 +150,7 @@ def import_task(name_or_path: str) -> ModuleType:
             raise UserError(
                 f"task file {name_or_path!r} fails to import: {type(error).__name__}: {error}"
             ) from error
+        _FILES[key] = module
         return module
     if name_or_path not in task_names():
         raise UserError(

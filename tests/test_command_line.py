@@ -21,6 +21,15 @@ EMPTY_TASK = (
 )
 
 
+OWN = """
+from tasks import Task
+
+class T(Task):
+    def queries(self, split): return []
+    def score(self, *a): return []
+"""
+
+
 @pytest.fixture
 def files(tmp_path, gsm8k_data, untied_model):
     """Make files that a command line can name."""
@@ -46,6 +55,12 @@ def files(tmp_path, gsm8k_data, untied_model):
     (tmp_path / "a_file").write_text("")
     (tmp_path / "saved.json").write_text(json.dumps({"task": "arithmetic", "steps": 5}))
     (tmp_path / "other.json").write_text(json.dumps({"task": "arithmetic", "paces": 5}))
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "words.json").write_text(json.dumps({"task": "arithmetic", "steps": "many"}))
+    options = {"task": "arithmetic", "options": {"colour": 1}}
+    (tmp_path / "option.json").write_text(json.dumps(options))
+    (tmp_path / "preset.py").write_text(OWN + "PRESETS = {'a': dict(paces=3)}\n")
     (tmp_path / "raises.py").write_text("1 / 0")
     (tmp_path / "no_score.py").write_text(
         "from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n"
@@ -112,8 +127,21 @@ def files(tmp_path, gsm8k_data, untied_model):
         ("--config {tmp}/absent.json", "absent.json' holds no settings of a run: FileNotFound"),
         ("--config {tmp}/a_file", "a_file' holds no settings of a run: JSONDecodeError"),
         ("--config {tmp}/other.json", "other.json' holds no settings of a run: TypeError"),
-        ("gsm8k --config {tmp}/saved.json", "the task is 'gsm8k', but --config has 'arithmetic'"),
-        ("--config {tmp}/saved.json --preset demo", "--preset is 'demo', but --config has its own"),
+        (
+            "gsm8k --config {tmp}/saved.json",
+            "the task is 'gsm8k', but the settings are for 'arithmetic'",
+        ),
+        (
+            "--config {tmp}/saved.json gsm8k",
+            "the task is 'gsm8k', but the settings are for 'arithmetic'",
+        ),
+        ("--config {tmp}/saved.json --preset demo", "--preset and --config are both given"),
+        ("tldr --config {tmp}/saved.json --tiny", "--tiny and --config are both given"),
+        ("--config {tmp}/list.json", "list.json' holds no settings of a run: ValueError"),
+        ("--config {tmp}/empty.json", "empty.json' holds no settings of a run: ValueError"),
+        ("--config {tmp}/words.json", "--steps is 'many': '<' not supported"),
+        ("--config {tmp}/option.json", "task 'arithmetic' has no setting 'colour'"),
+        ("{tmp}/preset.py", "preset 'a' of task '{tmp}/preset.py'"),
         ("--config {tmp}/saved.json --resume {tmp}", "--resume and --config are both given"),
         ("--steps 0", "--steps is 0: it must be positive"),
         ("--steps -5", "--steps is -5: it must be positive"),
@@ -183,7 +211,7 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files, 
     assert main(arguments.format(**files).split()) == 2
     out, err = capfd.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1, err
-    assert expected in err
+    assert expected.replace("{tmp}", str(files["tmp"])) in err
     assert out == "", "nothing had begun"
 
 
@@ -439,3 +467,13 @@ def test_the_command_line_imports_nothing_slow():
         "import sys, tba, config; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("decorator", ["@dataclass", "@dataclass(frozen=True)"])
+def test_a_tasks_setting_may_have_no_default_and_may_be_frozen(decorator, tmp_path):
+    own = OWN.replace("class T(Task):", f"{decorator}\nclass T(Task):\n    level: int\n")
+    (tmp_path / "own.py").write_text("from dataclasses import dataclass\n" + own)
+    config = build_config([str(tmp_path / "own.py"), "--level", "3"])
+    assert config.options == {"level": 3}
+    assert main([str(tmp_path / "own.py"), "--help"]) == 0
+    assert main([str(tmp_path / "own.py")]) == 2, "tyro asks for it"

@@ -214,11 +214,9 @@ from runtime.board import Board
 from runtime.supervisor import Supervisor
 
 if __name__ == "__main__":
-    start = processes.start
-    processes.start = lambda place, target, *rest: start(place, "writer:run", *rest)
     place = processes.Place("searcher 0", None, [0, 1])
     board = Board(["trainer", "searcher 0"])
-    run = Supervisor(Config(), [place], writer.Weights(), board, {directory!r})
+    run = Supervisor(Config(), [place], writer.Weights(), board, {directory!r}, "writer:run")
     got = 0
     for kill in range(30):
         deadline = time.monotonic() + 30

@@ -308,3 +308,18 @@ def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what
     trainer.learner.step = 4
     trainer.sync()
     assert (weights.version, weights.evaluation_version, trainer.skipped_publishes) == (4, 4, 1)
+
+
+def test_a_run_resumed_at_a_sync_brings_the_reset_and_the_evaluation_of_that_sync(
+    untied_model, tmp_path
+):
+    settings = dict(sync_period=2, eval_every=4, reference_reset_period=4)
+    trainer = make_trainer(untied_model, tmp_path, **settings)
+    trainer.learner.step = 4  # as load_checkpoint leaves it
+    trainer.begin()
+    trainer.sync()
+    weights = trainer.weights
+    assert (weights.version, weights.evaluation_version, weights.reference_version) == (4, 4, 4)
+    trainer.learner.step = 6
+    trainer.sync()
+    assert (weights.version, weights.evaluation_version, weights.reference_version) == (6, 4, 4)
