@@ -647,12 +647,15 @@ from tasks.arithmetic import Arithmetic as A
 
 class Bad(A):
     score_timeout = 2.0
+    slept = time.monotonic()
     def score(self, queries, responses, finished):
         if {bad} and queries[0].id % 20 == 3:
             raise ValueError("no score for this one")
         if {bad} and queries[0].id % 20 == 7:
             return [float("nan")] * len(queries)
-        if {bad} and queries[0].id % 500 == 11:
+        # By time, not by query: a faster machine would spend more of its two workers on it.
+        if {bad} and time.monotonic() - Bad.slept > 10:
+            Bad.slept = time.monotonic()
             time.sleep(60)
         return super().score(queries, responses, finished)
 """
