@@ -1,7 +1,5 @@
 """A task of your own with a model for a reward: replies that a sentiment classifier likes.
 
-They must come to an end too.
-
     python tba.py examples/kind_replies.py --model Qwen/Qwen2.5-0.5B-Instruct
 """
 

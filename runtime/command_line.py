@@ -175,7 +175,7 @@ def parse(arguments: list[str], base: Config) -> Config:
     if unknown := set(base.options) - set(field_names(task)):
         raise UserError(f"task {base.task!r} has no setting {min(unknown)!r}")
     config = run_tyro(arguments, base, task, allow_unknown=False)[0]
-    if config.task != base.task:
+    if config.task != base.task and not base.resume:  # resumed() has its own words for that
         raise UserError(f"the task is {config.task!r}, but the settings are for {base.task!r}")
     return config
 
