@@ -1,6 +1,6 @@
 """A task of your own with a model for a reward: replies that a sentiment classifier likes.
 
-    python tba.py examples/kind_replies.py --model Qwen/Qwen2.5-0.5B-Instruct
+python tba.py examples/kind_replies.py --model Qwen/Qwen2.5-0.5B-Instruct
 """
 
 from collections.abc import Sequence
