@@ -169,7 +169,9 @@ def test_a_fork_adds_the_objective_of_the_readme_and_trains_until_ctrl_c_ends_it
         run.nothing_is_left(1)
     check_outputs(run_dir, run.step())
     lines = steps_of(run_dir)
-    assert lines[-1]["grad_norm"] > 0 and {line["bad_steps"] for line in lines} == {0}
+    # Of one step it may be 0: just after a reset, when all rewards of a group are equal.
+    assert max(line["grad_norm"] for line in lines[-10:]) > 0
+    assert {line["bad_steps"] for line in lines} == {0}
     assert 0 < max(line["staleness_max"] for line in lines) <= 4
     refused = tba("arithmetic", "--loss", name)
     assert refused.returncode == 2 and "is one of tb" in refused.stderr, "only the fork has it"
