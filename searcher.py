@@ -27,7 +27,7 @@ from runtime.lockstep import LockstepWorkload
 from runtime.messages import Evaluation
 from runtime.reference import Reference
 from runtime.samples import SampleLog
-from runtime.scoring import FailureLimit, Responses, Scorer
+from runtime.scoring import FailureLimit, Responses, Scorer, decode
 from runtime.timeline import WorkTimeline
 from runtime.workload import Work, Workload
 from tasks import Query, load_task
@@ -213,7 +213,7 @@ class Searcher:
         """
         if rollouts:
             with self.timeline.work("score"):
-                self.scorer.add([self.decode(rollout) for rollout in rollouts])
+                self.scorer.add([self.to_score(rollout) for rollout in rollouts])
         scored = []
         for group, rewards in self.scorer.take():
             if isinstance(group.sender, EvaluationRun):
@@ -229,11 +229,9 @@ class Searcher:
         self.board.set(self.row, "cursor", self.workload.cursor)
         return scored
 
-    def decode(self, rollout: Rollout) -> Responses:
+    def to_score(self, rollout: Rollout) -> Responses:
         """Turn the tokens of a rollout into the texts that score() reads."""
-        tokens = [response.token_ids for response in rollout.responses]
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        finished = [response.finish_reason == "stop" for response in rollout.responses]
+        texts, finished = decode(self.tokenizer, rollout.responses)
         return Responses(rollout, rollout.work.query, texts, finished)
 
     def add_reference_logprobs(self, scored: list[tuple[Responses, np.ndarray]]) -> list[Group]:

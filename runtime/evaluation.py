@@ -13,7 +13,7 @@ from config import Config
 from models.engine import Engine
 from runtime.board import Board
 from runtime.messages import Evaluation
-from runtime.scoring import Responses, Scorer
+from runtime.scoring import Responses, Scorer, decode
 from tasks import Query
 from weights import SharedWeights
 
@@ -55,11 +55,8 @@ class EvaluationRun:
     def finish(self, outputs: list) -> None:
         """Have its own among the engine's outputs scored."""
         own = [output for output in outputs if output.request_id in self.queries]
-        responses = [output.outputs[0] for output in own]
-        tokens = [response.token_ids for response in responses]
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        finished = [response.finish_reason == "stop" for response in responses]
         if own:
+            texts, finished = decode(self.tokenizer, [output.outputs[0] for output in own])
             queries = [self.queries[output.request_id] for output in own]
             rows = zip(queries, texts, finished)
             self.scorer.add([Responses(self, query, [text], [end]) for query, text, end in rows])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from pebble import ProcessPool
+from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from runtime import processes
@@ -87,6 +88,13 @@ class Scorer:
         if self.pool:
             self.pool.stop()
             self.pool.join()
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, completions: list) -> tuple[list[str], list[bool]]:
+    """Return the texts of vLLM's completions, and whether each ended by itself."""
+    tokens = [completion.token_ids for completion in completions]
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return texts, [completion.finish_reason == "stop" for completion in completions]
 
 
 def score(task: Task, groups: list[Responses]) -> np.ndarray:
