@@ -4,6 +4,7 @@ Requests go in, finished responses come out, and new weights go in between two s
 """
 
 import gc
+import threading
 from collections.abc import Iterable
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from vllm import LLM, SamplingParams, _custom_ops
 from vllm.model_executor.models.transformers.base import Base
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.executor import uniproc_executor
 
 from config import Config
 from models.device import device
@@ -32,6 +34,8 @@ class Engine:
         # class. vLLM rewrites that class to compile it, and then no other instance can be made in
         # this process, such as the reference policy.
         Base._decorate_for_torch_compile = lambda self: None
+        # One worker needs no semaphore, which a process killed while it loads would leave behind.
+        uniproc_executor.Lock = threading.Lock
         gc.freeze()  # vLLM collects garbage five times while it starts: leave out what is imported
         on_gpu = device().type == "cuda"
         self.llm = LLM(

@@ -35,7 +35,10 @@ POLL_SECONDS = 0.05
 
 
 class Interrupt:
-    """The signal that asked the run to end, if one did. A second one ends it at once."""
+    """The signal that asked the run to end, if one did. A second one ends it at once.
+
+    SystemExit, not os._exit: the queues' semaphores are unlinked on the way out.
+    """
 
     def __init__(self):
         self.signal = 0
@@ -44,7 +47,9 @@ class Interrupt:
 
     def __call__(self, number: int, frame) -> None:
         if self.signal:
-            os._exit(128 + number)  # the children die with this process
+            for child in torch.multiprocessing.active_children():
+                child.kill()
+            raise SystemExit(128 + number)
         self.signal = number
 
 
@@ -111,7 +116,11 @@ class Run:
         """End all processes. The trainer has time to save; what is still loading is killed."""
         self.board.end = True
         if self.trainer:
-            self.trainer.join(self.save_seconds if self.board.get("trainer", "ready") else 0.0)
+            seconds = self.save_seconds if self.board.get("trainer", "ready") else 0.0
+            self.trainer.join(seconds)
+            if seconds and self.trainer.exitcode is None:
+                problem = f"the trainer did not save and end within {seconds:.0f} s: it is killed"
+                print(problem, file=sys.stderr)
             processes.kill(self.trainer)
             if sys.stdout.isatty():
                 # The live view hides the cursor; a trainer that was killed cannot bring it back.
@@ -223,9 +232,9 @@ def supervise(run: Run, metric: str) -> int:
             run.save_seconds = 0.0
     finally:
         run.stop()
-        from runtime import pictures  # matplotlib: slow to import, and not wanted before
+    from runtime import pictures  # matplotlib: slow to import, and not wanted before
 
-        pictures.draw(run_dir, metric)
+    pictures.draw(run_dir, metric)
     if has_failed or interrupt.signal:
         has_checkpoint = checkpoint.list_checkpoints(run_dir)
         advice = f"; to go on: python tba.py --resume {run_dir}" if has_checkpoint else ""

@@ -20,6 +20,7 @@ from runtime.processes import Place
 from weights import SharedWeights
 
 QUEUE_GROUPS = 256  # groups that may wait for the trainer before searchers wait too
+POLL_SECONDS = 1.0  # after which a forwarding thread looks again whether the run is over
 DEATHS = 3  # in a row, without a group between them, that end the run
 
 spawn = torch.multiprocessing.get_context("spawn")
@@ -51,6 +52,7 @@ class Supervisor:
         # At the end nobody reads what is still in it: this process must not wait for that.
         self.rollout_queue.cancel_join_thread()
         self.deaths = [0] * len(places)  # of each searcher, since its last group
+        self.forwarders: list[threading.Thread] = []
         self.searchers = [self.start(rank) for rank in range(len(places))]
 
     def start(self, rank: int) -> torch.multiprocessing.Process:
@@ -63,14 +65,16 @@ class Supervisor:
         process = processes.start(self.places[rank], self.target, arguments, self.run_dir)
         # Now the searcher alone holds the writing end: its death ends the reading of half a group.
         groups._writer.close()
-        threading.Thread(target=self.forward, args=(rank, groups), daemon=True).start()
+        forwarder = threading.Thread(target=self.forward, args=(rank, groups), daemon=True)
+        forwarder.start()
+        self.forwarders.append(forwarder)
         return process
 
     def forward(self, rank: int, groups: torch.multiprocessing.Queue) -> None:
         """Forward what a searcher sends, in a thread, until it is dead and its queue is empty."""
         while not self.board.stop:
             try:
-                item = groups.get(timeout=1.0)
+                item = groups.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 continue
             except (EOFError, OSError):
@@ -79,7 +83,7 @@ class Supervisor:
                 self.deaths[rank] = 0
             while not self.board.stop:
                 try:
-                    self.rollout_queue.put(item, timeout=1.0)
+                    self.rollout_queue.put(item, timeout=POLL_SECONDS)
                     break
                 except queue.Full:  # the searcher will wait too, on its own queue
                     pass
@@ -138,3 +142,10 @@ class Supervisor:
             if self.board.get(process.name, "ready"):
                 process.join(max(0.0, deadline - time.monotonic()))
             processes.kill(process)
+        # Each thread frees its queue's semaphores. One that this process's end cuts short in that
+        # leaves a warning on stderr that they leaked.
+        for forwarder in self.forwarders:
+            forwarder.join(2 * POLL_SECONDS)
+        self.rollout_queue.close()
+        if feeder := self.rollout_queue._thread:
+            feeder.join(POLL_SECONDS / 2)

@@ -252,6 +252,7 @@ class Run:
         self.process.send_signal(how)
         out, err = self.process.communicate(timeout=seconds)
         assert self.process.returncode == 128 + how, err
+        assert "resource_tracker" not in err, err  # a warning of semaphores left behind
         return out, err
 
     def nothing_is_left(self, seconds: float) -> None:

@@ -338,7 +338,26 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, record_property):
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(2) == 130 and time.monotonic() - start < 2
         record_property("seconds to the end", round(time.monotonic() - start, 2))
+        assert "resource_tracker" not in run.process.communicate()[1]
         run.nothing_is_left(5)
+
+
+@pytest.mark.faults
+def test_a_trainer_that_does_not_end_at_a_signal_is_killed_and_named(tmp_path):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER) as run:
+        run.is_at(10)
+        run.kill("trainer", signal.SIGSTOP)
+        _, err = run.end(seconds=30)
+        assert "the trainer did not save and end within 10 s: it is killed" in err
+        run.nothing_is_left(1)
+
+
+@pytest.mark.faults
+def test_a_signal_while_the_searchers_load_leaves_no_semaphore(tmp_path):
+    for second in range(5, 11):
+        with Run(tmp_path / f"run-{second}", "arithmetic", *SMALL, *FOREVER) as run:
+            time.sleep(second)
+            run.end()
 
 
 # Checkpoints
