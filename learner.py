@@ -119,6 +119,9 @@ class Learner:
             group_size=self.config.responses_per_query,
             beta=beta,
             max_response_length=self.config.max_response_tokens,
+            prompt_lengths=torch.tensor(
+                [len(prompt) for prompt in prompts], device=logprobs.device
+            ),
         )
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -39,6 +39,8 @@ class LossInputs:
     # For objectives that divide by a constant length. Not T, which depends on the other rows of the
     # micro-batch.
     max_response_length: int = 1
+    # (N,) tokens of each row's prompt, for objectives that divide by the length of both. None: 0.
+    prompt_lengths: Tensor | None = None
 
 
 Metrics = dict[str, float | Tensor]
@@ -99,7 +101,24 @@ def tba_prime_ratio(x: LossInputs) -> tuple[Tensor, Metrics]:
     return -weighted.mean() / x.max_response_length, {}
 
 
+def tba_prime_released(x: LossInputs) -> tuple[Tensor, Metrics]:
+    """TBA' as its authors released it: -sum_t clamp(rho_t, 0, 8) A / (P + T), rho = pi / pi_b.
+
+    Otherwise than in Eq. 7, each row is divided by its own length, prompt P and response T; the
+    clamped ratio carries the gradient; and A = (r - mean r) - beta (KL - mean KL_b), detached, is
+    centred with the KL of the behaviour policy, both KLs clamped as in tba_prime. Needs behaviour
+    log-probabilities (recomputed by the trainer there, vLLM's here). Rows that the policy has left
+    lose their gradient, tokens with a ratio over 8 at once.
+    """
+    kl = sequence_sum((x.logprobs - x.ref_logprobs).detach().clamp(-10.0, 10.0), x.mask)
+    behavior_kl = sequence_sum((_behavior(x) - x.ref_logprobs).clamp(-10.0, 10.0), x.mask)
+    mean_kl = behavior_kl.view(-1, x.group_size).mean(dim=1).repeat_interleave(x.group_size)
+    advantage = _centred(x.rewards, x.group_size) - x.beta * (kl - mean_kl)
+    return _bounded_ratio_loss(x, advantage), {}
+
+
 def _tba_prime_advantage(x: LossInputs) -> Tensor:
+    """A of Eq. 7, detached; (N,)."""
     kl = sequence_sum((x.logprobs - x.ref_logprobs).detach().clamp(-10.0, 10.0), x.mask)
     return _centred(x.rewards - x.beta * kl, x.group_size)
 
@@ -157,6 +176,15 @@ def dr_grpo(x: LossInputs) -> tuple[Tensor, Metrics]:
     return sequence_sum(per_token, x.mask).mean() / x.max_response_length, {}
 
 
+def dr_grpo_ratio(x: LossInputs) -> tuple[Tensor, Metrics]:
+    """Dr. GRPO as TBA's authors released it, the baseline of Figure 6; no PPO clip.
+
+    -sum_t clamp(rho_t, 0, 8) A / (P + T), A = r - mean r, rho and lengths as in tba_prime_released.
+    beta is not used. Needs behaviour log-probabilities. Stale rows as there.
+    """
+    return _bounded_ratio_loss(x, _centred(x.rewards, x.group_size)), {}
+
+
 def online_dpo(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Online DPO (arXiv 2402.04792) on the best and the worst of K.
 
@@ -185,11 +213,13 @@ LOSSES: dict[str, Callable[[LossInputs], tuple[Tensor, Metrics]]] = {
     "tb": trajectory_balance,
     "tba_prime": tba_prime,
     "tba_prime_ratio": tba_prime_ratio,
+    "tba_prime_released": tba_prime_released,
     "reinforce": reinforce,
     "rloo": rloo,
     "proximal_rloo": proximal_rloo,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "dr_grpo_ratio": dr_grpo_ratio,
     "online_dpo": online_dpo,
     "raft": raft,
 }
@@ -200,6 +230,13 @@ CLIP = 0.2  # PPO's epsilon
 def _clipped(ratio: Tensor, advantage: Tensor) -> Tensor:
     """PPO's surrogate, to be minimised."""
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP))
+
+
+def _bounded_ratio_loss(x: LossInputs, advantage: Tensor) -> Tensor:
+    """Mean of -sum_t clamp(rho_t, 0, 8) A / (P + T): the released code's policy gradient."""
+    prompts = 0 if x.prompt_lengths is None else x.prompt_lengths
+    lengths = prompts + x.mask.bool().sum(dim=1)  # (N,)
+    return -(sequence_sum(_token_ratio(x).clamp(0.0, 8.0), x.mask) * advantage / lengths).mean()
 
 
 def _centred(values: Tensor, group_size: int) -> Tensor:

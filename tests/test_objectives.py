@@ -24,20 +24,32 @@ MAX_LENGTH = 11
 # Three queries; the second has no row of full width.
 LENGTHS = [6, 3, 1, 5, 2, 4, 3, 1, 3, 5, 2, 4]
 WIDTH = 6
+PROMPTS = [7] * 4 + [2] * 4 + [30] * 4  # tokens of each row's prompt
 
 NAMES = [
     "tb",
     "tba_prime",
     "tba_prime_ratio",
+    "tba_prime_released",
     "reinforce",
     "rloo",
     "proximal_rloo",
     "grpo",
     "dr_grpo",
+    "dr_grpo_ratio",
     "online_dpo",
     "raft",
 ]
-NEED_BEHAVIOR = ["tba_prime_ratio", "reinforce", "rloo", "proximal_rloo", "grpo", "dr_grpo"]
+NEED_BEHAVIOR = [
+    "tba_prime_ratio",
+    "tba_prime_released",
+    "reinforce",
+    "rloo",
+    "proximal_rloo",
+    "grpo",
+    "dr_grpo",
+    "dr_grpo_ratio",
+]
 REWARDS = {
     "mixed": [1.0, 0.3, -0.5, 0.7, -0.2, 0.9, 0.4, -1.1, 0.1, 0.6, 1.4, 0.2],
     "all equal": [0.7] * 4 + [-0.2] * 4 + [1.5] * 4,
@@ -60,12 +72,13 @@ class Example:
     behavior: list[list[float]]
     reference: list[list[float]]
     rewards: list[float]
+    prompts: list[int]
 
     def groups(self):
         return [range(first, first + K) for first in range(0, len(self.rewards), K)]
 
     def only(self, rows):
-        columns = (self.policy, self.behavior, self.reference, self.rewards)
+        columns = (self.policy, self.behavior, self.reference, self.rewards, self.prompts)
         return Example(*([column[row] for row in rows] for column in columns))
 
 
@@ -87,7 +100,7 @@ def make_example(pattern, far=False):
     if far:
         reference[1][0] = policy[1][0] - 12.5
         policy[5][2], behavior[5][2], reference[5][2] = -13.5, -13.4, -1.5
-    return Example(policy, behavior, reference, REWARDS[pattern])
+    return Example(policy, behavior, reference, REWARDS[pattern], PROMPTS)
 
 
 def to_inputs(example, width=WIDTH, filler=-0.7):
@@ -109,6 +122,7 @@ def to_inputs(example, width=WIDTH, filler=-0.7):
         group_size=K,
         beta=BETA,
         max_response_length=MAX_LENGTH,
+        prompt_lengths=torch.tensor(example.prompts),
     )
 
 
@@ -254,6 +268,37 @@ def reference_dr_grpo(e):
     return loss
 
 
+def released_policy_gradient(e, advantages):
+    """Average -A times the sum of a row's ratios, clamped to 0 to 8 and live, by its length."""
+
+    def row_loss(advantage, row, behavior, prompt):
+        ratios = [clamp(math.exp(p - b), 0.0, 8.0) for p, b in zip(row, behavior)]
+        return -advantage * sum(ratios) / (prompt + len(row))
+
+    def loss(policy):
+        return mean(row_loss(*row) for row in zip(advantages, policy, e.behavior, e.prompts))
+
+    return loss
+
+
+def reference_tba_prime_released(e):
+    def row_kl(logprobs, reference):
+        return sum(clamp(p - f, -10.0, 10.0) for p, f in zip(logprobs, reference))
+
+    kl = [row_kl(p, f) for p, f in zip(e.policy, e.reference)]
+    behavior_kl = [row_kl(b, f) for b, f in zip(e.behavior, e.reference)]
+    advantages = []
+    for rows in e.groups():
+        mean_reward = mean(e.rewards[row] for row in rows)
+        mean_kl = mean(behavior_kl[row] for row in rows)
+        advantages += [e.rewards[row] - mean_reward - BETA * (kl[row] - mean_kl) for row in rows]
+    return released_policy_gradient(e, advantages)
+
+
+def reference_dr_grpo_ratio(e):
+    return released_policy_gradient(e, minus_group_mean(e, e.rewards))
+
+
 def best_and_worst(e, rows):
     """Find the best and the worst row, each the lowest of its ties.
 
@@ -288,11 +333,13 @@ REFERENCES = {
     "tb": reference_tb,
     "tba_prime": reference_tba_prime,
     "tba_prime_ratio": reference_tba_prime_ratio,
+    "tba_prime_released": reference_tba_prime_released,
     "reinforce": reference_reinforce,
     "rloo": reference_rloo,
     "proximal_rloo": reference_proximal_rloo,
     "grpo": reference_grpo,
     "dr_grpo": reference_dr_grpo,
+    "dr_grpo_ratio": reference_dr_grpo_ratio,
     "online_dpo": reference_online_dpo,
     "raft": reference_raft,
 }
@@ -377,6 +424,16 @@ def test_on_policy_the_gradient_of_tb_is_that_of_reinforce_with_a_mean_baseline_
     )
     assert torch.cosine_similarity(gradient.flatten(), reinforce.flatten(), dim=0) > 0.9999
     torch.testing.assert_close(gradient, reinforce * 2.0 / BETA, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["tba_prime_released", "dr_grpo_ratio"])
+def test_without_prompt_lengths_a_row_is_divided_by_its_response_alone(name):
+    example = make_example("mixed")
+    value, gradient = value_and_gradient(name, replace(to_inputs(example), prompt_lengths=None))
+    expected = REFERENCES[name](replace(example, prompts=[0] * len(LENGTHS)))
+    assert value.item() == pytest.approx(expected(example.policy), rel=1e-5)
+    differences = central_differences(expected, example.policy)
+    torch.testing.assert_close(gradient, torch.tensor(differences, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", NEED_BEHAVIOR)
