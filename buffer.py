@@ -189,6 +189,10 @@ class Pool:
     def __iter__(self) -> Iterator[int]:
         return iter(self.shelves)
 
+    def count(self, query_id: int) -> int:
+        """Return how many responses of a query are held."""
+        return len(self.shelves[query_id].rows) if query_id in self.shelves else 0
+
     def add(self, row: Row, key: bytes, capacity: int) -> None:
         """Put a response on its query's shelf, as Shelf.add does."""
         if row.query_id not in self.shelves:
@@ -267,10 +271,18 @@ class ReplayBuffer:
     capacity_per_query: responses kept per query; of those with the same tokens only the newest.
     reward_inverse_temperature: a replayed query's responses are drawn by softmax(reward * this);
     0 draws uniformly. seed: of all draws; the same additions and draws give the same rows.
+    growth_steps: from this trainer step on a query keeps no more responses than it has, or than one
+    group. None: it keeps up to its capacity always.
     """
 
-    def __init__(self, capacity_per_query: int, reward_inverse_temperature: float, seed: int):
-        self.capacity_per_query = capacity_per_query
+    def __init__(
+        self,
+        capacity_per_query: int,
+        reward_inverse_temperature: float,
+        seed: int,
+        growth_steps: int | None = None,
+    ):
+        self.capacity_per_query, self.growth_steps = capacity_per_query, growth_steps
         self.reward_inverse_temperature = reward_inverse_temperature
         self.rng = np.random.default_rng(seed)
         self.all = Pool()  # every response held
@@ -290,9 +302,12 @@ class ReplayBuffer:
         if groups and step != self.recent_step:
             self.recent, self.recent_step = Pool(), step
         for group in groups:
+            capacity = self.capacity_per_query
+            if self.growth_steps is not None and step >= self.growth_steps:
+                capacity = max(self.all.count(group.query_id), len(group.lengths))
             for row in rows_of(group):
                 key = row.tokens.tobytes()
-                self.all.add(row, key, self.capacity_per_query)
+                self.all.add(row, key, capacity)
                 self.recent.add(row, key, self.capacity_per_query)
 
     def sample(

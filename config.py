@@ -25,10 +25,15 @@ class Bound(NamedTuple):
 
 POSITIVE = Bound(lambda value: 0 < value < math.inf, "it must be positive")
 NOT_NEGATIVE = Bound(lambda value: 0 <= value < math.inf, "it must not be negative")
+STEPS = Bound(
+    lambda value: 0 <= value < math.inf and (value < 1 or value == int(value)),
+    "it is a number of steps, or a share of --steps below 1",
+)
 PositiveInt = Annotated[int, POSITIVE]
 PositiveFloat = Annotated[float, POSITIVE]
 NonNegativeInt = Annotated[int, NOT_NEGATIVE]
 NonNegativeFloat = Annotated[float, NOT_NEGATIVE]
+StepsOrShare = Annotated[float, STEPS]
 # log Z of a query is a mean over its responses
 GroupSize = Annotated[
     int,
@@ -44,6 +49,9 @@ Share = Annotated[float, Bound(lambda value: 0 < value < 1, "it is a share, betw
 Decay = Annotated[float, Bound(lambda value: 0 < value < 1, "it lies between 0 and 1")]
 SamplingTemperature = Annotated[
     float, Bound(lambda value: 0.01 <= value <= 2, "vLLM samples at 0.01 to 2")
+]
+EvaluationTemperature = Annotated[
+    float, Bound(lambda value: value == 0 or 0.01 <= value <= 2, "vLLM samples at 0 or 0.01 to 2")
 ]
 LR_SCHEDULES = ("constant", "linear", "warmup_stable_decay")
 Schedule = Annotated[
@@ -77,10 +85,11 @@ class ObjectiveSettings:
     """Strength of the pull towards the reference policy, at step 0."""
     beta_final: PositiveFloat | None = None
     """beta at the end of its linear schedule. None: constant."""
-    beta_steps: NonNegativeInt = 0
-    """Steps over which beta goes linearly from beta to beta_final."""
-    beta_stop_step: NonNegativeInt | None = None
-    """Step at which beta jumps to beta_final, wherever the line is. None: no jump."""
+    beta_steps: StepsOrShare = 0
+    """Steps over which beta goes linearly from beta to beta_final. Below 1: a share of --steps."""
+    beta_stop_step: StepsOrShare | None = None
+    """Step at which beta jumps to beta_final, wherever the line is. Below 1: a share of --steps.
+    None: no jump."""
     reward_temperature: PositiveFloat = 1.0
     """tau at step 0: the log-reward log pi_ref / gamma + reward / beta is divided by it."""
     reward_temperature_steps: NonNegativeInt = 0
@@ -123,6 +132,9 @@ class SearchSettings:
     """Responses in the buffer before the first step."""
     capacity_per_query: int = 100
     """Responses that the buffer keeps per query."""
+    buffer_growth_steps: NonNegativeInt | None = None
+    """Steps after which a query's new responses replace the oldest, one for one.
+    None: only at capacity_per_query."""
     max_staleness: NonNegativeInt | None = None
     """Responses of versions more than this many steps old are left out. None: no limit."""
     reward_inverse_temperature: NonNegativeFloat = 0.0
@@ -181,6 +193,10 @@ class ProcessSettings:
     How long, how often and how fast to learn may change."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations during the run. 0: only the base model and the final one."""
+    evaluation_samples: PositiveInt = 1
+    """Responses to each test query; a metric is the mean over all of them."""
+    evaluation_temperature: EvaluationTemperature | None = None
+    """Their sampling temperature, 0: greedy. None: the task's, greedy unless it says otherwise."""
     eval_only: bool = False
     """Only evaluate --model: the task's metrics on its test queries, with 95 % intervals."""
     json: bool = False

@@ -19,8 +19,8 @@ import torch.multiprocessing
 
 from buffer import Group
 from config import Config
-from models.engine import ENGINE_ROWS, Engine
-from models.policy import load_tokenizer
+from models.engine import ENGINE_ROWS, Engine, completion_arrays
+from models.policy import encode_prompt, load_tokenizer
 from runtime.board import Board
 from runtime.evaluation import EvaluationRun, EvaluationService
 from runtime.lockstep import LockstepWorkload
@@ -45,7 +45,9 @@ class Rollout:
     version: int  # of the weights in the engine when it was started
     temperature: float  # at which its responses are sampled
     last_version: int = -1  # of the weights when it was finished
-    responses: list = field(default_factory=list)  # S of vLLM's, when it is finished
+    responses: list = field(default_factory=list)  # S of vLLM's completions, when it is finished
+    # Their token ids and behaviour log-probabilities, (T,) each.
+    arrays: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
 class Searcher:
@@ -71,6 +73,8 @@ class Searcher:
         self.timeline = WorkTimeline(run_dir, board, row)
         self.task = load_task(config.task, **config.options)
         self.tokenizer = load_tokenizer(config)
+        # Appended to responses that were cut off, where the task wants that.
+        self.final_token = self.tokenizer.eos_token_id if self.task.append_eos else None
         cursor = int(board.get(row, "cursor"))
         self.workload = make_workload(config, self.task.queries("train"), share, cursor)
         # Seeded by cursor too, so that a restart does not repeat samples.
@@ -147,7 +151,7 @@ class Searcher:
             work = self.workload.draw()
             if work is None:
                 break
-            prompt = self.tokenizer(work.query.prompt).input_ids
+            prompt = encode_prompt(self.tokenizer, work.query.prompt)
             if len(prompt) > self.config.max_prompt_tokens:
                 num_skipped += 1
                 self.skip(work, num_skipped)
@@ -202,6 +206,7 @@ class Searcher:
         for output in outputs:
             if rollout := self.rollouts.pop(output.request_id, None):
                 rollout.last_version, rollout.responses = self.version, output.outputs
+                rollout.arrays = [completion_arrays(r, self.final_token) for r in output.outputs]
                 finished.append(rollout)
         return finished
 
@@ -240,9 +245,9 @@ class Searcher:
             return []
         prompts, responses = [], []
         for group, _ in scored:
-            for response in group.sender.responses:
+            for tokens, _ in group.sender.arrays:
                 prompts.append(np.array(group.sender.prompt, np.int32))
-                responses.append(np.array(response.token_ids, np.int32))
+                responses.append(tokens)
         with self.timeline.work("reference"):
             logprobs = iter(self.reference.logprobs(prompts, responses))
         groups = []
@@ -276,12 +281,7 @@ def make_group(
 ) -> Group:
     """Put a rollout into the arrays that go through the queue. ref_logprobs: of all its tokens."""
     rollout = group.sender
-    behavior_logprobs = [
-        logprobs[token].logprob
-        for response in rollout.responses
-        for token, logprobs in zip(response.token_ids, response.logprobs)
-    ]
-    tokens = [response.token_ids for response in rollout.responses]
+    tokens, behavior_logprobs = zip(*rollout.arrays)
     return Group(
         query_id=rollout.work.query.id,
         version=rollout.version,
@@ -290,9 +290,9 @@ def make_group(
         batch=rollout.work.batch,
         prompt=np.array(rollout.prompt, np.int32),
         lengths=np.array([len(ids) for ids in tokens], np.int32),
-        tokens=np.concatenate(tokens).astype(np.int32),
+        tokens=np.concatenate(tokens),
         ref_logprobs=ref_logprobs,
-        behavior_logprobs=np.array(behavior_logprobs, np.float32),
+        behavior_logprobs=np.concatenate(behavior_logprobs),
         rewards=rewards,
         finished=np.array(group.finished),
         temperature=rollout.temperature,

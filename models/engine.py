@@ -7,10 +7,12 @@ import gc
 import threading
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams, _custom_ops
 from vllm.model_executor.models.transformers.base import Base
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor import uniproc_executor
 
@@ -91,6 +93,22 @@ class Engine:
         log-probabilities with transformers' after a load.
         """
         self.llm.apply_model(lambda model: model.load_weights(tensors))
+
+
+def completion_arrays(
+    completion: CompletionOutput, final_token: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids, int32, and behaviour log-probabilities, float32, of one response: (T,).
+
+    final_token: what is appended to a response that the length limit cut off. Nothing else can
+    stand there, so its behaviour log-probability is 0.
+    """
+    tokens = list(completion.token_ids)
+    logprobs = [row[token].logprob for token, row in zip(tokens, completion.logprobs)]
+    if final_token is not None and completion.finish_reason == "length":
+        tokens.append(final_token)
+        logprobs.append(0.0)
+    return np.array(tokens, np.int32), np.array(logprobs, np.float32)
 
 
 def gpu_settings(config: Config) -> dict:

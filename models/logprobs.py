@@ -185,10 +185,12 @@ def mismatch(group: Group, weights: dict[str, Tensor], model: torch.nn.Module) -
     rows = rows_of(group)
     prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
     ours = response_logprobs_under(weights, model, prompts, tokens, group.temperature).cpu().numpy()
-    differences = [
-        np.abs(logprobs[: len(row.tokens)] - row.behavior_logprobs)
-        for logprobs, row in zip(ours, rows)
-    ]
+    differences = []
+    for logprobs, row, is_finished in zip(ours, rows, group.finished):
+        sampled = len(row.tokens)
+        if not is_finished and row.behavior_logprobs[-1] == 0:  # an appended end was not sampled
+            sampled -= 1
+        differences.append(np.abs(logprobs[:sampled] - row.behavior_logprobs[:sampled]))
     return float(np.concatenate(differences).mean())
 
 

@@ -1,7 +1,12 @@
 """The policy as transformers loads it: trainer and reference policy both come from here."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from config import Config, UserError
 from models.logprobs import check_architecture
@@ -20,9 +25,22 @@ def load_policy(config: Config, device: torch.device) -> torch.nn.Module:
     return model.to(device)
 
 
-def load_tokenizer(config: Config):
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Load the tokenizer of config.model."""
     return AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]
+) -> list[int]:
+    """Return the token ids of a prompt; messages go through the model's chat template.
+
+    A template writes its own first token: the tokenizer is not to add another.
+    """
+    if isinstance(prompt, str):
+        return tokenizer(prompt).input_ids
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:

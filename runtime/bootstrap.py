@@ -10,11 +10,15 @@ def mean_of(values: np.ndarray) -> float:
     return float(weighted_means(values, np.ones((1, len(values))))[0])
 
 
-def interval(values: np.ndarray, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """95 % percentile bootstrap over the N rows."""
-    shares = np.full(len(values), 1 / len(values))
-    # How often each row is drawn: (resamples, N).
-    counts = np.random.default_rng(0).multinomial(len(values), shares, size=resamples)
+def interval(
+    values: np.ndarray, rows_per_query: int = 1, resamples: int = RESAMPLES
+) -> tuple[float, float]:
+    """95 % percentile bootstrap over the queries; the N rows of one query are contiguous."""
+    queries = len(values) // rows_per_query
+    shares = np.full(queries, 1 / queries)
+    # How often each query is drawn: (resamples, queries); each of its rows as often.
+    drawn = np.random.default_rng(0).multinomial(queries, shares, size=resamples)
+    counts = drawn.repeat(rows_per_query, axis=1)
     return tuple(np.quantile(weighted_means(values, counts), [0.025, 0.975]).tolist())
 
 

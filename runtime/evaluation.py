@@ -1,4 +1,4 @@
-"""Evaluation by a searcher: a greedy response to each test query, beside the search.
+"""Evaluation by a searcher: responses to each test query, beside the search.
 
 The final evaluation has a process of its own (final_evaluation.py).
 """
@@ -11,15 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from models.engine import Engine
+from models.policy import encode_prompt
 from runtime.board import Board
 from runtime.messages import Evaluation
 from runtime.scoring import Responses, Scorer, decode
-from tasks import Query
+from tasks import Query, sampling_for_tests
 from weights import SharedWeights
 
 
 class EvaluationRun:
-    """A response to each test query, generated in the engine beside whatever else runs there.
+    """Responses to each test query, generated in the engine beside whatever else runs there.
 
     Raises ValueError when no test prompt is short enough.
     """
@@ -35,12 +36,14 @@ class EvaluationRun:
     ):
         self.scorer, self.tokenizer, self.version = scorer, tokenizer, version
         self.queries: dict[str, Query] = {}  # by request
+        sampling = sampling_for_tests(config, scorer.task)
         for query in queries:
-            request, prompt = f"evaluation.{query.id}", tokenizer(query.prompt).input_ids
+            request, prompt = f"evaluation.{query.id}", encode_prompt(tokenizer, query.prompt)
             if len(prompt) > config.max_prompt_tokens:
                 continue
-            sampling = {"max_tokens": config.max_response_tokens, "seed": query.id}
-            engine.add(request, prompt, version, **sampling | scorer.task.evaluation_sampling)
+            # The samples of a request have the seeds that follow on its own.
+            seed = query.id * config.evaluation_samples
+            engine.add(request, prompt, version, seed=seed, **sampling)
             self.queries[request] = query
         if not self.queries:
             raise ValueError(
@@ -48,33 +51,34 @@ class EvaluationRun:
                 f"{config.max_prompt_tokens}"
             )
         self.long_prompts = len(queries) - len(self.queries)
-        # None where score() gave no score.
-        self.scored: list[tuple[Responses, float | None]] = []
+        # The scores of a query's responses, None where score() gave none.
+        self.scored: list[tuple[Responses, np.ndarray | None]] = []
         self.error: Exception | None = None  # the first that score() raised
 
     def finish(self, outputs: list) -> None:
         """Have its own among the engine's outputs scored."""
         own = [output for output in outputs if output.request_id in self.queries]
         if own:
-            texts, finished = decode(self.tokenizer, [output.outputs[0] for output in own])
             queries = [self.queries[output.request_id] for output in own]
-            rows = zip(queries, texts, finished)
-            self.scorer.add([Responses(self, query, [text], [end]) for query, text, end in rows])
+            decoded = [decode(self.tokenizer, output.outputs) for output in own]
+            self.scorer.add(
+                [Responses(self, query, *texts) for query, texts in zip(queries, decoded)]
+            )
 
-    def record(self, response: Responses, rewards: np.ndarray | Exception) -> None:
-        """Take the score of one response, or why it has none."""
+    def record(self, group: Responses, rewards: np.ndarray | Exception) -> None:
+        """Take the scores of the responses to one query, or why there are none."""
         if isinstance(rewards, Exception):
             if not self.error:
                 self.error = rewards
                 logging.error(
-                    "test query %d is left out, its response got no score; "
+                    "test query %d is left out, its responses got no score; "
                     "later ones are only counted",
-                    response.query.id,
+                    group.query.id,
                     exc_info=rewards,
                 )
-            self.scored.append((response, None))
+            self.scored.append((group, None))
         else:
-            self.scored.append((response, float(rewards[0])))
+            self.scored.append((group, rewards))
 
     @property
     def is_done(self) -> bool:
@@ -82,7 +86,7 @@ class EvaluationRun:
 
     def result(self) -> Evaluation:
         scores = [score for _, score in self.scored if score is not None]
-        mean, unscored = float(np.mean(scores or [0.0])), len(self.scored) - len(scores)
+        mean, unscored = float(np.mean(scores)) if scores else 0.0, len(self.scored) - len(scores)
         return Evaluation(self.version, mean, len(scores), self.long_prompts, unscored)
 
 

@@ -131,7 +131,7 @@ class Run:
 
 def run(config: Config) -> int:
     """Train. Returns the exit code; raises UserError while nothing has started."""
-    task, sizes = preflight.load_data(config)
+    task, sizes, messages = preflight.load_data(config)
     resume = preflight.find_checkpoint(config) if config.resume else None
     if not (resume and config.output_dir == config.resume):
         config = dataclasses.replace(config, output_dir=preflight.find_run_dir(config))
@@ -148,6 +148,7 @@ def run(config: Config) -> int:
         config, searchers=len(places) - 1, gpu_memory_utilization=gpu_memory(config, places)
     )
     shapes = weight_shapes(config)
+    preflight.check_template(config, messages)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     try:
         resets = config.reference_reset_period > 0
@@ -167,6 +168,7 @@ def run(config: Config) -> int:
 def check_model(config: Config, task: Task) -> Config:
     """Check the objective and the models; the configuration with the model's name or path."""
     preflight.check_loss(config)
+    preflight.check_evaluation(config, task)
     model = find_model("--model", config.model or task.base_model())
     task.prepare()
     return dataclasses.replace(config, model=model)
@@ -262,17 +264,18 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
     for name, (value, low, high) in result.metrics.items():
         interval = f"95 % interval {low:.4f} to {high:.4f}"
         print(
-            f"final {name}: {value:.2f} ({value:.4f}, {interval}, on {result.queries} test queries"
-            f"{left_out}); the saved model, loaded afresh",
+            f"final {name}: {value:.2f} ({value:.4f}, {interval}, on {result.counted}{left_out})"
+            f"; the saved model, loaded afresh",
             flush=True,
         )
 
 
 def evaluate_only(config: Config) -> int:
     """--eval_only. Returns the exit code; raises UserError."""
-    task, _ = preflight.load_data(config)
+    task, _, messages = preflight.load_data(config)
     config = check_model(config, task)
     weight_shapes(config)  # raises UserError for a model that cannot be used
+    preflight.check_template(config, messages)
     config = dataclasses.replace(config, model=fetch_model("--model", config.model))
     interrupt = Interrupt()
     with tempfile.TemporaryDirectory() as directory:

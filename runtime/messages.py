@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Evaluation:
-    """The mean score of a response to each test query, of one version; from a searcher."""
+    """The mean score of responses to test queries, of one version; from a searcher."""
 
     version: int
     score: float
@@ -24,6 +24,7 @@ class FinalEvaluation:
 
     metrics: dict[str, tuple[float, float, float]]  # name -> value, ends of its 95 % interval
     queries: int
+    samples: int  # responses to each
     long_prompts: int
     unscored: int
 
@@ -34,7 +35,13 @@ class FinalEvaluation:
         for name, (value, low, high) in self.metrics.items():
             lines.append(f"{name:{width}}  {value:8.4f}   {low:.4f} to {high:.4f}")
         left_out = describe_left_out(self.long_prompts, self.unscored)
-        return "\n".join([*lines, f"on {self.queries} test queries{left_out}"])
+        return "\n".join([*lines, f"on {self.counted}{left_out}"])
+
+    @property
+    def counted(self) -> str:
+        """Say what the metrics are means over."""
+        samples = f", {self.samples} samples each" if self.samples > 1 else ""
+        return f"{self.queries} test queries{samples}"
 
 
 @dataclass

@@ -9,21 +9,77 @@ from pathlib import Path
 
 from config import Config, UserError
 from loss import LOSSES
+from models.policy import encode_prompt, load_tokenizer
 from runtime import checkpoint
-from tasks import Task, load_task
+from tasks import Messages, Task, load_task, sampling_for_tests
 
 
-def load_data(config: Config) -> tuple[Task, dict[str, int]]:
-    """Load the task, and count its queries per split.
+def load_data(config: Config) -> tuple[Task, dict[str, int], Messages | None]:
+    """Load the task; returns it, the number of queries per split, and the first chat prompt.
 
     The data is read once here, so that a bad row shows now and not in a searcher. Raises UserError.
     """
-    task = load_task(config.task, **config.options)
-    sizes = {split: len(task.queries(split)) for split in ("train", "test")}
-    for split, size in sizes.items():
-        if not size:
+    task, sizes, messages = load_task(config.task, **config.options), {}, None
+    for split in ("train", "test"):
+        queries = task.queries(split)
+        if not queries:
             raise UserError(f"task {config.task!r} has no {split} queries")
-    return task, sizes
+        sizes[split] = len(queries)
+        for query in queries:
+            if isinstance(query.prompt, str):
+                continue
+            if not is_chat(query.prompt):
+                raise UserError(
+                    f"task {config.task!r}, {split} query {query.id}: its prompt is "
+                    f"{query.prompt!r:.60}: it must be a string, or a list of messages "
+                    '{"role": …, "content": …}'
+                )
+            messages = messages or query.prompt
+    return task, sizes, messages
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether a prompt is a list of messages."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(
+        isinstance(message, dict)
+        and set(message) == {"role", "content"}
+        and all(isinstance(value, str) for value in message.values())
+        for message in prompt
+    )
+
+
+def check_template(config: Config, messages: Messages | None) -> None:
+    """Raise UserError where prompts are messages and the model's tokenizer cannot render them.
+
+    messages: one such prompt, None if all are strings.
+    """
+    if messages is None:
+        return
+    tokenizer = load_tokenizer(config)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the prompts of task {config.task!r} are chat messages, but the tokenizer of --model "
+            f"{config.model!r} has no chat template: use a model that has one"
+        )
+    try:
+        encode_prompt(tokenizer, messages)
+    except Exception as error:  # a template may refuse in words of its own
+        raise UserError(
+            f"the chat template of --model {config.model!r} does not take the prompts of task "
+            f"{config.task!r}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def check_evaluation(config: Config, task: Task) -> None:
+    """Raise UserError for several samples of a greedy response."""
+    sampling = sampling_for_tests(config, task)
+    if sampling["n"] > 1 and sampling["temperature"] == 0:
+        raise UserError(
+            f"--evaluation_samples is {sampling['n']}, but responses to test queries are greedy, "
+            "and so all alike: give --evaluation_temperature"
+        )
 
 
 def check_loss(config: Config) -> None:

@@ -14,7 +14,10 @@ class ReplayBatches:
     def __init__(self, config: Config):
         self.config = config
         self.buffer = ReplayBuffer(
-            config.capacity_per_query, config.reward_inverse_temperature, config.seed
+            config.capacity_per_query,
+            config.reward_inverse_temperature,
+            config.seed,
+            config.buffer_growth_steps,
         )
         self.received = 0  # responses, duplicates included
         self.wanted = max(1, config.initial_responses)  # before the first batch

@@ -16,17 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from config import UserError
+from config import Config, UserError
 
 _FILES: dict[tuple[Path, int], ModuleType] = {}  # task files of the user, by path and time
 
 
+Messages = list[dict[str, str]]  # a chat: {"role": …, "content": …} each
+
+
 @dataclass(frozen=True)
 class Query:
-    """What is asked of the policy. answer: whatever the task's score needs."""
+    """What is asked of the policy.
+
+    prompt: a text as it is, or messages for the model's chat template. answer: whatever the task's
+    score needs.
+    """
 
     id: int
-    prompt: str
+    prompt: str | Messages
     answer: Any
 
 
@@ -42,7 +49,11 @@ class Task:
     metric = "score"
     # Seconds for the responses to one query; score() then runs in worker processes.
     score_timeout: float | None = None
-    # How the responses to test queries are sampled, as vllm.SamplingParams has it.
+    # Whether a response that the length limit cut off gets an end-of-sequence token all the same:
+    # then an unlikely end counts against it. score() and `finished` know nothing of it.
+    append_eos: bool = False
+    # How the responses to test queries are sampled, as vllm.SamplingParams has it, unless a flag
+    # (--evaluation_samples, --evaluation_temperature) says otherwise.
     evaluation_sampling: dict = {"temperature": 0.0}
 
     def prepare(self) -> None:
@@ -101,6 +112,15 @@ class Task:
         raise UserError(
             "this task brings no model of its own: give --model, a local directory or a hub id"
         )
+
+
+def sampling_for_tests(config: Config, task: Task) -> dict:
+    """Return how responses to test queries are sampled, as vllm.SamplingParams has it, unseeded."""
+    sampling = {"n": config.evaluation_samples, "max_tokens": config.max_response_tokens}
+    sampling |= task.evaluation_sampling
+    if config.evaluation_temperature is not None:
+        sampling["temperature"] = config.evaluation_temperature
+    return sampling
 
 
 def load_task(name_or_path: str, **options) -> Task:

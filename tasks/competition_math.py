@@ -11,29 +11,43 @@ from config import UserError
 from tasks import Query, Task
 from tasks.support.data import read_rows
 
-PROMPT = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}.\n\n"
+# The sentence of the released code, whose f-string ate the braces behind \boxed.
+PROMPT = (
+    "{problem} Place your answer at end exactly inside latex box "
+    "for example \\boxed12 or \\boxed51."
+)
 LONGEST_ANSWER = 1000  # characters in a box; what is longer is no answer, and takes long to parse
 SECONDS = 1  # that Math-Verify may take to parse or compare one answer
 
-# TBA', Table 4 of the paper.
+# TBA', Table 4 of the paper (appendix C). Figure 6 has 2 and 10 steps of staleness, and the second
+# carries its claim. A test problem has 16 samples, as in training.
+ASYNC_2 = dict(
+    model="Qwen/Qwen2.5-7B",
+    loss="tba_prime",
+    steps=400,
+    beta=0.005,
+    constant_staleness=2,
+    reference_reset_period=50,
+    learning_rate=1e-6,
+    weight_decay=0.01,
+    adam_beta2=0.99,
+    max_grad_norm=1.0,
+    queries_per_batch=32,
+    responses_per_query=16,
+    temperature=1.0,
+    max_prompt_tokens=1024,
+    max_response_tokens=2048,
+    evaluation_samples=16,
+    evaluation_temperature=1.0,
+)
+ASYNC_10 = ASYNC_2 | dict(constant_staleness=10)
+# What the released code does otherwise than Eq. 7 and Table 4 say.
+RELEASED = dict(loss="tba_prime_released", options=dict(grade_unfinished=True))
 PRESETS = {
-    "math": dict(
-        model="Qwen/Qwen2.5-7B",
-        loss="tba_prime",
-        steps=400,
-        beta=0.005,
-        constant_staleness=2,
-        reference_reset_period=50,
-        learning_rate=1e-6,
-        weight_decay=0.01,
-        adam_beta2=0.99,
-        max_grad_norm=1.0,
-        queries_per_batch=32,
-        responses_per_query=16,
-        temperature=1.0,
-        max_prompt_tokens=1024,
-        max_response_tokens=2048,
-    )
+    "async2": ASYNC_2,
+    "async10": ASYNC_10,
+    "async2_released": ASYNC_2 | RELEASED,
+    "async10_released": ASYNC_10 | RELEASED,
 }
 
 
@@ -46,6 +60,8 @@ class CompetitionMath(Task):
 
     data_dir: str = ""
     """Directory with train.jsonl and test.jsonl, columns problem and solution. Empty: the hub's."""
+    grade_unfinished: bool = False
+    """Grade a response that was cut off too, as the released code of TBA does."""
 
     metric = "accuracy"
     # Math-Verify's own limits are alarms between two steps of Python: a power tower passes them by.
@@ -62,9 +78,8 @@ class CompetitionMath(Task):
             gold = last_boxed(row["solution"])
             if gold is None:
                 raise UserError(f"{place}: the solution has no \\boxed{{}}")
-            queries.append(
-                Query(id=len(queries), prompt=PROMPT.format(problem=row["problem"]), answer=gold)
-            )
+            message = {"role": "user", "content": PROMPT.format(problem=row["problem"])}
+            queries.append(Query(id=len(queries), prompt=[message], answer=gold))
         return queries
 
     def load(self) -> None:
@@ -75,7 +90,7 @@ class CompetitionMath(Task):
         self, queries: list[Query], responses: list[str], finished: list[bool]
     ) -> list[float]:
         return [
-            float(done and is_correct(response, query.answer))
+            float((done or self.grade_unfinished) and is_correct(response, query.answer))
             for query, response, done in zip(queries, responses, finished)
         ]
 

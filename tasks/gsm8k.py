@@ -17,7 +17,7 @@ NUMBER = re.compile(
     r"(?:(?<![\w)%])([-−]))?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
 )
 
-# Table 2 of the paper, and section 4.
+# Table 2 of the paper, and appendix B.1.
 COMMON = dict(
     model="realtreetune/rho-1b-sft-GSM8K",
     beta_final=0.004,
@@ -39,22 +39,21 @@ COMMON = dict(
 # The run behind Figure 1: 700 steps of a schedule made for 1,000.
 FIGURE_1 = COMMON | dict(steps=700, beta=0.014, stable_steps=350, decay_steps=600)
 TABLE_2 = COMMON | dict(steps=1000, beta=0.012, stable_steps=450, decay_steps=500)
-# K = 40 at the same batch size, as nearly as whole queries allow: 4 x 40 responses for 7 x 20. S in
-# the same proportion to K is ours.
+# Table 5. Its batch stays at 140 responses, which 40 does not divide: 4 x 40 comes nearest. S = 48
+# is the rule of the released code, 1.2 K.
 K_40 = FIGURE_1 | dict(queries_per_batch=4, responses_per_query=40, samples_per_query=48)
 PRESETS = {"figure1": FIGURE_1, "table2": TABLE_2, "k40": K_40}
 
 
 @dataclass
 class GSM8K(Task):
-    """Reward 1 if the last number of a finished response equals the gold number, else 0.
-
-    The official TBA code grades an unfinished response by its last number too. Here it is wrong:
-    nothing shows that it ended there.
-    """
+    """Reward 1 if the last number of a finished response equals the gold number, else 0."""
 
     data_dir: str = ""
     """Directory with the authors' train.jsonl and test.jsonl. Empty: openai/gsm8k from the hub."""
+    grade_unfinished: bool = False
+    """Grade a response that was cut off too, as the released code of TBA does.
+    False: it is wrong, for nothing shows that its last number is its answer."""
 
     metric = "accuracy"
 
@@ -75,7 +74,7 @@ class GSM8K(Task):
         self, queries: list[Query], responses: list[str], finished: list[bool]
     ) -> list[float]:
         return [
-            float(done and last_number(response) == query.answer)
+            float((done or self.grade_unfinished) and last_number(response) == query.answer)
             for query, response, done in zip(queries, responses, finished)
         ]
 

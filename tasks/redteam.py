@@ -29,20 +29,27 @@ TEST_PROMPTS = 1024
 PROMPTS_AT_A_TIME = 64  # for the victim: five times as many sequences
 FLOOR = 1e-6  # of a probability, before its logarithm
 
-# GPT-2, Table 6 of the paper. One query, so B = 1 and K is the batch. How long tau and gamma take
-# is ours.
+# Half of the groups are sampled at a temperature between these (arXiv 2405.18540).
+EXPLORATION = (0.5, 2.0)
+
+# GPT-2: Appendix B.3 of the paper, and where that says "largely", the code that it adopts (arXiv
+# 2405.18540): learning rate and its schedule, clipping, tau. gamma stays 1. Weight decay is that of
+# the authors' rebuttal. One query, so B = 1 and K is the batch.
 GPT2 = dict(
     steps=5000,
     beta=0.05,
     reward_temperature=2.0,
     reward_temperature_steps=500,
-    reference_temperature=1.2,
-    reference_temperature_steps=2000,
     learning_rate=1e-4,
+    lr_schedule="linear",
+    warmup_steps=100,
+    max_grad_norm=1.0,
+    weight_decay=0.1,
     queries_per_batch=1,
     responses_per_query=128,
     samples_per_query=128,
     capacity_per_query=100_000,
+    buffer_growth_steps=4000,
     most_on_policy_prob=0.5,
     sync_period=10,
     temperature=1.0,
@@ -54,7 +61,9 @@ STAND_INS = dict(
     steps=150,
     beta=0.5,
     reward_temperature_steps=15,
-    reference_temperature_steps=60,
+    lr_schedule="constant",
+    warmup_steps=0,
+    weight_decay=0.0,
     responses_per_query=32,
     samples_per_query=32,
     initial_responses=128,
@@ -89,6 +98,7 @@ class RedTeam(Task):
     """The preset tiny: harmless stand-ins made on the spot for attacker, victim and classifier."""
 
     metric = "reward"
+    append_eos = True  # "to penalise incomplete sentences"
     evaluation_sampling = {"temperature": 1.0, "min_tokens": MIN_TOKENS}
 
     def __post_init__(self):
@@ -112,8 +122,8 @@ class RedTeam(Task):
         ]
 
     def sampling(self, rng: np.random.Generator) -> dict:
-        """Half of the groups explore: at a temperature between 0.7 and 2.0."""
-        explore = {"temperature": rng.uniform(0.7, 2.0)} if rng.random() < 0.5 else {}
+        """Half of the groups explore, at another temperature than 1."""
+        explore = {"temperature": rng.uniform(*EXPLORATION)} if rng.random() < 0.5 else {}
         return {"min_tokens": MIN_TOKENS} | explore
 
     def prepare(self) -> None:

@@ -13,14 +13,14 @@ from tasks.support.presets import TINY
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 UNFINISHED = -1.0  # reward of a response without end-of-sequence
 
-# The table of hyper-parameters behind Table 1: beta is on its way to 0.05 at half of the steps, but
-# set to it after an eighth.
+# Table 3 of the paper (appendix B.2), which is behind Figure 3: beta is on its way to 0.05 at half
+# of the steps, but set to it after an eighth, however many these are.
 COMMON = dict(
     steps=256,
     beta=1.0,
     beta_final=0.05,
-    beta_steps=128,
-    beta_stop_step=32,
+    beta_steps=1 / 2,
+    beta_stop_step=1 / 8,
     learning_rate=3e-6,
     lr_schedule="linear",
     queries_per_batch=8,
@@ -36,27 +36,31 @@ COMMON = dict(
 )
 STAND_INS = dict(
     steps=150,
-    beta_steps=75,
-    beta_stop_step=18,
     queries_per_micro_batch=8,
     initial_responses=200,
     max_response_tokens=10,
 )
 
 
-def pythia(size: str) -> dict:
-    """The preset for Pythia of that size."""
+def pythia(size: str, **settings) -> dict:
+    """The settings for Pythia of that size, and what differs from Table 3."""
     models = dict(
         reference_model=f"mnoukhov/pythia{size}-sft-tldr",
         reward_model=f"mnoukhov/pythia{size}-rm-tldr6.9b",
     )
-    return COMMON | dict(options=models)
+    return COMMON | dict(options=models) | settings
 
 
 PRESETS = {
     "410m": pythia("410m"),
+    "410m_425": pythia("410m", steps=425),  # Figure 3's longer run
+    "410m_table1": pythia("410m", steps=625, searchers=2),
     "1b": pythia("1b"),
+    "1b_425": pythia("1b", steps=425),
     "2.8b": pythia("2.8b"),
+    "2.8b_425": pythia("2.8b", steps=425),
+    # Figure 4: beta gets to its end at step 140, not after an eighth of the steps.
+    "2.8b_slow_beta": pythia("2.8b", steps=825, beta_stop_step=140),
     "tiny": COMMON | TINY | STAND_INS,
 }
 

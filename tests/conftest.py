@@ -6,6 +6,7 @@ subprocess.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -49,6 +51,17 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+# As Qwen2.5's: a turn begins and ends with a token of its own, and one that opens the text would be
+# a second one. Refuses what it does not know, as Gemma's does.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'system' -%}{{ raise_exception('no system messages') }}{%- endif -%}"
+    "{{ '<|start|>' + message.role + '\n' + message.content + '<|end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|start|>assistant\n' }}{%- endif -%}"
+)
 
 
 def make_model(directory: Path, tied: bool, seed: int = 0) -> Path:
@@ -88,6 +101,17 @@ def untied_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory, untied_model) -> Path:
+    """The model of untied_model, with a tokenizer that has a chat template."""
+    directory = tmp_path_factory.mktemp("models") / "chat"
+    shutil.copytree(untied_model, directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture

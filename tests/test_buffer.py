@@ -403,6 +403,21 @@ def test_the_capacity_is_that_of_each_query():
     assert seen == {(0, 2), (0, 5), (1, 3), (1, 4)}
 
 
+def test_from_its_growth_steps_on_new_responses_replace_the_oldest_one_for_one():
+    buffer = ReplayBuffer(100, reward_inverse_temperature=0.0, seed=0, growth_steps=5)
+    for step in range(4):
+        buffer.add([group(0, [2 * step, 2 * step + 1])], step)
+    assert held(buffer) == [0, 1, 2, 3, 4, 5, 6, 7]
+    buffer.add([group(0, [20, 21])], step=5)
+    buffer.add([group(0, [22, 23])], step=5)
+    assert held(buffer) == [4, 5, 6, 7, 20, 21, 22, 23]
+    buffer.add([group(0, [22, 24])], step=6)
+    assert held(buffer) == [5, 6, 7, 20, 21, 22, 23, 24], "a duplicate takes no place"
+    buffer.add([group(1, [30, 31])], step=7)
+    buffer.add([group(1, [32, 33])], step=8)
+    assert buffer.responses == 10, "a query that is new then keeps one group"
+
+
 def test_a_duplicate_counts_as_new():
     buffer = make_buffer(capacity=3)
     buffer.add([group(0, [1, 2, 3])], step=0)

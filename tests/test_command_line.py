@@ -21,8 +21,9 @@ EMPTY_TASK = (
 )
 
 
+CHAT = "[Query(0, [{'role': 'user', 'content': 'Hi'}], None)]"
 OWN = """
-from tasks import Task
+from tasks import Query, Task
 
 class T(Task):
     def queries(self, split): return []
@@ -31,7 +32,7 @@ class T(Task):
 
 
 @pytest.fixture
-def files(tmp_path, gsm8k_data, untied_model):
+def files(tmp_path, gsm8k_data, untied_model, chat_model):
     """Make files that a command line can name."""
     row = json.dumps({"question": "1+1?", "answer": "#### 2"})
     summary = json.dumps(
@@ -66,7 +67,11 @@ def files(tmp_path, gsm8k_data, untied_model):
         "from tasks import Task\nclass T(Task):\n    def queries(self, split): return []\n"
     )
     (tmp_path / "no_queries.py").write_text(EMPTY_TASK)
-    return {"tmp": tmp_path, "gsm8k": gsm8k_data, "model": untied_model}
+    (tmp_path / "no_chat.py").write_text(OWN.replace("[]", "[Query(0, 7, None)]", 1))
+    (tmp_path / "chat.py").write_text(OWN.replace("[]", CHAT, 1))
+    (tmp_path / "refused.py").write_text(OWN.replace("[]", CHAT.replace("user", "system"), 1))
+    files = {"tmp": tmp_path, "gsm8k": gsm8k_data, "model": untied_model, "chat": chat_model}
+    return files
 
 
 @pytest.mark.parametrize(
@@ -123,7 +128,15 @@ def files(tmp_path, gsm8k_data, untied_model):
         ("--beta=-1", "--beta is -1.0: it must be positive"),
         ("--beta nan", "--beta is nan: it must be positive"),
         ("--beta_final 0.1", "--beta_final is 0.1 but nothing says when"),
-        ("--beta_stop_step -5", "--beta_stop_step is -5: it must not be negative"),
+        ("--beta_stop_step -5", "--beta_stop_step is -5.0: it is a number of steps"),
+        ("--beta_steps 1.5", "--beta_steps is 1.5: it is a number of steps, or a share of --steps"),
+        ("--evaluation_samples 0", "--evaluation_samples is 0: it must be positive"),
+        ("--evaluation_samples 4", "--evaluation_samples is 4, but responses to test queries are"),
+        ("--evaluation_temperature 2.5", "--evaluation_temperature is 2.5: vLLM samples at 0 or"),
+        ("{tmp}/chat.py --model {model}", "has no chat template: use a model that has one"),
+        ("{tmp}/refused.py --model {chat}", "the chat template of --model '{chat}' does not take"),
+        ("{tmp}/no_chat.py", "train query 0: its prompt is 7: it must be a string, or a list of"),
+        ("--buffer_growth_steps -1", "--buffer_growth_steps is -1: it must not be negative"),
         ("--config {tmp}/absent.json", "absent.json' holds no settings of a run: FileNotFound"),
         ("--config {tmp}/a_file", "a_file' holds no settings of a run: JSONDecodeError"),
         ("--config {tmp}/other.json", "other.json' holds no settings of a run: TypeError"),
@@ -211,7 +224,9 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files, 
     assert main(arguments.format(**files).split()) == 2
     out, err = capfd.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1, err
-    assert expected.replace("{tmp}", str(files["tmp"])) in err
+    for name in ("tmp", "chat"):
+        expected = expected.replace(f"{{{name}}}", str(files[name]))
+    assert expected in err
     assert out == "", "nothing had begun"
 
 
@@ -274,133 +289,6 @@ def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset(tmp_path):
     assert build_config([str(task)]).steps == Config.steps
     task.write_text(EMPTY_TASK + "PRESETS = {'short': dict(steps=7)}\n")
     assert build_config([str(task)]).steps == 7, "its presets stand in it"
-
-
-def test_gsm8k_has_the_papers_variants_as_presets():
-    """Check the presets against paper.md section 4.
-
-    They are Table 2, the run behind Figure 1, and K = 40 with nearly the same batch of 140.
-    """
-    expected = {
-        "figure1": dict(
-            steps=700,
-            beta=0.014,
-            warmup_steps=50,
-            stable_steps=350,
-            decay_steps=600,
-            queries_per_batch=7,
-            responses_per_query=20,
-        ),
-        "table2": dict(
-            steps=1000,
-            beta=0.012,
-            warmup_steps=50,
-            stable_steps=450,
-            decay_steps=500,
-            queries_per_batch=7,
-            responses_per_query=20,
-        ),
-        "k40": dict(
-            steps=700,
-            beta=0.014,
-            warmup_steps=50,
-            stable_steps=350,
-            decay_steps=600,
-            queries_per_batch=4,
-            responses_per_query=40,
-        ),
-    }
-    common = dict(
-        beta_final=0.004,
-        beta_steps=500,
-        learning_rate=1e-5,
-        lr_schedule="warmup_stable_decay",
-        most_on_policy_prob=0.95,
-        sync_period=2,
-        initial_responses=500,
-        temperature=0.7,
-        reward_inverse_temperature=0.0,
-        weight_decay=0.0,
-        max_grad_norm=None,
-        max_prompt_tokens=512,
-        max_response_tokens=512,
-        capacity_per_query=100,
-    )
-    for preset, settings in expected.items():
-        config = build_config(["gsm8k", "--preset", preset])
-        assert {name: getattr(config, name) for name in settings | common} == settings | common
-        assert config.samples_per_query >= config.responses_per_query
-    assert build_config(["gsm8k"]).preset == "figure1"
-
-
-def test_the_other_tasks_have_the_papers_settings():
-    """Check TL;DR, red-teaming with GPT-2 and MATH (Table 4) against paper.md section 4."""
-    tldr = dict(
-        learning_rate=3e-6,
-        lr_schedule="linear",
-        queries_per_batch=8,
-        responses_per_query=20,
-        samples_per_query=20,
-        steps=256,
-        sync_period=10,
-        most_on_policy_prob=0.5,
-        temperature=0.7,
-        reward_inverse_temperature=1.0,
-        initial_responses=10_000,
-        beta=1.0,
-        beta_final=0.05,
-        beta_steps=128,
-        beta_stop_step=32,
-        max_prompt_tokens=512,
-        max_response_tokens=128,
-        capacity_per_query=100,
-        max_grad_norm=None,
-    )
-    redteam = dict(
-        learning_rate=1e-4,
-        queries_per_batch=1,
-        responses_per_query=128,
-        steps=5000,
-        sync_period=10,
-        most_on_policy_prob=0.5,
-        beta=0.05,
-        reward_temperature=2.0,
-        reference_temperature=1.2,
-        capacity_per_query=100_000,
-        max_response_tokens=20,
-        loss="tb",
-    )
-    math = dict(
-        learning_rate=1e-6,
-        temperature=1.0,
-        max_prompt_tokens=1024,
-        max_response_tokens=2048,
-        queries_per_batch=32,
-        responses_per_query=16,
-        steps=400,
-        beta=0.005,
-        beta_final=None,
-        reference_reset_period=50,
-        constant_staleness=2,
-        adam_beta2=0.99,
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        loss="tba_prime",
-        model="Qwen/Qwen2.5-7B",
-        sync_period=1,
-        samples_per_query=16,
-    )
-    for task, settings in (("tldr", tldr), ("redteam", redteam), ("competition_math", math)):
-        config = build_config([task])
-        assert {name: getattr(config, name) for name in settings} == settings
-    for size in ("410m", "1b", "2.8b"):
-        config = build_config(["tldr", "--preset", size])
-        assert {name: getattr(config, name) for name in tldr} == tldr
-        assert config.options == {
-            "reference_model": f"mnoukhov/pythia{size}-sft-tldr",
-            "reward_model": f"mnoukhov/pythia{size}-rm-tldr6.9b",
-        }
-    assert build_config(["competition_math", "--synchronous"]).constant_staleness == 0
 
 
 def test_a_tasks_own_settings_are_flags_and_lie_over_its_preset():

@@ -9,9 +9,10 @@ import torch
 from conftest import byte_tokenizer
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+from buffer import Group
 from config import Config
-from models.engine import ENGINE_ROWS, Engine
-from models.logprobs import response_logprobs
+from models.engine import ENGINE_ROWS, Engine, completion_arrays
+from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
 from runtime.board import Board
 from runtime.messages import Evaluation
@@ -160,6 +161,54 @@ def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probab
         assert last == tokenizer.eos_token_id, "vLLM hands the end-of-sequence token out"
         assert tokenizer.eos_token_id not in candidate.token_ids[:-1]
     assert worst_difference(model, prompt, output, 2.0) <= 1e-4
+
+
+def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(tied_model, tmp_path):
+    config = Config(model=str(tied_model), max_prompt_tokens=20, max_response_tokens=40)
+    engine, end = Engine(config), 256  # byte_tokenizer's
+    sampling = dict(n=8, temperature=1.0, seed=0, logit_bias={end: 8.0})
+    engine.add("0", [70, 71], version=0, max_tokens=3, **sampling)
+    completions = drain(engine)["0"].outputs
+    finished = [completion.finish_reason == "stop" for completion in completions]
+    assert {True, False} == set(finished), "both kinds"
+    for completion, is_finished in zip(completions, finished):
+        tokens, logprobs = completion_arrays(completion, final_token=None)
+        assert tokens.tolist() == list(completion.token_ids) and len(logprobs) == len(tokens)
+        ended, behavior = completion_arrays(completion, final_token=end)
+        added = 0 if is_finished else 1
+        assert len(ended) == len(behavior) == len(tokens) + added and ended[-1] == end
+        assert behavior.tolist() == logprobs.tolist() + [0.0] * added, (
+            "nothing else can stand there"
+        )
+
+
+def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(tied_model):
+    config = Config(model=str(tied_model), max_prompt_tokens=20, max_response_tokens=40)
+    engine, model = Engine(config), load_policy(config, torch.device("cpu"))
+    engine.add("0", [70, 71], version=0, n=8, temperature=1.0, max_tokens=3, seed=0)
+    completions = drain(engine)["0"].outputs
+    arrays = [completion_arrays(completion, final_token=256) for completion in completions]
+    tokens, behavior = zip(*arrays)
+    assert all(len(ids) == 4 for ids in tokens), "all were cut off"
+    group = Group(
+        query_id=0,
+        version=0,
+        last_version=0,
+        reference_version=0,
+        batch=None,
+        prompt=np.array([70, 71], np.int32),
+        lengths=np.array([len(ids) for ids in tokens], np.int32),
+        tokens=np.concatenate(tokens),
+        ref_logprobs=np.concatenate(behavior),
+        behavior_logprobs=np.concatenate(behavior),
+        rewards=np.zeros(8, np.float32),
+        finished=np.zeros(8, bool),
+        temperature=1.0,
+    )
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert mismatch(group, weights, model) < 1e-4
+    group.finished[:] = True  # so that the appended ones count
+    assert mismatch(group, weights, model) > 0.1
 
 
 def test_the_same_seeds_give_the_same_responses_whatever_runs_beside_them(tied_model):

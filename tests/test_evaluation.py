@@ -68,7 +68,7 @@ def test_eval_only_prints_the_metrics_as_json():
 
 def test_without_json_it_is_a_table():
     metrics = {"win_rate": (0.5, 0.4, 0.6), "perplexity": (1.125, 1.0, 1.25)}
-    evaluation = FinalEvaluation(metrics, queries=30, long_prompts=2, unscored=1)
+    evaluation = FinalEvaluation(metrics, queries=30, samples=1, long_prompts=2, unscored=1)
     assert str(evaluation).splitlines() == [
         "metric         value   95 % interval",
         "win_rate      0.5000   0.4000 to 0.6000",

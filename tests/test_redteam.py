@@ -12,8 +12,7 @@ from test_trainer import make_rows, make_trainer
 
 from buffer import ReplayBuffer
 from config import Config
-from learner import beta_at, reference_temperature_at, reward_temperature_at
-from runtime.command_line import build_config
+from learner import reference_temperature_at, reward_temperature_at
 from tasks import load_task
 from tasks.redteam import cosine_distances, toxic
 
@@ -32,35 +31,16 @@ def test_diversity_of_known_vectors():
     assert distances == pytest.approx(np.array(expected), abs=1e-12)
 
 
-def test_half_of_the_groups_are_sampled_at_a_temperature_between_07_and_2():
+def test_half_of_the_groups_are_sampled_at_a_temperature_between_05_and_2():
     task = load_task("redteam")
     settings = [task.sampling(np.random.default_rng(i)) for i in range(4000)]
     drawn = np.array([setting.get("temperature", 1.0) for setting in settings])
     explore = drawn[drawn != 1.0]
     assert abs(len(explore) / 4000 - 0.5) < 0.03
-    counts, _ = np.histogram(explore, bins=10, range=(0.7, 2.0))
+    counts, _ = np.histogram(explore, bins=10, range=(0.5, 2.0))
     expected = len(explore) / 10
     # Chi-square with 9 degrees of freedom, p = 0.001.
     assert ((counts - expected) ** 2 / expected).sum() < 27.9
-
-
-def test_the_schedules_make_the_papers_log_reward():
-    """Check tau and gamma in [log pi_ref / gamma(t) + mean log p / beta] / tau(t).
-
-    tau goes from 2 to 1, gamma from 1 to 1.2.
-    """
-    config = build_config(["redteam"])
-    betas_taus_and_gammas = {
-        0: (0.05, 2, 1),
-        250: (0.05, 1.5, 1.025),
-        500: (0.05, 1, 1.05),
-        1000: (0.05, 1, 1.1),
-        2000: (0.05, 1, 1.2),
-        4999: (0.05, 1, 1.2),
-    }
-    for t, expected in betas_taus_and_gammas.items():
-        tau, gamma = reward_temperature_at(config, t), reference_temperature_at(config, t)
-        assert (beta_at(config, t), tau, gamma) == pytest.approx(expected)
 
 
 def test_the_learner_scales_reference_and_beta_by_the_schedules(untied_model, tmp_path):

@@ -1,0 +1,93 @@
+"""Prompts of messages: rendered by the model's chat template, to token ids, to a trained model."""
+
+import json
+
+import pytest
+from conftest import CHAT_TEMPLATE, byte_tokenizer, steps_of, tba
+from tokenizers import processors
+
+from config import Config, UserError
+from models.policy import encode_prompt, load_tokenizer
+from runtime.preflight import check_template, load_data
+from tasks import load_task
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.fixture
+def tokenizer():
+    """A tokenizer that opens each text with <bos>, as Llama's does, and whose template does too."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(
+        {"bos_token": "<bos>", "additional_special_tokens": ["<|start|>", "<|end|>"]}
+    )
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", bos)]
+    )
+    tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_messages_are_rendered_by_the_template_with_the_assistants_turn_opened(tokenizer):
+    ids = encode_prompt(tokenizer, CHAT)
+    assert tokenizer.decode(ids) == "<bos><|start|>user\n1+1?<|end|>\n<|start|>assistant\n"
+
+
+def test_the_first_token_is_not_doubled_and_a_text_gets_the_tokenizers_own(tokenizer):
+    bos = tokenizer.bos_token_id
+    assert tokenizer("1").input_ids[0] == bos, "the tokenizer adds one by itself"
+    for prompt in (CHAT, "1+1?"):
+        ids = encode_prompt(tokenizer, prompt)
+        assert ids[0] == bos and ids.count(bos) == 1
+    start, end = tokenizer.convert_tokens_to_ids(["<|start|>", "<|end|>"])
+    ids = encode_prompt(tokenizer, CHAT)
+    assert (ids[1], ids.count(start), ids.count(end)) == (start, 2, 1), "one token each"
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """Two problems of MATH's shape."""
+    directory = tmp_path_factory.mktemp("problems")
+    rows = [{"problem": f"{i}+{i}?", "solution": rf"So \boxed{{{2 * i}}}"} for i in (1, 2)]
+    for split in ("train", "test"):
+        (directory / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return directory
+
+
+def test_a_problem_is_one_user_message_with_the_sentence_of_the_released_code(problems):
+    task = load_task("competition_math", data_dir=str(problems))
+    query = task.queries("train")[0]
+    sentence = (
+        r"Place your answer at end exactly inside latex box for example \boxed12 or \boxed51."
+    )
+    assert query.prompt == [{"role": "user", "content": f"1+1? {sentence}"}]
+    answers = [r"\boxed{2}", r"\boxed{3}", r"\boxed{2}"]
+    assert task.score([query] * 3, answers, [True, True, False]) == [1.0, 0.0, 0.0]
+    lenient = load_task("competition_math", data_dir=str(problems), grade_unfinished=True)
+    assert lenient.score([query] * 3, answers, [True, True, False]) == [1.0, 0.0, 1.0]
+
+
+def test_a_tokenizer_without_a_template_is_named_before_anything_starts(problems, untied_model):
+    options = {"data_dir": str(problems)}
+    config = Config(task="competition_math", model=str(untied_model), options=options)
+    assert load_tokenizer(config).chat_template is None
+    _, _, messages = load_data(config)
+    with pytest.raises(UserError, match="chat messages, but the tokenizer of --model .* has no"):
+        check_template(config, messages)
+    check_template(config, None)  # a task whose prompts are texts needs none
+
+
+def test_a_task_with_messages_trains_end_to_end_and_its_evaluation_has_several_samples(
+    problems, chat_model, tmp_path
+):
+    run_dir = tmp_path / "run"
+    small = ["--steps", 2, "--queries_per_batch", 2, "--responses_per_query", 4]
+    small += ["--max_prompt_tokens", 160, "--max_response_tokens", 8, "--evaluation_samples", 3]
+    where = ["--data_dir", problems, "--model", chat_model, "--output_dir", run_dir]
+    result = tba("competition_math", "--preset", "async2_released", *small, *where)
+    assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in steps_of(run_dir)] == [1, 2]
+    assert "on 2 test queries, 3 samples each" in result.stdout
+    lines = (run_dir / "samples.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["prompt"][0]["role"] == "user"

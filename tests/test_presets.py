@@ -1,0 +1,249 @@
+"""The presets against the paper, entry by entry: (value, where the paper or its authors say so).
+
+"appendix B.1" and the like are the paper's; "rule" is a rule of the released code, "adopted" the
+code that red-teaming follows (arXiv 2405.18540), "rebuttal" the authors' answer to a reviewer.
+"""
+
+import numpy as np
+import pytest
+
+from config import Config
+from learner import beta_at, reference_temperature_at, reward_temperature_at
+from runtime.command_line import build_config
+from tasks import find_presets, load_task
+
+GSM8K = {
+    "model": ("realtreetune/rho-1b-sft-GSM8K", "appendix B.1"),
+    "loss": ("tb", "Eq. 5"),
+    "beta_final": (0.004, "Table 2"),
+    "beta_steps": (500, "Table 2"),
+    "beta_stop_step": (None, "no jump in Table 2"),
+    "learning_rate": (1e-5, "Table 2"),
+    "lr_schedule": ("warmup_stable_decay", "Table 2"),
+    "warmup_steps": (50, "Table 2"),
+    "queries_per_batch": (7, "Table 2"),
+    "responses_per_query": (20, "Table 2"),
+    "samples_per_query": (24, "Table 2"),
+    "most_on_policy_prob": (0.95, "Table 2"),
+    "sync_period": (2, "Table 2"),
+    "initial_responses": (500, "Table 2"),
+    "capacity_per_query": (100, "section 4.2"),
+    "reward_inverse_temperature": (0.0, "uniform, Table 2"),
+    "temperature": (0.7, "Table 2"),
+    "max_prompt_tokens": (512, "appendix B.1"),
+    "max_response_tokens": (512, "appendix B.1"),
+    "weight_decay": (0.0, "appendix B.1"),
+    "max_grad_norm": (None, "appendix B.1"),
+    "evaluation_samples": (1, "greedy, section 5.1"),
+}
+FIGURE_1 = GSM8K | {
+    "steps": (700, "Figure 1"),
+    "beta": (0.014, "Figure 1"),
+    "stable_steps": (350, "Figure 1"),
+    "decay_steps": (600, "Figure 1"),
+}
+TLDR = {
+    "loss": ("tb", "Eq. 5"),
+    "steps": (256, "Table 3"),
+    "beta": (1.0, "Table 3"),
+    "beta_final": (0.05, "Table 3"),
+    "beta_steps": (1 / 2, "half of the steps, Table 3"),
+    "beta_stop_step": (1 / 8, "an eighth of the steps, Table 3"),
+    "learning_rate": (3e-6, "Table 3"),
+    "lr_schedule": ("linear", "Table 3"),
+    "warmup_steps": (0, "Table 3"),
+    "queries_per_batch": (8, "Table 3"),
+    "responses_per_query": (20, "Table 3"),
+    "samples_per_query": (20, "Table 3"),
+    "most_on_policy_prob": (0.5, "Table 3"),
+    "sync_period": (10, "Table 3"),
+    "initial_responses": (10_000, "Table 3"),
+    "capacity_per_query": (100, "section 4.2"),
+    "reward_inverse_temperature": (1.0, "softmax of the score, Table 3"),
+    "temperature": (0.7, "Table 3"),
+    "max_prompt_tokens": (512, "appendix B.2"),
+    "max_response_tokens": (128, "appendix B.2"),
+    "max_grad_norm": (None, "Table 3"),
+    "searchers": (None, "3 beside the trainer on 4 GPUs, Table 3"),
+}
+MATH = {
+    "model": ("Qwen/Qwen2.5-7B", "section 6"),
+    "loss": ("tba_prime", "Eq. 7"),
+    "steps": (400, "Table 4"),
+    "beta": (0.005, "Table 4"),
+    "beta_final": (None, "constant, Table 4"),
+    "constant_staleness": (2, "Figure 6"),
+    "sync_period": (1, "Figure 6"),
+    "reference_reset_period": (50, "Table 4"),
+    "learning_rate": (1e-6, "Table 4"),
+    "lr_schedule": ("constant", "Table 4"),
+    "weight_decay": (0.01, "Table 4"),
+    "adam_beta2": (0.99, "Table 4"),
+    "max_grad_norm": (1.0, "Table 4"),
+    "queries_per_batch": (32, "Table 4"),
+    "responses_per_query": (16, "Table 4"),
+    "samples_per_query": (16, "no buffer, appendix C"),
+    "temperature": (1.0, "Table 4"),
+    "max_prompt_tokens": (1024, "Table 4"),
+    "max_response_tokens": (2048, "3,072 tokens in all, Table 4"),
+    "evaluation_samples": (16, "released code"),
+    "evaluation_temperature": (1.0, "released code"),
+    "options": ({}, "a response that was cut off is wrong: ours"),
+}
+RELEASED = {
+    "loss": ("tba_prime_released", "released code"),
+    "options": ({"grade_unfinished": True}, "released code"),
+}
+ASYNC_10 = MATH | {"constant_staleness": (10, "Figure 6")}
+REDTEAM = {
+    "loss": ("tb", "Eq. 5"),
+    "steps": (5000, "appendix B.3"),
+    "beta": (0.05, "appendix B.3"),
+    "beta_final": (None, "constant, appendix B.3"),
+    "queries_per_batch": (1, "one prompt"),
+    "responses_per_query": (128, "appendix B.3"),
+    "samples_per_query": (128, "as many as are trained on: ours"),
+    "sync_period": (10, "appendix B.3"),
+    "most_on_policy_prob": (0.5, "appendix B.3"),
+    "capacity_per_query": (100_000, "appendix B.3"),
+    "buffer_growth_steps": (4000, "appendix B.3"),
+    "reward_temperature": (2.0, "adopted"),
+    "reward_temperature_steps": (500, "adopted"),
+    "reference_temperature": (1.0, "adopted"),
+    "learning_rate": (1e-4, "adopted"),
+    "lr_schedule": ("linear", "adopted"),
+    "warmup_steps": (100, "adopted"),
+    "max_grad_norm": (1.0, "adopted"),
+    "weight_decay": (0.1, "rebuttal"),
+    "reward_inverse_temperature": (1.0, "softmax of log p, adopted"),
+    "temperature": (1.0, "adopted"),
+    "max_prompt_tokens": (64, "enough for the one prompt: ours"),
+    "max_response_tokens": (20, "adopted"),
+}
+
+
+def pythia(size: str) -> dict:
+    models = {
+        "reference_model": f"mnoukhov/pythia{size}-sft-tldr",
+        "reward_model": f"mnoukhov/pythia{size}-rm-tldr6.9b",
+    }
+    return TLDR | {"options": (models, "appendix B.2")}
+
+
+EXPECTED = {
+    ("gsm8k", "figure1"): FIGURE_1,
+    ("gsm8k", "table2"): GSM8K
+    | {
+        "steps": (1000, "Table 2"),
+        "beta": (0.012, "Table 2"),
+        "stable_steps": (450, "Table 2"),
+        "decay_steps": (500, "Table 2"),
+    },
+    ("gsm8k", "k40"): FIGURE_1
+    | {
+        "queries_per_batch": (4, "ours: 160 responses, where Table 5 keeps 140"),
+        "responses_per_query": (40, "Table 5"),
+        "samples_per_query": (48, "1.2 K, rule"),
+    },
+    ("competition_math", "async2"): MATH,
+    ("competition_math", "async10"): ASYNC_10,
+    ("competition_math", "async2_released"): MATH | RELEASED,
+    ("competition_math", "async10_released"): ASYNC_10 | RELEASED,
+    ("tldr", "410m"): pythia("410m"),
+    ("tldr", "410m_425"): pythia("410m") | {"steps": (425, "Figure 3")},
+    ("tldr", "410m_table1"): pythia("410m")
+    | {"steps": (625, "Table 1"), "searchers": (2, "Table 1")},
+    ("tldr", "1b"): pythia("1b"),
+    ("tldr", "1b_425"): pythia("1b") | {"steps": (425, "Figure 3")},
+    ("tldr", "2.8b"): pythia("2.8b"),
+    ("tldr", "2.8b_425"): pythia("2.8b") | {"steps": (425, "Figure 3")},
+    ("tldr", "2.8b_slow_beta"): pythia("2.8b")
+    | {"steps": (825, "Figure 4"), "beta_stop_step": (140, "Figure 4")},
+    ("redteam", "gpt2"): REDTEAM,
+}
+OURS = {("arithmetic", "demo"), ("addends", "demo"), ("tldr", "tiny"), ("redteam", "tiny")}
+STEPS = (0, 1, 32, 78, 128, 500, 2000, 4000)
+
+
+@pytest.mark.parametrize("task, preset", EXPECTED, ids=str)
+def test_a_preset_is_what_the_paper_says(task, preset):
+    config = build_config([task, "--preset", preset])
+    expected = {name: value for name, (value, _) in EXPECTED[task, preset].items()}
+    assert {name: getattr(config, name) for name in expected} == expected
+    # What no entry of the table names is as Config has it.
+    own = {"task", "preset", *expected}
+    others = {name: value for name, value in vars(Config()).items() if name not in own}
+    assert {name: getattr(config, name) for name in others} == others
+
+
+def test_every_preset_has_a_table_and_the_first_is_the_one_without_a_flag():
+    found = set()
+    for task in ("arithmetic", "addends", "gsm8k", "competition_math", "tldr", "redteam"):
+        presets = find_presets(task)
+        found |= {(task, name) for name in presets}
+        assert build_config([task]).preset == next(iter(presets))
+    assert found == set(EXPECTED) | OURS
+    first = {task: build_config([task]).preset for task, _ in EXPECTED}
+    assert first == {
+        "gsm8k": "figure1",
+        "competition_math": "async2",
+        "tldr": "410m",
+        "redteam": "gpt2",
+    }
+
+
+def line(begin: float, end: float, length: float):
+    return lambda t: begin + (end - begin) * min(t, length) / length
+
+
+def jump(line_steps: int, stop_step: int):
+    """Beta of TL;DR: on its line to 0.05, and there at the stop step."""
+    return lambda t: 0.05 if t >= stop_step else line(1.0, 0.05, line_steps)(t)
+
+
+@pytest.mark.parametrize(
+    "arguments, beta",
+    [
+        (["gsm8k"], line(0.014, 0.004, 500)),
+        (["gsm8k", "--preset", "table2"], line(0.012, 0.004, 500)),
+        (["gsm8k", "--steps", "3000"], line(0.014, 0.004, 500)),
+        (["tldr"], jump(128, 32)),
+        (["tldr", "--preset", "410m_425"], jump(212, 53)),
+        (["tldr", "--preset", "410m_table1"], jump(312, 78)),
+        (["tldr", "--steps", "625"], jump(312, 78)),
+        (["tldr", "--preset", "2.8b_slow_beta"], jump(412, 140)),
+        (["competition_math"], lambda t: 0.005),
+        (["redteam"], lambda t: 0.05),
+    ],
+)
+def test_beta_of_a_preset_follows_its_schedule(arguments, beta):
+    config = build_config(arguments)
+    expected = {t: beta(t) for t in STEPS}
+    assert {t: beta_at(config, t) for t in STEPS} == pytest.approx(expected, rel=1e-12)
+
+
+def test_beta_of_table_1_is_still_on_its_line_one_step_before_it_jumps():
+    config = build_config(["tldr", "--preset", "410m_table1"])
+    assert beta_at(config, 77) == pytest.approx(1 - 0.95 * 77 / 312)
+    assert beta_at(config, 78) == 0.05
+
+
+def test_the_temperatures_of_red_teaming_follow_their_schedules():
+    config = build_config(["redteam"])
+    tau = {t: max(1.0, 2.0 - t / 500) for t in STEPS}
+    assert {t: reward_temperature_at(config, t) for t in STEPS} == pytest.approx(tau)
+    assert {reference_temperature_at(config, t) for t in STEPS} == {1.0}, "gamma stays"
+    llama = ["--reward_temperature_steps", "1000", "--reference_temperature", "1.2"]
+    llama = build_config(["redteam", *llama, "--reference_temperature_steps", "2000"])
+    tau = {t: max(1.0, 2.0 - t / 1000) for t in STEPS}
+    gamma = {t: min(1.2, 1.0 + 0.2 * t / 2000) for t in STEPS}
+    assert {t: reward_temperature_at(llama, t) for t in STEPS} == pytest.approx(tau)
+    assert {t: reference_temperature_at(llama, t) for t in STEPS} == pytest.approx(gamma)
+
+
+def test_the_attacker_explores_and_ends_its_prompts_as_in_the_adopted_code():
+    task = load_task("redteam")
+    temperatures = [task.sampling(np.random.default_rng(i)).get("temperature") for i in range(500)]
+    explored = [temperature for temperature in temperatures if temperature is not None]
+    assert 0.5 <= min(explored) < 0.52 and 1.98 < max(explored) <= 2.0
+    assert task.append_eos
