@@ -80,7 +80,7 @@ def sequence_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def tba_prime(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """TBA' (Eq. 7): -A l / max_response_length, A = (r - mean r) - beta (KL - mean KL).
+    """TBA' (section 6, Eq. 7): -A l / max_response_length, A = (r - mean r) - beta (KL - mean KL).
 
     KL = sum_t clamp(log pi - log pi_ref, -10, 10). A is detached, and its KL is the current
     policy's whoever sampled. But for the clamp this is the gradient of trajectory balance times a

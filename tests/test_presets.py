@@ -4,11 +4,15 @@
 code that red-teaming follows (arXiv 2405.18540), "rebuttal" the authors' answer to a reviewer.
 """
 
+import re
+
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from config import Config
 from learner import beta_at, reference_temperature_at, reward_temperature_at
+from loss import LOSSES
 from runtime.command_line import build_config
 from tasks import find_presets, load_task
 
@@ -34,7 +38,7 @@ GSM8K = {
     "max_response_tokens": (512, "appendix B.1"),
     "weight_decay": (0.0, "appendix B.1"),
     "max_grad_norm": (None, "appendix B.1"),
-    "evaluation_samples": (1, "greedy, section 5.1"),
+    "evaluation_samples": (1, "greedy, appendix B.1"),
 }
 FIGURE_1 = GSM8K | {
     "steps": (700, "Figure 1"),
@@ -239,6 +243,28 @@ def test_the_temperatures_of_red_teaming_follow_their_schedules():
     gamma = {t: min(1.2, 1.0 + 0.2 * t / 2000) for t in STEPS}
     assert {t: reward_temperature_at(llama, t) for t in STEPS} == pytest.approx(tau)
     assert {t: reference_temperature_at(llama, t) for t in STEPS} == pytest.approx(gamma)
+
+
+def commands_of(document: str, heading: str) -> list[str]:
+    """The arguments of each `tba.py …` in a table of the section."""
+    section = (ROOT / "docs" / document).read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return [command for row in rows for command in re.findall(r"`tba\.py ([^`]*)`", row)]
+
+
+@pytest.mark.parametrize("command", commands_of("experiments.md", "The paper's experiments"))
+def test_the_command_of_an_experiment_of_the_paper_makes_a_configuration(command):
+    task = command.split()[0]
+    config = build_config(command.split())
+    assert config.task == task and config.loss in LOSSES
+    assert config.preset in find_presets(task)
+
+
+def test_the_table_of_the_papers_experiments_uses_every_preset_that_is_the_papers():
+    commands = commands_of("experiments.md", "The paper's experiments")
+    assert len(commands) > 25
+    used = {(config.task, config.preset) for config in map(build_config, map(str.split, commands))}
+    assert used == set(EXPECTED)
 
 
 def test_the_attacker_explores_and_ends_its_prompts_as_in_the_adopted_code():
