@@ -1,0 +1,94 @@
+"""Every preset starts: its models are replaced by tiny random ones of the same architecture.
+
+Lengths, batch and initial responses are cut too; what is left is the preset's. Two steps each.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+from conftest import CHAT_TEMPLATE, byte_tokenizer, read, steps_of, tba
+
+from tasks import find_presets
+
+TASKS = ("gsm8k", "competition_math", "tldr", "redteam", "arithmetic", "addends")
+QUICK = {("tldr", "410m"), ("redteam", "gpt2")}  # the others are for make test-faults
+SHAPE = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=512,
+)
+CUT = ["--steps", 2, "--queries_per_micro_batch", 1, "--checkpoint_every", 0]
+CUT += ["--max_prompt_tokens", 250, "--max_response_tokens", 8, "--initial_responses", 40]
+
+
+def make(directory, kind: str, **settings) -> str:
+    """Save a random model of that class, with a tokenizer of bytes that has a chat template."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    end, model_class = tokenizer.eos_token_id, getattr(transformers, kind)
+    tokens = dict(vocab_size=len(tokenizer), eos_token_id=end, pad_token_id=end, bos_token_id=None)
+    model = model_class(model_class.config_class(**SHAPE | tokens | settings))
+    model.save_pretrained(directory / kind)
+    tokenizer.save_pretrained(directory / kind)
+    return str(directory / kind)
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory, gsm8k_data) -> dict[str, list]:
+    """For each task the flags that name tiny models and local data."""
+    models, data = tmp_path_factory.mktemp("stand_ins"), tmp_path_factory.mktemp("data")
+    rows = {
+        "math": {"problem": "1+1?", "solution": r"\boxed{2}"},
+        "tldr": {"query": "POST: a", "reference_response": " b", "query_reference_response": ""},
+    }
+    for name, row in rows.items():
+        (data / name).mkdir()
+        for split in ("train", "test"):
+            (data / name / f"{split}.jsonl").write_text("\n".join([json.dumps(row)] * 4))
+    pythia = make(models, "GPTNeoXForCausalLM")
+    reward = make(models, "GPTNeoXForSequenceClassification", num_labels=1)
+    victim = make(models, "GPT2LMHeadModel")
+    labels = dict(id2label={0: "nothate", 1: "hate"}, label2id={"nothate": 0, "hate": 1})
+    hate = make(models, "RobertaForSequenceClassification", **labels)
+    embedding = make(models, "BertModel")
+    return {
+        "gsm8k": ["--model", make(models, "LlamaForCausalLM"), "--data_dir", gsm8k_data],
+        "competition_math": [
+            *("--model", make(models, "Qwen2ForCausalLM"), "--data_dir", data / "math"),
+            *("--queries_per_batch", 2, "--evaluation_samples", 2),
+        ],
+        "tldr": [
+            *("--model", pythia, "--reference_model", pythia, "--data_dir", data / "tldr"),
+            *("--reward_model", reward, "--gold_model", reward),
+        ],
+        "redteam": [
+            *("--model", victim, "--victim_model", victim, "--classifier", hate),
+            *("--embedding_model", embedding, "--victim_tokens", 4),
+        ],
+        "arithmetic": [],
+        "addends": [],
+    }
+
+
+def preset_of(task: str, preset: str):
+    marks = [] if (task, preset) in QUICK else [pytest.mark.faults]
+    return pytest.param(task, preset, marks=marks, id=f"{task}-{preset}")
+
+
+@pytest.mark.parametrize(
+    "task, preset", [preset_of(task, preset) for task in TASKS for preset in find_presets(task)]
+)
+def test_a_preset_starts_and_makes_two_steps(task, preset, stand_ins, tmp_path):
+    flags = [] if preset == "tiny" else stand_ins[task]  # tiny has stand-ins of its own
+    where = ["--preset", preset, "--output_dir", tmp_path / "run"]
+    result = tba(task, *where, *CUT, *flags)
+    assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2]
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert settings["preset"] == preset
+    assert any(name.startswith("final_") for name in read(tmp_path / "run", "metrics.jsonl")[-1])
