@@ -271,6 +271,12 @@ class Run:
     def kill(self, name: str, how: int = signal.SIGKILL) -> None:
         os.kill(self.until(lambda: self.pid(name), 60, f"a process {name}"), how)
 
+    def send_to_all(self, how: int) -> None:
+        """Send a signal to every process of the run."""
+        for pid in living(self.tag):
+            with suppress(ProcessLookupError):
+                os.kill(pid, how)
+
     def end(self, how: int = signal.SIGINT, seconds: float = 15) -> tuple[str, str]:
         """Asks the run to end; its output."""
         self.process.send_signal(how)
