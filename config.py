@@ -53,6 +53,11 @@ SamplingTemperature = Annotated[
 EvaluationTemperature = Annotated[
     float, Bound(lambda value: value == 0 or 0.01 <= value <= 2, "vLLM samples at 0 or 0.01 to 2")
 ]
+DTYPES = ("auto", "float32", "bfloat16")
+DType = Annotated[str, Bound(lambda value: value in DTYPES, f"it is one of {', '.join(DTYPES)}")]
+MasterDType = Annotated[
+    str, Bound(lambda value: value in DTYPES[1:], f"it is one of {', '.join(DTYPES[1:])}")
+]
 LR_SCHEDULES = ("constant", "linear", "warmup_stable_decay")
 Schedule = Annotated[
     str, Bound(lambda value: value in LR_SCHEDULES, f"it is one of {', '.join(LR_SCHEDULES)}")
@@ -178,6 +183,11 @@ class OptimizerSettings:
 class ProcessSettings:
     """Processes and progress."""
 
+    dtype: DType = "auto"
+    """What forward passes, published weights and vLLM compute in: float32 or bfloat16.
+    auto: bfloat16 on a GPU, float32 without one."""
+    master_dtype: MasterDType = "float32"
+    """Of the trainer's weights and AdamW's two moments. bfloat16: with --dtype bfloat16 only."""
     searchers: PositiveInt | None = None
     """Searcher processes. None: one per GPU besides the trainer's, and at least one."""
     gpu_memory_utilization: Share | None = None
@@ -312,6 +322,10 @@ def check_schedules(config: Config) -> None:
 
 def check_modes(config: Config) -> None:
     """Settings that only one way of running has."""
+    if config.master_dtype == "bfloat16" and config.dtype != "bfloat16":
+        raise UserError(
+            f"--master_dtype bfloat16 needs --dtype bfloat16, and that is {config.dtype}"
+        )
     if config.json and not config.eval_only:
         raise UserError("--json is for --eval_only: a run writes metrics.jsonl")
     if config.lockstep and config.max_staleness is not None:

@@ -16,7 +16,7 @@ from transformers import get_scheduler
 from buffer import Row
 from config import Config
 from loss import LOSSES, LossInputs, Metrics
-from models.device import device
+from models.device import compute_dtype, device
 from models.logprobs import response_logprobs
 from models.policy import load_policy, load_tokenizer
 
@@ -29,8 +29,8 @@ class Learner:
     def __init__(self, config: Config, say: Callable[[str], None]):
         self.config, self.say = config, say
         torch.manual_seed(config.seed)
-        self.policy = load_policy(config, device())
-        # fp32 masters: a step of 1e-5 times a bf16 weight rounds away.
+        self.policy, self.dtype = load_policy(config, device()), compute_dtype(config)
+        # fp32 masters, unless asked for otherwise: a step of 1e-5 on a bf16 weight rounds away.
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(),
             lr=config.learning_rate,
@@ -101,7 +101,9 @@ class Learner:
         `beta` is beta tau, and `reference_temperature` is gamma tau.
         """
         prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-        logprobs = response_logprobs(self.policy, prompts, tokens, self.config.temperature)
+        logprobs = response_logprobs(
+            self.policy, prompts, tokens, self.config.temperature, self.dtype
+        )
 
         def padded(arrays: list[np.ndarray]) -> Tensor:
             out = np.zeros(logprobs.shape, np.float32)

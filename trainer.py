@@ -59,7 +59,7 @@ class Trainer:
         self.batches = LockstepBatches(config, board) if config.lockstep else ReplayBatches(config)
         self.evaluations = EvaluationRequests(config, weights)
         self.resets = ReferenceResets(config, weights, self.learner.policy)
-        self.health = Health(weights, self.learner.policy)
+        self.health = Health(weights, self.learner.policy, self.learner.dtype)
         self.waits = Waits(
             config, board, self.report, self.timeline, is_interruptible=not self.batches.is_exact
         )

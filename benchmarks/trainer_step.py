@@ -66,6 +66,7 @@ def padded(
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
     temperature: float,
+    dtype: torch.dtype,
     limit: int = LIMIT,
 ) -> torch.Tensor:
     """Compute log-probabilities (N, limit), as models/logprobs.py does, of padded responses.
@@ -78,7 +79,7 @@ def padded(
         row = slice(width - len(prompt), width + len(response))
         ids[i, row], mask[i, row] = torch.from_numpy(np.concatenate([prompt, response])).long(), 1
     ids, mask = ids.to(device), mask.to(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     logprobs = (logits[:, width - 1 : -1].float() / temperature).log_softmax(-1)
@@ -92,9 +93,10 @@ def trimmed(
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
     temperature: float,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Compute the same as padded(), padded to the longest response."""
-    return padded(model, prompts, responses, temperature, limit=max(map(len, responses)))
+    return padded(model, prompts, responses, temperature, dtype, max(map(len, responses)))
 
 
 VARIANTS = {"padded": padded, "trimmed": trimmed, "ours": response_logprobs}

@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor import uniproc_executor
 
 from config import Config
-from models.device import device
+from models.device import compute_dtype, device
 
 ENGINE_ROWS = 256  # responses that vLLM generates at a time
 CPU_BLOCK = 32  # tokens in a block of the prefix cache: the fewest that vLLM takes on a CPU
@@ -27,8 +27,8 @@ CPU_BATCHED_TOKENS = 4096
 class Engine:
     """A streaming engine: requests join and leave between two steps; no batch is waited for.
 
-    config.model is loaded, in bfloat16 on a GPU and in float32 without one. seed: of the sampling
-    of requests that bring no seed of their own.
+    config.model is loaded, in the dtype that the run computes in. seed: of the sampling of requests
+    that bring no seed of their own.
     """
 
     def __init__(self, config: Config, seed: int = 0):
@@ -43,6 +43,7 @@ class Engine:
         self.llm = LLM(
             config.model,
             seed=seed,
+            dtype=str(compute_dtype(config)).removeprefix("torch."),
             trust_remote_code=config.trust_remote_code,
             max_model_len=config.max_prompt_tokens + config.max_response_tokens,
             max_num_seqs=ENGINE_ROWS,
@@ -113,7 +114,7 @@ def completion_arrays(
 
 def gpu_settings(config: Config) -> dict:
     """What vLLM is told on a GPU besides."""
-    return {"dtype": "bfloat16", "gpu_memory_utilization": config.gpu_memory_utilization}
+    return {"gpu_memory_utilization": config.gpu_memory_utilization}
 
 
 def cpu_settings(config: Config) -> dict:
@@ -122,7 +123,6 @@ def cpu_settings(config: Config) -> dict:
     # them anew, which takes ten times as long as a copy.
     _custom_ops._supports_onednn = False
     return {
-        "dtype": "float32",
         "enforce_eager": True,
         # Prompts enter whole: for a prompt in chunks vLLM rewinds the request's generator, which a
         # CPU generator cannot.

@@ -24,12 +24,14 @@ def response_logprobs(
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
     temperature: float,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return log pi of each response token, in fp32: (N, T), T the longest response; 0 as padding.
 
-    Equal rows run once, and rows of similar length together. Logits exist for a slice of the
-    response positions at a time (TokenLogprobs): memory grows with the tokens of these N rows, a
-    prompt counted for each, never with N x T x vocabulary.
+    dtype: what is computed in; with bfloat16 the model's fp32 weights are cast by autocast, and
+    logits are fp32 all the same. Equal rows run once, and rows of similar length together. Logits
+    exist for a slice of the response positions at a time (TokenLogprobs): memory grows with the
+    tokens of these N rows, a prompt counted for each, never with N x T x vocabulary.
     """
     device = next(model.parameters()).device
     pairs = [(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)]
@@ -40,8 +42,9 @@ def response_logprobs(
     longest_prompt = max(len(prompt) for prompt in prompts)
     head = model.get_output_embeddings()
     chunks, start = [], 0
+    is_cast = dtype != next(model.parameters()).dtype
     # One autocast for all chunks: within it each weight is cast once.
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.autocast(device.type, dtype, enabled=is_cast):
         while start < len(lengths):
             longest = lengths[longest_first[start]]
             # Each row has its own keys and values of the prompt: at most 4 times as many positions
@@ -52,9 +55,10 @@ def response_logprobs(
             start += len(rows)
             ids, mask = _right_padded([responses[row] for row in rows], device)  # (M, chunk's T)
             states = _states(model, [prompts[row] for row in rows], ids)[mask]
-            states = states / temperature  # (R, H), R = response tokens in the chunk
+            states = (states.float() / temperature).to(dtype)  # (R, H), R response tokens
             bias = None if head.bias is None else head.bias / temperature
-            taken = TokenLogprobs.apply(states, head.weight, bias, ids[mask])  # (R,)
+            with torch.autocast(device.type, enabled=False):  # it would round the logits
+                taken = TokenLogprobs.apply(states, head.weight, bias, ids[mask])  # (R,)
             chunk = torch.zeros(mask.shape, device=device).masked_scatter(mask, taken)
             chunks.append(F.pad(chunk, (0, lengths.max() - mask.shape[1])))
     order = np.argsort(longest_first)[place]
@@ -97,20 +101,19 @@ def _states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> T
 class TokenLogprobs(torch.autograd.Function):
     """log softmax(states @ weight.T + bias) at the targets: (R,), in fp32.
 
-    states: (R, H); weight: (V, H); bias: (V,) or None; targets: (R,). Autograd would keep the
-    logits, R x V, for the backward pass. Here a slice of them at a time is made, used, and made
-    again in the backward pass.
+    states: (R, H), in the dtype of the products; weight: (V, H); bias: (V,) or None; targets: (R,).
+    Autograd would keep the logits, R x V, for the backward pass. Here a slice of them at a time is
+    made, used, and made again in the backward pass.
     """
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")  # the backward pass runs under the same autocast
     def forward(
         ctx, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> Tensor:
-        size = POSITIONS_PER_LOGITS[states.device.type]
+        size, cast = POSITIONS_PER_LOGITS[states.device.type], weight.to(states.dtype)
         chosen, normalizers = [], []
         for state, target in zip(states.split(size), targets.split(size)):
-            logits = F.linear(state, weight, bias).float()
+            logits = _logits(state, cast, bias)
             chosen.append(logits.gather(1, target[:, None])[:, 0])
             normalizers.append(logits.logsumexp(dim=1))
         normalizers = torch.cat(normalizers)
@@ -118,22 +121,38 @@ class TokenLogprobs(torch.autograd.Function):
         return torch.cat(chosen) - normalizers
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cuda")
     def backward(ctx, grad: Tensor):
         """d log pi(target) / d logits = onehot(target) - pi"""
         states, weight, bias, targets, normalizers = ctx.saved_tensors
-        size = POSITIONS_PER_LOGITS[states.device.type]
+        size, cast = POSITIONS_PER_LOGITS[states.device.type], weight.to(states.dtype)
         slices = zip(*(tensor.split(size) for tensor in (states, targets, normalizers, grad)))
-        grad_states, grad_weight = [], torch.zeros_like(weight)
+        grad_states = []
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias)
         for state, target, normalizer, g in slices:
-            pi = F.linear(state, weight, bias).float().sub_(normalizer[:, None]).exp_()
+            pi = _logits(state, cast, bias).sub_(normalizer[:, None]).exp_()
             grad_logits = pi.mul_(-g[:, None]).scatter_add_(1, target[:, None], g[:, None])
-            grad_states.append(grad_logits @ weight)
-            grad_weight += grad_logits.T @ state
             if bias is not None:
                 grad_bias += grad_logits.sum(dim=0)
-        return torch.cat(grad_states), grad_weight, grad_bias, None
+            grad_logits = grad_logits.to(states.dtype)
+            grad_states.append(grad_logits @ cast)
+            grad_weight += _product(grad_logits.T, state)
+        return torch.cat(grad_states), grad_weight.to(weight.dtype), grad_bias, None
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits in fp32. In bf16 those of 16 to 64 would be 0.125 to 0.25 apart."""
+    if states.dtype == torch.float32:
+        return F.linear(states, weight, bias)
+    logits = _product(states, weight.T)
+    return logits if bias is None else logits + bias
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, summed and returned in fp32, whatever the dtype of the two."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def _distinct(keys: list) -> tuple[list[int], list[int]]:
@@ -160,8 +179,8 @@ def response_logprobs_under(
 
     weights: by name, of any dtype and device.
     """
-    device = next(model.parameters()).device
-    cast = {f"model.{name}": tensor.to(device, torch.float32) for name, tensor in weights.items()}
+    own = next(model.parameters())
+    cast = {f"model.{name}": tensor.to(own.device, own.dtype) for name, tensor in weights.items()}
     return functional_call(_Scorer(model), cast, arguments)
 
 
@@ -176,7 +195,9 @@ class _Scorer(torch.nn.Module):
         return response_logprobs(self.model, *arguments)
 
 
-def mismatch(group: Group, weights: dict[str, Tensor], model: torch.nn.Module) -> float:
+def mismatch(
+    group: Group, weights: dict[str, Tensor], model: torch.nn.Module, dtype: torch.dtype
+) -> float:
     """Mean |difference| of a token's log-probability between vLLM and transformers, in nats.
 
     group: sampled by vLLM with these weights alone. Near 0 it shows that what was published is
@@ -184,7 +205,8 @@ def mismatch(group: Group, weights: dict[str, Tensor], model: torch.nn.Module) -
     """
     rows = rows_of(group)
     prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-    ours = response_logprobs_under(weights, model, prompts, tokens, group.temperature).cpu().numpy()
+    inputs = prompts, tokens, group.temperature, dtype
+    ours = response_logprobs_under(weights, model, *inputs).cpu().numpy()
     differences = []
     for logprobs, row, is_finished in zip(ours, rows, group.finished):
         sampled = len(row.tokens)

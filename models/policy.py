@@ -13,7 +13,7 @@ from models.logprobs import check_architecture
 
 
 def load_policy(config: Config, device: torch.device) -> torch.nn.Module:
-    """Load config.model in fp32 and evaluation mode: the objective is about pi, without dropout.
+    """Load config.model in --master_dtype and evaluation mode: pi is without dropout.
 
     Raises ValueError for an architecture that response_logprobs does not know.
     """
@@ -21,8 +21,8 @@ def load_policy(config: Config, device: torch.device) -> torch.nn.Module:
         config.model, dtype=torch.float32, trust_remote_code=config.trust_remote_code
     )
     model.eval()
-    check_architecture(model)
-    return model.to(device)
+    check_architecture(model)  # in fp32, to compare to 1e-3
+    return model.to(device, getattr(torch, config.master_dtype))
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:

@@ -14,11 +14,11 @@ MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
 class Health:
     """Looks at groups as they arrive: the buffer drops duplicates, which would distort figures.
 
-    figures: those of the latest groups, for the metrics of a step.
+    figures: those of the latest groups, for the metrics of a step. dtype: what the run computes in.
     """
 
-    def __init__(self, weights: SharedWeights, policy: torch.nn.Module):
-        self.weights, self.policy = weights, policy
+    def __init__(self, weights: SharedWeights, policy: torch.nn.Module, dtype: torch.dtype):
+        self.weights, self.policy, self.dtype = weights, policy, dtype
         self.figures: dict[str, float] = {}
         self.mismatch_due = 0  # step from which the mismatch is to be measured again
 
@@ -40,7 +40,7 @@ class Health:
         held = self.weights.held()
         for group in reversed(groups + batches.waiting()):
             if group.version == group.last_version and group.version in held:
-                difference = mismatch(group, held[group.version], self.policy)
+                difference = mismatch(group, held[group.version], self.policy, self.dtype)
                 self.figures["mismatch"] = difference
                 self.figures["mismatch_version"] = group.version
                 self.mismatch_due = step + MISMATCH_PERIOD

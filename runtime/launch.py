@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing
 
 from config import Config, UserError
+from models.device import compute_dtype
 from models.hub import fetch_model, find_model
 from models.policy import weight_shapes
 from runtime import checkpoint, preflight, processes
@@ -143,13 +144,12 @@ def run(config: Config) -> int:
         searchers = len(checkpoint.load_state(resume)["board"])
         config = dataclasses.replace(config, searchers=searchers)
     places = processes.places(config)
-    on_gpu = places[0].gpu is not None
     config = dataclasses.replace(
         config, searchers=len(places) - 1, gpu_memory_utilization=gpu_memory(config, places)
     )
     shapes = weight_shapes(config)
     preflight.check_template(config, messages)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = compute_dtype(config)
     try:
         resets = config.reference_reset_period > 0
         check_shared_memory(SharedWeights.required_bytes(shapes, dtype, resets))

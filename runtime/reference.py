@@ -9,7 +9,7 @@ import torch
 
 from buffer import Row
 from config import Config
-from models.device import device
+from models.device import compute_dtype, device
 from models.logprobs import response_logprobs, response_logprobs_under
 from models.policy import load_policy
 from weights import WRITING, SharedWeights
@@ -19,7 +19,8 @@ class Reference:
     """A searcher's copy of the reference policy, on its device: the trainer holds none."""
 
     def __init__(self, config: Config, weights: SharedWeights, pin: int):
-        self.temperature, self.weights, self.pin = config.temperature, weights, pin
+        self.temperature, self.dtype = config.temperature, compute_dtype(config)
+        self.weights, self.pin = weights, pin
         self.model = load_policy(config, device())
         self.version = 0  # config.model is version 0
 
@@ -38,7 +39,9 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, prompts: list[np.ndarray], responses: list[np.ndarray]) -> list[np.ndarray]:
         """log pi_ref of each token, for each response: (T,) float32."""
-        padded = response_logprobs(self.model, prompts, responses, self.temperature)  # (N, T)
+        padded = response_logprobs(  # (N, T)
+            self.model, prompts, responses, self.temperature, self.dtype
+        )
         rows = padded.cpu().numpy()
         return [row[: len(response)] for row, response in zip(rows, responses)]
 
@@ -84,6 +87,7 @@ class ReferenceResets:
             prompts,
             tokens,
             self.config.temperature,
+            compute_dtype(self.config),
         )
         for row, renewed in zip(old, logprobs.cpu().numpy()):
             row.ref_logprobs, row.reference_version = renewed[: len(row.tokens)], version

@@ -171,7 +171,7 @@ def perplexities(
     """
     import torch
 
-    from models.device import device
+    from models.device import compute_dtype, device
     from models.logprobs import response_logprobs
     from models.policy import load_policy, load_tokenizer
 
@@ -184,6 +184,8 @@ def perplexities(
         for response, end in zip(responses, ends)
     ]
     with torch.no_grad():
-        logprobs = response_logprobs(policy, prompt_ids, response_ids, temperature=1.0)  # (N, T)
+        logprobs = response_logprobs(  # (N, T)
+            policy, prompt_ids, response_ids, temperature=1.0, dtype=compute_dtype(config)
+        )
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids)]
     return np.exp(-logprobs.sum(1).cpu().numpy() / lengths)
