@@ -9,7 +9,7 @@ INSTALL := .venv/bin/uv pip install --quiet --compile-bytecode --system-certs \
 	--python .venv/bin/python -r $(REQUIREMENTS)
 DEMO_FLAGS ?=
 
-.PHONY: setup demo lint test test-faults
+.PHONY: setup demo lint test test-faults test-runs
 
 demo: setup
 	.venv/bin/python tba.py arithmetic $(DEMO_FLAGS)
@@ -19,11 +19,15 @@ lint: setup
 	.venv/bin/ruff format --check .
 
 test: setup
-	.venv/bin/python -m pytest -q -m "not faults" tests
+	.venv/bin/python -m pytest -q -m "not faults and not runs" tests
 
 # What kills, stops, fills up and lasts long: about a quarter of an hour.
 test-faults: setup
 	.venv/bin/python -m pytest -q -m faults tests
+
+# Every preset on tiny models, the tiny tasks, the demo in bf16: about a quarter of an hour too.
+test-runs: setup
+	.venv/bin/python -m pytest -q -m runs tests
 
 setup: .venv/$(REQUIREMENTS).installed
 

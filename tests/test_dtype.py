@@ -151,7 +151,7 @@ def test_a_run_in_bf16_learns_with_bf16_slots_and_a_normal_mismatch(tmp_path):
     assert json.loads((run_dir / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.faults
+@pytest.mark.runs
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_demo_in_bf16_ends_with_at_least_095_of_its_answers_right(
     seed, tmp_path, record_property

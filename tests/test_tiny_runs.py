@@ -14,8 +14,7 @@ from models.hub import find_model
 from tasks import load_task
 
 
-# No test of faults. It takes two minutes, and `make test` stays within ten.
-@pytest.mark.faults
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "task, metrics",
     [
