@@ -142,6 +142,9 @@ class SearchSettings:
     None: only at capacity_per_query."""
     max_staleness: NonNegativeInt | None = None
     """Responses of versions more than this many steps old are left out. None: no limit."""
+    search_ahead: NonNegativeInt | None = None
+    """Trainer steps for which searchers may have made responses before they wait.
+    None: no limit, or two syncs where a searcher shares the trainer's GPU."""
     reward_inverse_temperature: NonNegativeFloat = 0.0
     """Replay draws a query's responses by softmax(reward times this). 0: uniformly."""
     temperature: SamplingTemperature = 0.7
@@ -332,6 +335,12 @@ def check_modes(config: Config) -> None:
         raise UserError(
             f"--max_staleness {config.max_staleness} is for the buffer, which a run of constant "
             "staleness does not use: leave it out"
+        )
+    if config.search_ahead is not None and (config.lockstep or config.max_staleness is not None):
+        other = "--constant_staleness" if config.lockstep else "--max_staleness"
+        raise UserError(
+            f"--search_ahead {config.search_ahead} and {other} are both given: a trainer that "
+            "waits for responses, and searchers that wait for the trainer; give one of the two"
         )
     if config.lockstep and config.searchers and config.searchers > config.queries_per_batch:
         raise UserError(

@@ -29,7 +29,7 @@ from runtime.reference import Reference
 from runtime.samples import SampleLog
 from runtime.scoring import FailureLimit, Responses, Scorer, decode
 from runtime.timeline import WorkTimeline
-from runtime.workload import Work, Workload
+from runtime.workload import ThrottledWorkload, Work, Workload
 from tasks import Query, load_task
 from weights import SharedWeights
 
@@ -76,7 +76,7 @@ class Searcher:
         # Appended to responses that were cut off, where the task wants that.
         self.final_token = self.tokenizer.eos_token_id if self.task.append_eos else None
         cursor = int(board.get(row, "cursor"))
-        self.workload = make_workload(config, self.task.queries("train"), share, cursor)
+        self.workload = make_workload(config, self.task.queries("train"), share, cursor, weights)
         # Seeded by cursor too, so that a restart does not repeat samples.
         seeds = np.random.SeedSequence((config.seed, share, cursor))
         self.engine = Engine(config, seed=int(seeds.generate_state(1)[0]))
@@ -269,10 +269,14 @@ class Searcher:
             self.outbox.popleft()
 
 
-def make_workload(config: Config, queries: Sequence[Query], share: int, cursor: int) -> Workload:
-    """What a searcher generates, free-running or in lockstep with the trainer."""
+def make_workload(
+    config: Config, queries: Sequence[Query], share: int, cursor: int, weights: SharedWeights
+) -> Workload:
+    """What a searcher generates: free-running, throttled, or in lockstep with the trainer."""
     if config.lockstep:
         return LockstepWorkload(config, queries, share, config.searchers, cursor)
+    if config.search_ahead is not None:
+        return ThrottledWorkload(config, queries, share, cursor, weights)
     return Workload(queries, share, config.searchers, config.seed, cursor)
 
 

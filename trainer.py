@@ -16,6 +16,7 @@ from buffer import Group, Row
 from config import Config
 from learner import Learner
 from loss import Metrics
+from models.device import device
 from runtime import checkpoint
 from runtime.board import Board
 from runtime.evaluation_requests import EvaluationRequests
@@ -55,6 +56,11 @@ class Trainer:
         self.metric = load_task(config.task, **config.options).metric
         self.report = Report(run_dir, config.steps)
         self.learner = Learner(config, self.report.say)
+        if device().type == "cuda":
+            try:
+                weights.lock_pages()
+            except torch.cuda.CudaError as error:
+                self.report.say(f"publishing will be slower, its memory cannot be locked: {error}")
         try_largest_batch(config, self.learner.policy, self.learner.loss_inputs)
         self.batches = LockstepBatches(config, board) if config.lockstep else ReplayBatches(config)
         self.evaluations = EvaluationRequests(config, weights)

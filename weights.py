@@ -71,6 +71,15 @@ class SharedWeights:
         per_element = SLOTS * dtype.itemsize + reference * torch.float32.itemsize
         return per_element * num_elements(shapes)
 
+    def lock_pages(self) -> None:
+        """Make publishing from a GPU faster: to memory of locked pages it copies by itself.
+
+        For the writer. Raises torch.cuda.CudaError where the machine does not allow it.
+        """
+        cuda = torch.cuda.cudart()
+        for slot in self.slots:
+            torch.cuda.check_error(cuda.cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))
+
     @torch.no_grad()
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], evaluate: bool = False
@@ -187,7 +196,8 @@ class SharedWeights:
             shape = tuple(target[name].shape)
             if tensor.shape != shape:  # copy_ would broadcast
                 raise ValueError(f"{what}: {name} has shape {tuple(tensor.shape)}, not {shape}")
-            target.pop(name).copy_(tensor)
+            # Cast first: on its way from a GPU copy_ would do it here, on a CPU.
+            target.pop(name).copy_(tensor.to(memory.dtype))
         if target:
             lacking = f"{len(target)} of {len(self.shapes)} tensors, first {next(iter(target))!r}"
             raise KeyError(f"{what} lacks {lacking}")

@@ -148,12 +148,8 @@ def publish_seconds(
         times = take_turns(["copy", *READERS], weights, tensors, cast, active)
     else:
         times = take_turns(READERS, weights, tensors, cast, active)
-        cuda = torch.cuda.cudart()
-        for slot in weights.slots:
-            torch.cuda.check_error(cuda.cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))
+        weights.lock_pages()
         times |= take_turns(["copy", "registered"], weights, tensors, cast, active)
-        for slot in weights.slots:
-            torch.cuda.check_error(cuda.cudaHostUnregister(slot.data_ptr()))
     active[0] = -1
     for child in children:
         child.join(60)

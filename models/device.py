@@ -4,6 +4,11 @@ import torch
 
 from config import Config
 
+# On an H100 torch prefers cuDNN's attention, which with a mask and a key length of 64 modulo 128
+# gives NaN gradients, and makes a plan for each new shape. vLLM switches it off for itself: so
+# policy and reference policy have the same kernel, too.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 def device() -> torch.device:
     """The device of this process: the parent left it one GPU to see, or none."""

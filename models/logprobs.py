@@ -14,7 +14,7 @@ from buffer import Group, rows_of
 
 # Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
 # keep the device busy.
-TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 4096}
+TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 8192}
 # Response tokens whose logits, a vocabulary each, exist at once.
 POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 2048}
 

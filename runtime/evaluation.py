@@ -78,7 +78,7 @@ class EvaluationRun:
                 )
             self.scored.append((group, None))
         else:
-            self.scored.append((group, rewards))
+            self.scored.append((group, rewards.astype(float)))
 
     @property
     def is_done(self) -> bool:

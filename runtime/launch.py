@@ -30,7 +30,10 @@ from weights import SharedWeights, check_shared_memory, num_elements
 SAVE_SECONDS = 10.0  # grace period for the trainer's checkpoint and model at a shutdown ...
 SAVE_BYTES_PER_SECOND = 100e6  # ... and this much more for a large model
 STOP_SECONDS = 2.0  # grace period for the searchers
-MEMORY_ALONE, MEMORY_BESIDE_TRAINER = 0.75, 0.3  # of a GPU's, for vLLM
+# Of a GPU's memory, for vLLM. Alone it has the reference policy beside it, and a task's models;
+# a trainer of GSM8K's size needs 52 GiB of 80.
+MEMORY_ALONE, MEMORY_BESIDE_TRAINER = 0.55, 0.15
+SHARED_AHEAD = 2  # syncs that a searcher may be ahead of the trainer whose GPU it shares
 EVALUATION_SECONDS = 3600.0  # for the final evaluation, the start of its engine included
 POLL_SECONDS = 0.05
 
@@ -145,7 +148,10 @@ def run(config: Config) -> int:
         config = dataclasses.replace(config, searchers=searchers)
     places = processes.places(config)
     config = dataclasses.replace(
-        config, searchers=len(places) - 1, gpu_memory_utilization=gpu_memory(config, places)
+        config,
+        searchers=len(places) - 1,
+        gpu_memory_utilization=gpu_memory(config, places),
+        search_ahead=search_ahead(config, places),
     )
     shapes = weight_shapes(config)
     preflight.check_template(config, messages)
@@ -179,6 +185,13 @@ def gpu_memory(config: Config, places: list[Place]) -> float | None:
     if places[0].gpu is None or config.gpu_memory_utilization is not None:
         return config.gpu_memory_utilization
     return MEMORY_BESIDE_TRAINER if places[0].gpu == places[1].gpu else MEMORY_ALONE
+
+
+def search_ahead(config: Config, places: list[Place]) -> int | None:
+    """How far searchers may be ahead: a limit by itself only where one takes the trainer's GPU."""
+    is_shared = places[0].gpu is not None and places[0].gpu == places[1].gpu
+    is_free = config.search_ahead is None and not config.lockstep and config.max_staleness is None
+    return SHARED_AHEAD * config.sync_period if is_shared and is_free else config.search_ahead
 
 
 def describe(config: Config, places: list[Place], sizes: dict[str, int], parameters: int) -> None:

@@ -29,6 +29,7 @@ class Place:
     name: str  # "trainer", "searcher 0"
     gpu: str | None  # for CUDA_VISIBLE_DEVICES
     cores: list[int]
+    threads: int | None = None  # of OpenMP; None: one for each core
 
     def __str__(self) -> str:
         if self.gpu is not None:
@@ -41,10 +42,16 @@ def places(config: Config) -> list[Place]:
     """The trainer's place and then one per searcher.
 
     A GPU each where there are several, the one GPU shared, or the cores split. Raises UserError for
-    more searchers than fit.
+    more searchers than fit, and for GPUs that CUDA cannot use.
     """
     cores = sorted(os.sched_getaffinity(0))
     count = torch.cuda.device_count()
+    if count and not torch.cuda.is_available():  # the one asks the driver, the other CUDA
+        raise UserError(
+            f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, but CUDA "
+            f"{torch.version.cuda} cannot use them: see nvidia-smi (CUDA 13 needs driver 580 or "
+            "newer), or hide them with CUDA_VISIBLE_DEVICES="
+        )
     all_gpus = ",".join(map(str, range(count)))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")[:count]
     searchers = config.searchers or max(1, len(gpus) - 1)
@@ -66,7 +73,8 @@ def places(config: Config) -> list[Place]:
             f"--searchers is {searchers}, but there is one GPU: it holds one trainer and one "
             "searcher"
         )
-    return [Place(name, gpus[i % len(gpus)], cores) for i, name in enumerate(names)]
+    threads = max(1, len(cores) // len(names))
+    return [Place(name, gpus[i % len(gpus)], cores, threads) for i, name in enumerate(names)]
 
 
 def split_cores(cores: list[int], searchers: int) -> list[list[int]]:
@@ -79,7 +87,7 @@ def split_cores(cores: list[int], searchers: int) -> list[list[int]]:
 
 def environment(place: Place) -> dict[str, str]:
     """What a process must find in its environment before it imports torch or vLLM."""
-    threads = str(len(place.cores))
+    threads = str(place.threads or len(place.cores))
     variables = {
         "CUDA_VISIBLE_DEVICES": place.gpu or "",
         "OMP_NUM_THREADS": threads,

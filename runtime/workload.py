@@ -1,11 +1,14 @@
 """What a searcher generates next: its share of the queries, in an order of its own each epoch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from config import Config
 from tasks import Query
+from weights import SharedWeights
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,40 @@ class Workload:
     def may_load(self) -> bool:
         """Return whether new weights may be loaded now: always, in free-running search."""
         return True
+
+
+class ThrottledWorkload(Workload):
+    """Free-running search that waits when it is --search_ahead steps ahead of the trainer.
+
+    For a searcher on the trainer's own GPU, where what is made and not trained on costs its time. A
+    step takes B groups. Counted from this searcher's start.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        queries: Sequence[Query],
+        share: int,
+        cursor: int,
+        weights: SharedWeights,
+    ):
+        super().__init__(queries, share, config.searchers, config.seed, cursor)
+        self.config, self.weights = config, weights
+        self.first_step, self.num_started = max(0, weights.version), 0
+
+    def draw(self) -> Work | None:
+        if self.num_started >= self.limit():
+            return None
+        self.num_started += 1
+        return super().draw()
+
+    def drop(self, work: Work) -> None:
+        super().drop(work)
+        self.num_started -= 1
+
+    def limit(self) -> int:
+        """Return how many groups may have been started by now: this searcher's part, rounded up."""
+        config = self.config
+        steps = max(0, self.weights.version) - self.first_step + config.search_ahead
+        initial = math.ceil(config.initial_responses / config.samples_per_query)
+        return math.ceil((initial + steps * config.queries_per_batch) / config.searchers)

@@ -1,0 +1,138 @@
+"""What only a GPU machine does, as far as it can be looked at without one.
+
+Only the device query is a mock: how many GPUs there are, and whether CUDA can use them.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from conftest import read, steps_of, tba
+
+from config import Config, UserError
+from models import device, logprobs
+from runtime import launch, processes
+from runtime.workload import ThrottledWorkload, Workload
+from tasks import Query
+from weights import SharedWeights
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A function that makes this a machine with so many GPUs."""
+
+    def have(count: int, usable: bool = True) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+
+    return have
+
+
+def test_gpus_that_are_counted_and_cannot_be_used_are_refused_in_one_line(gpus):
+    gpus(4, usable=False)
+    with pytest.raises(UserError, match=r"there are 4 GPUs, but CUDA .* driver 580") as caught:
+        processes.places(Config())
+    assert "\n" not in str(caught.value)
+
+
+def test_each_process_on_a_gpu_gets_its_part_of_the_cores_as_threads(gpus, monkeypatch):
+    gpus(4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    places = processes.places(Config())
+    assert [place.gpu for place in places] == ["0", "1", "2", "3"]
+    environments = [processes.environment(place) for place in places]
+    assert {variables["OMP_NUM_THREADS"] for variables in environments} == {"16"}
+    assert {variables["MKL_NUM_THREADS"] for variables in environments} == {"16"}
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in environments] == list("0123")
+    assert all(place.cores == list(range(64)) for place in places), "each may run on any"
+
+
+def test_vllm_leaves_room_for_a_tasks_models_and_more_beside_the_trainer(gpus):
+    for count, share in ((4, 0.55), (1, 0.15)):
+        gpus(count)
+        places = processes.places(Config())
+        assert launch.gpu_memory(Config(), places) == share
+        assert launch.gpu_memory(Config(gpu_memory_utilization=0.4), places) == 0.4
+
+
+def test_cudnns_attention_is_off_wherever_a_model_runs():
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert device.device().type in ("cpu", "cuda"), "this module switched it off"
+
+
+def test_a_forward_pass_on_a_gpu_has_at_least_8192_tokens():
+    assert logprobs.TOKENS_PER_FORWARD["cuda"] >= 8192
+
+
+def test_weights_are_cast_before_they_are_copied_into_a_slot():
+    """A copy from a GPU would otherwise be converted on the CPU, at a tenth of the speed."""
+    copied = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), keywords=None):
+            if function is torch.Tensor.copy_:
+                copied.append((arguments[0].dtype, arguments[1].dtype))
+            return super().__torch_function__(function, types, arguments, keywords or {})
+
+    weights = SharedWeights({"a": (3,)}, torch.bfloat16, readers=1)
+    assert weights.publish(1, [("a", torch.ones(3).as_subclass(Watched))])
+    assert copied == [(torch.bfloat16, torch.bfloat16)]
+
+
+def test_only_a_searcher_on_the_trainers_gpu_is_throttled_by_itself(gpus):
+    config = Config(sync_period=2)
+    for count, ahead in ((4, None), (2, None), (1, 4)):
+        gpus(count)
+        assert launch.search_ahead(config, processes.places(config)) == ahead
+        own = Config(search_ahead=7)
+        assert launch.search_ahead(own, processes.places(own)) == 7
+    for free in (Config(max_staleness=5), Config(constant_staleness=2)):
+        assert launch.search_ahead(free, processes.places(free)) is None, "the trainer may wait"
+
+
+def make_throttled(config: Config, weights: SharedWeights) -> ThrottledWorkload:
+    queries = [Query(i, str(i), None) for i in range(100)]
+    return ThrottledWorkload(config, queries, 0, 0, weights)
+
+
+def draw_all(workload: Workload) -> list:
+    return list(iter(workload.draw, None))
+
+
+def test_a_throttled_search_waits_when_it_is_ahead_and_goes_on_as_the_trainer_steps():
+    config = Config(
+        searchers=1,
+        queries_per_batch=3,
+        samples_per_query=10,
+        initial_responses=45,
+        search_ahead=2,
+    )
+    weights = SharedWeights({"a": (1,)}, torch.float32, readers=1)
+    workload = make_throttled(config, weights)
+    drawn = draw_all(workload)
+    assert len(drawn) == 11, "45 responses in 4.5 groups, and two steps of three"
+    for step in (0, 2):
+        weights.publish(step, [("a", torch.zeros(1))])
+    assert len(draw_all(workload)) == 6, "two steps of three groups"
+    assert draw_all(workload) == []
+    workload.drop(drawn[0])
+    workload.finish(drawn[1])
+    assert len(draw_all(workload)) == 1, "a group that got no scores is made up for"
+    replacement = make_throttled(config, weights)
+    assert len(draw_all(replacement)) == 11, "a restarted searcher counts from its own start"
+
+
+def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
+    run_dir = tmp_path / "run"
+    flags = ["--search_ahead", 10, "--steps", 400, "--initial_responses", 240]
+    flags += ["--queries_per_batch", 1, "--queries_per_micro_batch", 1]
+    result = tba("arithmetic", *flags, "--eval_every", 0, "--output_dir", run_dir)
+    assert result.returncode == 0, result.stderr
+    lines = steps_of(run_dir)
+    made = np.array([line["received"] for line in lines])
+    allowed = np.array([240 + 12 * (line["step"] + 10) for line in lines])
+    assert (made <= allowed).all() and made[-1] > 0.5 * allowed[-1], "and it does search"
+    assert "final_accuracy" in read(run_dir, "metrics.jsonl")[-1]
