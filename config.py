@@ -58,6 +58,9 @@ DType = Annotated[str, Bound(lambda value: value in DTYPES, f"it is one of {', '
 MasterDType = Annotated[
     str, Bound(lambda value: value in DTYPES[1:], f"it is one of {', '.join(DTYPES[1:])}")
 ]
+Switch = Annotated[
+    str, Bound(lambda value: value in ("auto", "on", "off"), "it is one of auto, on, off")
+]
 LR_SCHEDULES = ("constant", "linear", "warmup_stable_decay")
 Schedule = Annotated[
     str, Bound(lambda value: value in LR_SCHEDULES, f"it is one of {', '.join(LR_SCHEDULES)}")
@@ -191,6 +194,9 @@ class ProcessSettings:
     auto: bfloat16 on a GPU, float32 without one."""
     master_dtype: MasterDType = "float32"
     """Of the trainer's weights and AdamW's two moments. bfloat16: with --dtype bfloat16 only."""
+    low_memory: Switch = "auto"
+    """Make the trainer's step in two passes: the memory of a few rows, a third more work, the same
+    gradient. auto: if the largest batch does not fit otherwise."""
     searchers: PositiveInt | None = None
     """Searcher processes. None: one per GPU besides the trainer's, and at least one."""
     gpu_memory_utilization: Share | None = None

@@ -17,7 +17,7 @@ from buffer import Row
 from config import Config
 from loss import LOSSES, LossInputs, Metrics
 from models.device import compute_dtype, device
-from models.logprobs import response_logprobs
+from models.logprobs import response_logprobs, split_rows
 from models.policy import load_policy, load_tokenizer
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
@@ -39,6 +39,7 @@ class Learner:
             fused=True,
         )
         self.lr_schedule = lr_schedule(self.optimizer, config)
+        self.low_memory = config.low_memory == "on"  # or set by the largest-batch trial
         self.step = 0  # optimizer steps done; the version of the weights
         self.bad_steps = self.bad_steps_in_a_row = 0
 
@@ -54,9 +55,8 @@ class Learner:
         totals: Metrics = {"loss": 0.0}
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
-            loss, metrics = LOSSES[config.loss](self.loss_inputs(part, beta * tau, gamma * tau))
-            (loss * len(part) / len(rows)).backward()
-            for name, value in {"loss": loss.detach(), **metrics}.items():
+            loss, metrics = self.backward(part, beta * tau, gamma * tau, len(part) / len(rows))
+            for name, value in {"loss": loss, **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + value * len(part) / len(rows)
         learning_rate = self.lr_schedule.get_last_lr()[0]
         grad_norm = self.step_optimizer()
@@ -69,6 +69,32 @@ class Learner:
             "learning_rate": learning_rate,
             "beta": beta,
         }
+
+    def backward(
+        self, rows: list[Row], beta: float, reference_temperature: float = 1.0, weight: float = 1.0
+    ) -> tuple[Tensor, Metrics]:
+        """Add the gradient of the rows' loss, times weight. Returns that loss and its metrics.
+
+        The objective is a function of the log-probabilities alone. So with low memory a first pass,
+        without a graph, gives its gradient with respect to them. A second one takes that to the
+        weights, a few rows at a time: exact, with the memory of those few.
+        """
+        with torch.set_grad_enabled(not self.low_memory):
+            inputs = self.loss_inputs(rows, beta, reference_temperature)
+        inputs.logprobs.requires_grad_()
+        loss, metrics = LOSSES[self.config.loss](inputs)
+        (loss * weight).backward()
+        if self.low_memory:
+            prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
+            for few in split_rows(prompts, tokens, inputs.logprobs.device):
+                logprobs = self.logprobs([rows[i] for i in few])  # (rows, T of these)
+                logprobs.backward(inputs.logprobs.grad[few, : logprobs.shape[1]])
+        return loss.detach(), metrics
+
+    def logprobs(self, rows: list[Row]) -> Tensor:
+        """Compute log pi of the rows' tokens: (N, T)."""
+        prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
+        return response_logprobs(self.policy, prompts, tokens, self.config.temperature, self.dtype)
 
     def step_optimizer(self) -> float:
         """Clip the gradient, apply it, and return its norm. One that is not finite is left out.
@@ -100,10 +126,7 @@ class Learner:
         The log-reward of trajectory balance is [log pi_ref / gamma + reward / beta] / tau: so
         `beta` is beta tau, and `reference_temperature` is gamma tau.
         """
-        prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-        logprobs = response_logprobs(
-            self.policy, prompts, tokens, self.config.temperature, self.dtype
-        )
+        logprobs = self.logprobs(rows)
 
         def padded(arrays: list[np.ndarray]) -> Tensor:
             out = np.zeros(logprobs.shape, np.float32)
@@ -121,9 +144,7 @@ class Learner:
             group_size=self.config.responses_per_query,
             beta=beta,
             max_response_length=self.config.max_response_tokens,
-            prompt_lengths=torch.tensor(
-                [len(prompt) for prompt in prompts], device=logprobs.device
-            ),
+            prompt_lengths=torch.tensor([len(row.prompt) for row in rows], device=logprobs.device),
         )
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ class Trainer:
                 weights.lock_pages()
             except torch.cuda.CudaError as error:
                 self.report.say(f"publishing will be slower, its memory cannot be locked: {error}")
-        try_largest_batch(config, self.learner.policy, self.learner.loss_inputs)
+        try_largest_batch(config, self.learner, self.report.say)
         self.batches = LockstepBatches(config, board) if config.lockstep else ReplayBatches(config)
         self.evaluations = EvaluationRequests(config, weights)
         self.resets = ReferenceResets(config, weights, self.learner.policy)

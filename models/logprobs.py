@@ -37,32 +37,46 @@ def response_logprobs(
     pairs = [(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)]
     kept, place = _distinct(pairs)
     prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
-    lengths = np.array([len(response) for response in responses])
-    longest_first = np.argsort(-lengths, kind="stable")
-    longest_prompt = max(len(prompt) for prompt in prompts)
+    width = max(len(response) for response in responses)
     head = model.get_output_embeddings()
-    chunks, start = [], 0
+    chunks, chunked_rows = [], split_rows(prompts, responses, device)
     is_cast = dtype != next(model.parameters()).dtype
     # One autocast for all chunks: within it each weight is cast once.
     with torch.autocast(device.type, dtype, enabled=is_cast):
-        while start < len(lengths):
-            longest = lengths[longest_first[start]]
-            # Each row has its own keys and values of the prompt: at most 4 times as many positions
-            # of those as tokens that run.
-            padded_row = max(longest, (longest_prompt + longest) // 4)
-            count = max(1, TOKENS_PER_FORWARD[device.type] // padded_row)
-            rows = longest_first[start : start + count]  # M of them
-            start += len(rows)
+        for rows in chunked_rows:  # M of them
             ids, mask = _right_padded([responses[row] for row in rows], device)  # (M, chunk's T)
             states = _states(model, [prompts[row] for row in rows], ids)[mask]
-            states = (states.float() / temperature).to(dtype)  # (R, H), R response tokens
+            full = torch.promote_types(states.dtype, torch.float32)
+            states = (states.to(full) / temperature).to(dtype)  # (R, H), R response tokens
             bias = None if head.bias is None else head.bias / temperature
             with torch.autocast(device.type, enabled=False):  # it would round the logits
                 taken = TokenLogprobs.apply(states, head.weight, bias, ids[mask])  # (R,)
-            chunk = torch.zeros(mask.shape, device=device).masked_scatter(mask, taken)
-            chunks.append(F.pad(chunk, (0, lengths.max() - mask.shape[1])))
-    order = np.argsort(longest_first)[place]
+            chunk = torch.zeros(mask.shape, dtype=taken.dtype, device=device)
+            chunk = chunk.masked_scatter(mask, taken)
+            chunks.append(F.pad(chunk, (0, width - mask.shape[1])))
+    order = np.argsort(np.concatenate(chunked_rows))[place]
     return torch.cat(chunks)[torch.from_numpy(order).to(device)]
+
+
+def split_rows(
+    prompts: list[np.ndarray], responses: list[np.ndarray], device: torch.device
+) -> list[np.ndarray]:
+    """Return the indices of the rows of each forward pass: rows of similar length, longest first.
+
+    One pass keeps the device busy, and more rows would only take more memory.
+    """
+    lengths = np.array([len(response) for response in responses])
+    longest_prompt = max(len(prompt) for prompt in prompts)
+    order, chunks, start = np.argsort(-lengths, kind="stable"), [], 0
+    while start < len(order):
+        longest = lengths[order[start]]
+        # Each row has its own keys and values of the prompt: at most 4 times as many positions of
+        # those as tokens that run.
+        padded_row = max(longest, (longest_prompt + longest) // 4)
+        count = max(1, TOKENS_PER_FORWARD[device.type] // padded_row)
+        chunks.append(order[start : start + count])
+        start += count
+    return chunks
 
 
 def _states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> Tensor:
@@ -127,7 +141,8 @@ class TokenLogprobs(torch.autograd.Function):
         size, cast = POSITIONS_PER_LOGITS[states.device.type], weight.to(states.dtype)
         slices = zip(*(tensor.split(size) for tensor in (states, targets, normalizers, grad)))
         grad_states = []
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        full = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=full)
         grad_bias = None if bias is None else torch.zeros_like(bias)
         for state, target, normalizer, g in slices:
             pi = _logits(state, cast, bias).sub_(normalizer[:, None]).exp_()
@@ -142,15 +157,17 @@ class TokenLogprobs(torch.autograd.Function):
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits in fp32. In bf16 those of 16 to 64 would be 0.125 to 0.25 apart."""
-    if states.dtype == torch.float32:
+    if states.dtype != torch.bfloat16:
         return F.linear(states, weight, bias)
     logits = _product(states, weight.T)
     return logits if bias is None else logits + bias
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed and returned in fp32, whatever the dtype of the two."""
-    if a.is_cuda and a.dtype != torch.float32:
+    """a @ b; of two bf16 ones summed and returned in fp32."""
+    if a.dtype != torch.bfloat16:
+        return a @ b
+    if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 

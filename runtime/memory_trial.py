@@ -1,48 +1,76 @@
 """The largest-batch trial: what does not fit into memory shows in the first minute."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from buffer import Row
 from config import Config
-from loss import LOSSES, LossInputs
 
 
-def try_largest_batch(
-    config: Config,
-    policy: torch.nn.Module,
-    loss_inputs: Callable[[list[Row], float], LossInputs],
-) -> None:
+class LearnerLike(Protocol):
+    """What the trial needs of a Learner."""
+
+    policy: torch.nn.Module
+    low_memory: bool
+
+    def backward(self, rows: list[Row], beta: float) -> object: ...
+
+
+def try_largest_batch(config: Config, learner: LearnerLike, say: Callable[[str], None]) -> None:
     """Run forward, backward and AdamW on the longest micro-batch that can come, to no effect.
 
-    loss_inputs: the learner's, from rows and beta. Raises MemoryError that says what to lower.
+    With --low_memory auto a batch that does not fit makes the learner take two passes. say: shows
+    the user a line. Raises MemoryError that says what to lower.
     """
+    rows = largest_micro_batch(config, learner.policy.get_input_embeddings().num_embeddings)
+    if fits(config, learner, rows):
+        return
+    if config.low_memory == "auto":
+        learner.low_memory = True
+        if fits(config, learner, rows):
+            say(
+                "the largest batch does not fit into memory: a step takes two passes (--low_memory)"
+            )
+            return
+    smaller = "--max_response_tokens or --responses_per_query"
+    if config.queries_per_micro_batch > 1:
+        smaller = "--queries_per_micro_batch"
+    also = " or try --low_memory on" if config.low_memory == "off" else ""
+    raise MemoryError(
+        f"{len(rows)} responses of {config.max_prompt_tokens} + {config.max_response_tokens} "
+        f"tokens do not fit into memory in one forward and backward pass: lower {smaller}{also}"
+    )
+
+
+def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
+    """Rows of full length, random, as equal rows would run once."""
     num_queries, group_size = config.queries_per_micro_batch, config.responses_per_query
-    size, vocabulary = num_queries * group_size, policy.get_input_embeddings().num_embeddings
-    # Random, as equal rows would run once.
+    size = num_queries * group_size
     rng, numbers = np.random.default_rng(0), np.zeros(config.max_response_tokens, np.float32)
     prompts = rng.integers(vocabulary, size=(num_queries, config.max_prompt_tokens))
     responses = rng.integers(vocabulary, size=(size, config.max_response_tokens))
-    rows = [
+    return [
         Row(-1, 0, 0, prompts[i // group_size], responses[i], numbers, numbers, 0.0)
         for i in range(size)
     ]
+
+
+def fits(config: Config, learner: LearnerLike, rows: list[Row]) -> bool:
+    """Whether a step on these rows fits into memory, gradients and moments included."""
+    parameters = list(learner.policy.parameters())
     try:
-        for parameter in policy.parameters():
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         # Its two moments are there from the second step on.
-        stand_in = torch.optim.AdamW(policy.parameters(), lr=0.0, fused=True)
+        stand_in = torch.optim.AdamW(parameters, lr=0.0, fused=True)
         stand_in.step()
-        LOSSES[config.loss](loss_inputs(rows, config.beta))[0].backward()
-    except torch.OutOfMemoryError as error:
-        smaller = "--max_response_tokens or --responses_per_query"
-        if num_queries > 1:
-            smaller = "--queries_per_micro_batch"
-        raise MemoryError(
-            f"{size} responses of {config.max_prompt_tokens} + {config.max_response_tokens} tokens "
-            f"do not fit into memory in one forward and backward pass: lower {smaller}"
-        ) from error
-    for parameter in policy.parameters():
-        parameter.grad = None
+        learner.backward(rows, config.beta)
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        for parameter in parameters:
+            parameter.grad = None

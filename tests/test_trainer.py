@@ -259,7 +259,7 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
         with_kwargs=True,
     )
     before = [p.detach().clone() for p in model.parameters()]
-    try_largest_batch(trainer.config, model, trainer.learner.loss_inputs)
+    try_largest_batch(trainer.config, trainer.learner, say=print)
     assert sum(positions) == 2 * (2 * 3 * 30), "forward, and again in the backward pass"
     assert widths == [(2, 20), (6, 29)]
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))

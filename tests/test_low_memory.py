@@ -1,0 +1,111 @@
+"""--low_memory: a step in two passes has the gradient of the usual one, for every objective."""
+
+import pytest
+import torch
+from conftest import steps_of, tba
+from test_trainer import make_rows
+
+from config import Config
+from learner import Learner
+from loss import LOSSES
+from models import logprobs
+from runtime.memory_trial import try_largest_batch
+
+ROWS = make_rows(queries=4, per_query=3)
+SETTINGS = dict(responses_per_query=3, queries_per_batch=4, queries_per_micro_batch=2, beta=0.3)
+
+
+@pytest.fixture
+def small_passes(monkeypatch):
+    """Several forward passes for a micro-batch, of several rows each."""
+    monkeypatch.setitem(logprobs.TOKENS_PER_FORWARD, "cpu", 60)
+
+
+def gradient(model, loss: str, low_memory: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the gradient that update() hands to the optimizer."""
+    learner = Learner(Config(model=str(model), loss=loss, low_memory=low_memory, **SETTINGS), print)
+    learner.policy.to(dtype)
+    learner.dtype, gradients = dtype, []
+
+    def step():
+        gradients.extend(p.grad.flatten() for p in learner.policy.parameters())
+
+    learner.optimizer.step = step
+    learner.update(ROWS)
+    return torch.cat(gradients)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["fp32", "fp64"]
+)
+def test_the_gradient_in_two_passes_is_that_in_one(
+    loss, dtype, tolerance, tied_model, small_passes
+):
+    usual, two_passes = (gradient(tied_model, loss, low, dtype) for low in ("off", "on"))
+    assert usual.norm() > 0
+    assert (two_passes - usual).norm() / usual.norm() < tolerance
+
+
+def test_two_passes_hold_the_graph_of_a_few_rows_only(tied_model, small_passes):
+    saved = {}
+    for low_memory in ("off", "on"):
+        config = Config(model=str(tied_model), low_memory=low_memory, **SETTINGS)
+        learner, held = Learner(config, print), [0, 0]  # now, at most
+
+        class Kept:
+            """A saved tensor, counted while its graph lives."""
+
+            def __init__(self, tensor, held=held):
+                self.tensor, self.held = tensor, held
+                held[0] += tensor.nbytes
+                held[1] = max(held)
+
+            def __del__(self):
+                self.held[0] -= self.tensor.nbytes
+
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+            learner.update(ROWS)
+        saved[low_memory] = held[1]
+    assert saved["on"] < 0.7 * saved["off"], saved
+
+
+class Full:
+    """A learner on a card on which only two passes fit, or nothing does."""
+
+    def __init__(self, learner: Learner, fits: bool):
+        self.policy, self.learner, self.fits, self.low_memory = learner.policy, learner, fits, False
+
+    def backward(self, rows, beta):
+        if not (self.low_memory and self.fits):
+            raise torch.OutOfMemoryError
+        return self.learner.backward(rows, beta)
+
+
+def test_a_batch_that_does_not_fit_makes_the_learner_take_two_passes(tied_model, capsys):
+    short = dict(max_prompt_tokens=8, max_response_tokens=8)
+    config = Config(model=str(tied_model), **SETTINGS, **short)
+    learner, said = Learner(config, print), []
+    full = Full(learner, fits=True)
+    try_largest_batch(config, full, said.append)
+    assert full.low_memory and said == [
+        "the largest batch does not fit into memory: a step takes two passes (--low_memory)"
+    ]
+    with pytest.raises(MemoryError, match="6 responses of 8 . 8 tokens do not fit"):
+        try_largest_batch(config, Full(learner, fits=False), said.append)
+    off = Config(model=str(tied_model), low_memory="off", **SETTINGS, **short)
+    with pytest.raises(MemoryError, match="--queries_per_micro_batch or try --low_memory on"):
+        try_largest_batch(off, Full(learner, fits=True), said.append)
+    assert all(parameter.grad is None for parameter in learner.policy.parameters())
+
+
+def test_a_run_in_two_passes_makes_the_losses_of_one_in_one_pass(tmp_path):
+    """On-policy, so that both see the same responses. Equal at first, while rounding is small."""
+    losses = {}
+    for low_memory in ("off", "on"):
+        run_dir = tmp_path / low_memory
+        flags = ["--synchronous", "--steps", 5, "--low_memory", low_memory]
+        result = tba("arithmetic", *flags, "--output_dir", run_dir)
+        assert result.returncode == 0, result.stderr
+        losses[low_memory] = [line["loss"] for line in steps_of(run_dir)]
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-3)
