@@ -7,12 +7,13 @@ The step is on 140 ragged responses: 7 queries x 20, lengths of real GSM8K solut
 
 GSM8K comes from the hub without --data_dir.
 
-padded    every response padded to 512 tokens, a full fp32 log-softmax of all positions, as in the
-          official code
-trimmed   the same, padded to the longest row of the micro-batch
-ours      models/logprobs.py
-floor     the matrix products of ours alone, nothing padded or made twice, at the rate of one large
-          matrix product on this machine
+padded      every response padded to 512 tokens, a full fp32 log-softmax of all positions, as in the
+            official code
+trimmed     the same, padded to the longest row of the micro-batch
+ours        models/logprobs.py
+two passes  the same with --low_memory on
+floor       the matrix products of ours alone, nothing padded or made twice, at the rate of one
+            large matrix product on this machine
 
 All but the floor are the same Learner.update: the same rows, trajectory-balance loss, backward
 pass, clipping and AdamW. Each has a process of its own, for its peak of memory.
@@ -99,7 +100,13 @@ def trimmed(
     return padded(model, prompts, responses, temperature, dtype, max(map(len, responses)))
 
 
-VARIANTS = {"padded": padded, "trimmed": trimmed, "ours": response_logprobs}
+TWO_PASSES = "two passes"
+VARIANTS = {
+    "padded": padded,
+    "trimmed": trimmed,
+    "ours": response_logprobs,
+    TWO_PASSES: response_logprobs,
+}
 
 
 def measure(variant: str, directory: str, rows: list[Row]) -> dict:
@@ -115,6 +122,7 @@ def measure(variant: str, directory: str, rows: list[Row]) -> dict:
         max_grad_norm=1.0,
         temperature=0.7,
         learning_rate=0.0,
+        low_memory="on" if variant == TWO_PASSES else "off",
     )
     learner = Learner(config, print)
     learner.update(rows[:RESPONSES])  # warms up, and makes gradients and moments

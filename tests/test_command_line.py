@@ -179,7 +179,7 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
             "--reference_reset_period 5 --sync_period 2",
             "--reference_reset_period is 5, no multiple of --sync_period 2",
         ),
-        ("gsm8k --preset k4", "--preset is 'k4': it is one of figure1, table2, k40"),
+        ("gsm8k --preset k4", "--preset is 'k4': it is one of figure1, table2, k40, as_released"),
         ("tldr --preset 1b --tiny", "--preset is '1b', but --tiny is a preset of its own"),
         ("--json", "--json is for --eval_only"),
         ("--eval_only --model {tmp}/absent", "absent' does not exist"),

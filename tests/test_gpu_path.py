@@ -4,11 +4,13 @@ Only the device query is a mock: how many GPUs there are, and whether CUDA can u
 """
 
 import os
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 import torch
-from conftest import read, steps_of, tba
+from conftest import ROOT, read, steps_of, tba
 
 from config import Config, UserError
 from models import device, logprobs
@@ -47,6 +49,33 @@ def test_each_process_on_a_gpu_gets_its_part_of_the_cores_as_threads(gpus, monke
     assert {variables["MKL_NUM_THREADS"] for variables in environments} == {"16"}
     assert [variables["CUDA_VISIBLE_DEVICES"] for variables in environments] == list("0123")
     assert all(place.cores == list(range(64)) for place in places), "each may run on any"
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_where_there_is_a_gpu_the_tests_have_the_cpu_build_in_an_environment_of_their_own(
+    has_gpu, tmp_path
+):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + ("echo GPU 0" if has_gpu else "exit 1"))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("requirements.txt", "requirements-cpu.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    found = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    said = {}
+    for target in ("demo", "test", "test-faults", "lint"):
+        command = ["make", "--dry-run", "--no-print-directory", target]
+        made = subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
+        said[target] = made.stdout
+    demo = "requirements.txt" if has_gpu else "requirements-cpu.txt"
+    assert f"-r {demo}" in said["demo"] and ".venv/bin/python tba.py" in said["demo"]
+    assert ("--overrides" in said["demo"]) == (not has_gpu)
+    tests = ".venv-cpu" if has_gpu else ".venv"
+    for target in ("test", "test-faults", "lint"):
+        assert (
+            "-r requirements-cpu.txt" in said[target] and "-r requirements.txt" not in said[target]
+        )
+        assert f"\n{tests}/bin/" in said[target]
 
 
 def test_vllm_leaves_room_for_a_tasks_models_and_more_beside_the_trainer(gpus):

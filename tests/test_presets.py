@@ -149,6 +149,12 @@ EXPECTED = {
         "responses_per_query": (40, "Table 5"),
         "samples_per_query": (48, "1.2 K, rule"),
     },
+    ("gsm8k", "as_released"): FIGURE_1
+    | {
+        "dtype": ("bfloat16", "released code"),
+        "master_dtype": ("bfloat16", "released code: no autocast"),
+        "options": ({"grade_unfinished": True}, "released code"),
+    },
     ("competition_math", "async2"): MATH,
     ("competition_math", "async10"): ASYNC_10,
     ("competition_math", "async2_released"): MATH | RELEASED,
