@@ -9,7 +9,7 @@ many queries the buffer holds.
 import json
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class Group:
     rewards: np.ndarray  # (S,) float32
     finished: np.ndarray  # (S,) bool, False where the length limit cut the response off
     temperature: float  # that the responses were sampled at
+    # (S,) bool, True where the last token was appended and not sampled; empty: nowhere.
+    appended: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
 
 @dataclass(eq=False, slots=True)
@@ -69,18 +71,26 @@ def rows_of(group: Group) -> list[Row]:
     return rows
 
 
+def sampled(group: Group) -> np.ndarray:
+    """Which tokens the policy sampled, all but appended ones: (sum of lengths,) bool."""
+    mask = np.ones(len(group.tokens), bool)
+    if len(group.appended):
+        mask[np.cumsum(group.lengths) - 1] = ~group.appended
+    return mask
+
+
 def arrays_of(groups: list[Group]) -> dict[str, np.ndarray]:
     """Plain arrays, fit for np.savez without pickle; for groups that are meant for a batch."""
     return {
-        f"{i}.{field.name}": np.asarray(getattr(group, field.name))
+        f"{i}.{column.name}": np.asarray(getattr(group, column.name))
         for i, group in enumerate(groups)
-        for field in fields(Group)
+        for column in fields(Group)
     }
 
 
 def groups_of(arrays: dict[str, np.ndarray]) -> list[Group]:
     """The groups that gave these arrays_of()."""
-    names = [field.name for field in fields(Group)]
+    names = [column.name for column in fields(Group)]
     groups = []
     for i in range(len(arrays) // len(names)):
         values = [arrays[f"{i}.{name}"] for name in names]
@@ -235,24 +245,24 @@ class Pool:
             "reference_versions": np.array([row.reference_version for row in rows], np.int64),
             "rewards": np.array([row.reward for row in rows], np.float64),
         }
-        for field in self.ARRAYS:
-            arrays = [getattr(row, field) for row in rows]
-            state[f"{field}_lengths"] = np.array([len(array) for array in arrays], np.int64)
-            state[field] = np.concatenate(arrays) if arrays else np.empty(0)
+        for name in self.ARRAYS:
+            arrays = [getattr(row, name) for row in rows]
+            state[f"{name}_lengths"] = np.array([len(array) for array in arrays], np.int64)
+            state[name] = np.concatenate(arrays) if arrays else np.empty(0)
         return state
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Go on exactly where the pool that gave `state` was."""
         columns = {
-            field: np.split(state[field], np.cumsum(state[f"{field}_lengths"])[:-1])
-            for field in self.ARRAYS
+            name: np.split(state[name], np.cumsum(state[f"{name}_lengths"])[:-1])
+            for name in self.ARRAYS
         }
         counts, versions = state["counts"].tolist(), state["versions"].tolist()
         reference_versions, rewards = state["reference_versions"].tolist(), state["rewards"]
         start = 0
         for query, count in zip(state["cards"].tolist(), counts):
             for i in range(start, start + count):
-                arrays = [columns[field][i] for field in self.ARRAYS]
+                arrays = [columns[name][i] for name in self.ARRAYS]
                 row = Row(query, versions[i], reference_versions[i], *arrays, float(rewards[i]))
                 self.add(row, row.tokens.tobytes(), count)
             # add() filled rows in the saved order. Restore the order of age as well, so that the

@@ -141,8 +141,8 @@ class SearchSettings:
     capacity_per_query: int = 100
     """Responses that the buffer keeps per query."""
     buffer_growth_steps: NonNegativeInt | None = None
-    """Steps after which a query's new responses replace the oldest, one for one.
-    None: only at capacity_per_query."""
+    """Steps after which a query's new responses replace its oldest, one for one.
+    None: they do so only once capacity_per_query is reached."""
     max_staleness: NonNegativeInt | None = None
     """Responses of versions more than this many steps old are left out. None: no limit."""
     search_ahead: NonNegativeInt | None = None
@@ -213,7 +213,8 @@ class ProcessSettings:
     eval_every: NonNegativeInt = 0
     """Steps between evaluations during the run. 0: only the base model and the final one."""
     evaluation_samples: PositiveInt = 1
-    """Responses to each test query; a metric is the mean over all of them."""
+    """Responses to each test query in the final evaluation and with --eval_only; a metric is the
+    mean over all of them. On the way it is one."""
     evaluation_temperature: EvaluationTemperature | None = None
     """Their sampling temperature, 0: greedy. None: the task's, greedy unless it says otherwise."""
     eval_only: bool = False
@@ -237,6 +238,12 @@ class Config(
     """A name in tasks/ or the path of a .py file with a task of your own."""
     options: dict = field(default_factory=dict)
     """The task's own settings, by name: flags too, see python tba.py TASK --help."""
+
+    def in_steps(self, steps_or_share: float) -> int:
+        """A number of steps as it is, a share (below 1) of the run's steps, rounded down."""
+        is_share = 0 < steps_or_share < 1
+        # 0.29 x 100 is 28.999… in floating point.
+        return int(steps_or_share * self.steps + 1e-9) if is_share else int(steps_or_share)
 
     @property
     def lockstep(self) -> bool:

@@ -193,16 +193,10 @@ def beta_at(config: Config, step: int) -> float:
     """beta at a step: a line from beta to beta_final, which a stop step may cut short."""
     if config.beta_final is None:
         return config.beta
-    if config.beta_stop_step is not None and step >= in_steps(config, config.beta_stop_step):
+    if config.beta_stop_step is not None and step >= config.in_steps(config.beta_stop_step):
         return config.beta_final
-    share = progress(step, in_steps(config, config.beta_steps))
+    share = progress(step, config.in_steps(config.beta_steps))
     return config.beta + (config.beta_final - config.beta) * share
-
-
-def in_steps(config: Config, steps_or_share: float) -> int:
-    """A number of steps as it is, a share (below 1) of the run's steps, rounded down."""
-    is_share = 0 < steps_or_share < 1
-    return int(steps_or_share * config.steps) if is_share else int(steps_or_share)
 
 
 def reward_temperature_at(config: Config, step: int) -> float:

@@ -104,11 +104,11 @@ def tba_prime_ratio(x: LossInputs) -> tuple[Tensor, Metrics]:
 def tba_prime_released(x: LossInputs) -> tuple[Tensor, Metrics]:
     """TBA' as its authors released it: -sum_t clamp(rho_t, 0, 8) A / (P + T), rho = pi / pi_b.
 
-    Otherwise than in Eq. 7, each row is divided by its own length, prompt P and response T; the
+    Unlike Eq. 7, each row is divided by its own length, prompt P and response T; the
     clamped ratio carries the gradient; and A = (r - mean r) - beta (KL - mean KL_b), detached, is
     centred with the KL of the behaviour policy, both KLs clamped as in tba_prime. Needs behaviour
-    log-probabilities (recomputed by the trainer there, vLLM's here). Rows that the policy has left
-    lose their gradient, tokens with a ratio over 8 at once.
+    log-probabilities (recomputed by the trainer there, vLLM's here). On stale rows the gradient of
+    a token fades as its ratio nears 0, and is 0 where the ratio is over 8.
     """
     kl = sequence_sum((x.logprobs - x.ref_logprobs).detach().clamp(-10.0, 10.0), x.mask)
     behavior_kl = sequence_sum((_behavior(x) - x.ref_logprobs).clamp(-10.0, 10.0), x.mask)
@@ -180,7 +180,7 @@ def dr_grpo_ratio(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Dr. GRPO as TBA's authors released it, the baseline of Figure 6; no PPO clip.
 
     -sum_t clamp(rho_t, 0, 8) A / (P + T), A = r - mean r, rho and lengths as in tba_prime_released.
-    beta is not used. Needs behaviour log-probabilities. Stale rows as there.
+    beta is not used. Needs behaviour log-probabilities. Treats stale rows as that does.
     """
     return _bounded_ratio_loss(x, _centred(x.rewards, x.group_size)), {}
 

@@ -300,6 +300,7 @@ def make_group(
         rewards=rewards,
         finished=np.array(group.finished),
         temperature=rollout.temperature,
+        appended=np.array([len(a) > len(r.token_ids) for a, r in zip(tokens, rollout.responses)]),
     )
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from buffer import Group, rows_of
+from buffer import Group, rows_of, sampled
 
 # Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
 # keep the device busy.
@@ -224,13 +224,11 @@ def mismatch(
     prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
     inputs = prompts, tokens, group.temperature, dtype
     ours = response_logprobs_under(weights, model, *inputs).cpu().numpy()
-    differences = []
-    for logprobs, row, is_finished in zip(ours, rows, group.finished):
-        sampled = len(row.tokens)
-        if not is_finished and row.behavior_logprobs[-1] == 0:  # an appended end was not sampled
-            sampled -= 1
-        differences.append(np.abs(logprobs[:sampled] - row.behavior_logprobs[:sampled]))
-    return float(np.concatenate(differences).mean())
+    differences = [
+        np.abs(logprobs[: len(row.tokens)] - row.behavior_logprobs)
+        for logprobs, row in zip(ours, rows)
+    ]
+    return float(np.concatenate(differences)[sampled(group)].mean())
 
 
 @torch.no_grad()

@@ -11,14 +11,15 @@ def mean_of(values: np.ndarray) -> float:
 
 
 def interval(
-    values: np.ndarray, rows_per_query: int = 1, resamples: int = RESAMPLES
+    values: np.ndarray, query_ids: list[int] | None = None, resamples: int = RESAMPLES
 ) -> tuple[float, float]:
-    """95 % percentile bootstrap over the queries; the N rows of one query are contiguous."""
-    queries = len(values) // rows_per_query
-    shares = np.full(queries, 1 / queries)
+    """95 % percentile bootstrap over the queries. query_ids: of the N rows; None: a query each."""
+    ids = range(len(values)) if query_ids is None else query_ids
+    queries, query_of_row = np.unique(ids, return_inverse=True)
+    shares = np.full(len(queries), 1 / len(queries))
     # How often each query is drawn: (resamples, queries); each of its rows as often.
-    drawn = np.random.default_rng(0).multinomial(queries, shares, size=resamples)
-    counts = drawn.repeat(rows_per_query, axis=1)
+    drawn = np.random.default_rng(0).multinomial(len(queries), shares, size=resamples)
+    counts = drawn[:, query_of_row]
     return tuple(np.quantile(weighted_means(values, counts), [0.025, 0.975]).tolist())
 
 

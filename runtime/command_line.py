@@ -22,6 +22,8 @@ CHANGEABLE = (
     "learning_rate",
     "max_grad_norm",
     "eval_every",
+    "evaluation_samples",
+    "evaluation_temperature",
     "checkpoint_every",
     "output_dir",
     "searcher_timeout",
@@ -110,6 +112,10 @@ def resumed(arguments: list[str], directory: str) -> Config:
             f"--steps is {config.steps}, but the run to resume has {saved.steps}: with "
             "--constant_staleness its last batches are made for that"
         )
+    # A share of the steps stays one of those that the run began with: beta must not go back.
+    steps, stop = saved.in_steps(saved.beta_steps), saved.beta_stop_step
+    stop = None if stop is None else saved.in_steps(stop)
+    config = replace(config, beta_steps=steps, beta_stop_step=stop)
     check(config)
     return config
 

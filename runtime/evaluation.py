@@ -1,4 +1,4 @@
-"""Evaluation by a searcher: responses to each test query, beside the search.
+"""Evaluation by a searcher: a response to each test query, beside the search.
 
 The final evaluation has a process of its own (final_evaluation.py).
 """
@@ -22,7 +22,7 @@ from weights import SharedWeights
 class EvaluationRun:
     """Responses to each test query, generated in the engine beside whatever else runs there.
 
-    Raises ValueError when no test prompt is short enough.
+    samples: responses to each. Raises ValueError when no test prompt is short enough.
     """
 
     def __init__(
@@ -33,17 +33,18 @@ class EvaluationRun:
         tokenizer: PreTrainedTokenizerBase,
         config: Config,
         version: int,
+        samples: int = 1,
     ):
         self.scorer, self.tokenizer, self.version = scorer, tokenizer, version
+        self.samples = samples
         self.queries: dict[str, Query] = {}  # by request
-        sampling = sampling_for_tests(config, scorer.task)
+        sampling = sampling_for_tests(config, scorer.task) | {"n": samples}
         for query in queries:
             request, prompt = f"evaluation.{query.id}", encode_prompt(tokenizer, query.prompt)
             if len(prompt) > config.max_prompt_tokens:
                 continue
             # The samples of a request have the seeds that follow on its own.
-            seed = query.id * config.evaluation_samples
-            engine.add(request, prompt, version, seed=seed, **sampling)
+            engine.add(request, prompt, version, **{"seed": query.id * samples} | sampling)
             self.queries[request] = query
         if not self.queries:
             raise ValueError(
@@ -51,42 +52,42 @@ class EvaluationRun:
                 f"{config.max_prompt_tokens}"
             )
         self.long_prompts = len(queries) - len(self.queries)
-        # The scores of a query's responses, None where score() gave none.
-        self.scored: list[tuple[Responses, np.ndarray | None]] = []
+        # None where score() gave no score.
+        self.scored: list[tuple[Responses, float | None]] = []
         self.error: Exception | None = None  # the first that score() raised
 
     def finish(self, outputs: list) -> None:
         """Have its own among the engine's outputs scored."""
         own = [output for output in outputs if output.request_id in self.queries]
         if own:
-            queries = [self.queries[output.request_id] for output in own]
-            decoded = [decode(self.tokenizer, output.outputs) for output in own]
-            self.scorer.add(
-                [Responses(self, query, *texts) for query, texts in zip(queries, decoded)]
-            )
+            texts, finished = decode(self.tokenizer, [c for output in own for c in output.outputs])
+            queries = [self.queries[output.request_id] for output in own for _ in output.outputs]
+            rows = zip(queries, texts, finished)
+            # Each alone: one without a score costs no other of its query.
+            self.scorer.add([Responses(self, query, [text], [end]) for query, text, end in rows])
 
-    def record(self, group: Responses, rewards: np.ndarray | Exception) -> None:
-        """Take the scores of the responses to one query, or why there are none."""
+    def record(self, response: Responses, rewards: np.ndarray | Exception) -> None:
+        """Take the score of one response, or why it has none."""
         if isinstance(rewards, Exception):
             if not self.error:
                 self.error = rewards
                 logging.error(
-                    "test query %d is left out, its responses got no score; "
+                    "a response to test query %d is left out, it got no score; "
                     "later ones are only counted",
-                    group.query.id,
+                    response.query.id,
                     exc_info=rewards,
                 )
-            self.scored.append((group, None))
+            self.scored.append((response, None))
         else:
-            self.scored.append((group, rewards.astype(float)))
+            self.scored.append((response, float(rewards[0])))
 
     @property
     def is_done(self) -> bool:
-        return len(self.scored) == len(self.queries)
+        return len(self.scored) == len(self.queries) * self.samples
 
     def result(self) -> Evaluation:
         scores = [score for _, score in self.scored if score is not None]
-        mean, unscored = float(np.mean(scores)) if scores else 0.0, len(self.scored) - len(scores)
+        mean, unscored = float(np.mean(scores or [0.0])), len(self.scored) - len(scores)
         return Evaluation(self.version, mean, len(scores), self.long_prompts, unscored)
 
 

@@ -30,7 +30,8 @@ def evaluate_model(config: Config, connection: Connection) -> None:
         config = dataclasses.replace(config, gpu_memory_utilization=memory)
     engine, scorer = Engine(config), Scorer(config, task)
     tokenizer, queries = load_tokenizer(config), task.queries("test")
-    run = EvaluationRun(engine, scorer, queries, tokenizer, config, config.steps)
+    samples = config.evaluation_samples
+    run = EvaluationRun(engine, scorer, queries, tokenizer, config, config.steps, samples)
     while not run.is_done:
         if connection.poll():
             scorer.close()
@@ -39,23 +40,24 @@ def evaluate_model(config: Config, connection: Connection) -> None:
             run.finish(engine.step())
         else:
             time.sleep(POLL_SECONDS)
-        for group, rewards in scorer.take():
-            run.record(group, rewards)
-    scored = [(group, rewards) for group, rewards in run.scored if rewards is not None]
+        for response, rewards in scorer.take():
+            run.record(response, rewards)
+    scored = [(response, score) for response, score in run.scored if score is not None]
     if not scored:
         message = f"score() failed on every response to a test query: {run.error}"
         raise ValueError(message) from run.error
     scored.sort(key=lambda pair: pair[0].query.id)  # they came in any order
     if scorer.pool:
         task.load()  # the workers have, this process has not yet
-    samples = config.evaluation_samples
     values = task.evaluate(
-        [group.query for group, _ in scored for _ in range(samples)],
-        [text for group, _ in scored for text in group.texts],
-        [is_finished for group, _ in scored for is_finished in group.finished],
-        np.concatenate([rewards for _, rewards in scored]),
+        [response.query for response, _ in scored],
+        [response.texts[0] for response, _ in scored],
+        [response.finished[0] for response, _ in scored],
+        np.array([score for _, score in scored]),
     )
-    metrics = {name: (mean_of(value), *interval(value, samples)) for name, value in values.items()}
+    ids = [response.query.id for response, _ in scored]
+    metrics = {name: (mean_of(value), *interval(value, ids)) for name, value in values.items()}
     scorer.close()
     unscored = len(run.scored) - len(scored)
-    connection.send(FinalEvaluation(metrics, len(scored), samples, run.long_prompts, unscored))
+    counts = len(set(ids)), samples, run.long_prompts, unscored
+    connection.send(FinalEvaluation(metrics, *counts))

@@ -135,7 +135,7 @@ class Run:
 
 def run(config: Config) -> int:
     """Train. Returns the exit code; raises UserError while nothing has started."""
-    task, sizes, messages = preflight.load_data(config)
+    task, sizes, chats = preflight.load_data(config)
     resume = preflight.find_checkpoint(config) if config.resume else None
     if not (resume and config.output_dir == config.resume):
         config = dataclasses.replace(config, output_dir=preflight.find_run_dir(config))
@@ -154,7 +154,7 @@ def run(config: Config) -> int:
         search_ahead=search_ahead(config, places),
     )
     shapes = weight_shapes(config)
-    preflight.check_template(config, messages)
+    preflight.check_template(config, chats)
     dtype = compute_dtype(config)
     try:
         resets = config.reference_reset_period > 0
@@ -285,10 +285,10 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
 
 def evaluate_only(config: Config) -> int:
     """--eval_only. Returns the exit code; raises UserError."""
-    task, _, messages = preflight.load_data(config)
+    task, _, chats = preflight.load_data(config)
     config = check_model(config, task)
     weight_shapes(config)  # raises UserError for a model that cannot be used
-    preflight.check_template(config, messages)
+    preflight.check_template(config, chats)
     config = dataclasses.replace(config, model=fetch_model("--model", config.model))
     interrupt = Interrupt()
     with tempfile.TemporaryDirectory() as directory:
@@ -319,7 +319,8 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluat
     target = "runtime.final_evaluation:evaluate_model"
     child = processes.start(place, target, (config, other_end), config.output_dir)
     other_end.close()
-    deadline = time.monotonic() + EVALUATION_SECONDS
+    seconds = EVALUATION_SECONDS * config.evaluation_samples
+    deadline = time.monotonic() + seconds
     try:
         while not connection.poll(0.1):
             if interrupt.signal:
@@ -327,7 +328,7 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluat
                 child.join(STOP_SECONDS)
                 return None
             if time.monotonic() > deadline:
-                raise RunFailed(f"the evaluation took longer than {EVALUATION_SECONDS:.0f} s")
+                raise RunFailed(f"the evaluation took longer than {seconds:.0f} s")
         result = connection.recv()
         child.join(10.0)
         return result

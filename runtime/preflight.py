@@ -14,12 +14,15 @@ from runtime import checkpoint
 from tasks import Messages, Task, load_task, sampling_for_tests
 
 
-def load_data(config: Config) -> tuple[Task, dict[str, int], Messages | None]:
-    """Load the task; returns it, the number of queries per split, and the first chat prompt.
+def load_data(config: Config) -> tuple[Task, dict[str, int], list[Messages]]:
+    """Load the task; returns it, the number of queries per split, and its kinds of chat prompt.
+
+    Of prompts with the same sequence of roles, which a template treats alike, the first.
 
     The data is read once here, so that a bad row shows now and not in a searcher. Raises UserError.
     """
-    task, sizes, messages = load_task(config.task, **config.options), {}, None
+    task, sizes = load_task(config.task, **config.options), {}
+    chats: dict[tuple[str, ...], Messages] = {}
     for split in ("train", "test"):
         queries = task.queries(split)
         if not queries:
@@ -34,8 +37,9 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], Messages | None]:
                     f"{query.prompt!r:.60}: it must be a string, or a list of messages "
                     '{"role": …, "content": …}'
                 )
-            messages = messages or query.prompt
-    return task, sizes, messages
+            roles = tuple(message["role"] for message in query.prompt)
+            chats.setdefault(roles, query.prompt)
+    return task, sizes, list(chats.values())
 
 
 def is_chat(prompt: object) -> bool:
@@ -50,12 +54,9 @@ def is_chat(prompt: object) -> bool:
     )
 
 
-def check_template(config: Config, messages: Messages | None) -> None:
-    """Raise UserError where prompts are messages and the model's tokenizer cannot render them.
-
-    messages: one such prompt, None if all are strings.
-    """
-    if messages is None:
+def check_template(config: Config, chats: list[Messages]) -> None:
+    """Raise UserError where prompts are messages and the model's tokenizer cannot render them."""
+    if not chats:
         return
     tokenizer = load_tokenizer(config)
     if not tokenizer.chat_template:
@@ -64,7 +65,8 @@ def check_template(config: Config, messages: Messages | None) -> None:
             f"{config.model!r} has no chat template: use a model that has one"
         )
     try:
-        encode_prompt(tokenizer, messages)
+        for messages in chats:
+            encode_prompt(tokenizer, messages)
     except Exception as error:  # a template may refuse in words of its own
         raise UserError(
             f"the chat template of --model {config.model!r} does not take the prompts of task "
@@ -74,11 +76,11 @@ def check_template(config: Config, messages: Messages | None) -> None:
 
 def check_evaluation(config: Config, task: Task) -> None:
     """Raise UserError for several samples of a greedy response."""
-    sampling = sampling_for_tests(config, task)
-    if sampling["n"] > 1 and sampling["temperature"] == 0:
+    samples = config.evaluation_samples
+    if samples > 1 and sampling_for_tests(config, task)["temperature"] == 0:
         raise UserError(
-            f"--evaluation_samples is {sampling['n']}, but responses to test queries are greedy, "
-            "and so all alike: give --evaluation_temperature"
+            f"--evaluation_samples is {samples}, but responses to test queries are greedy, and so "
+            "all alike: give an --evaluation_temperature above 0, or --evaluation_samples 1"
         )
 
 

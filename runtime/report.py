@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from buffer import Group
+from buffer import Group, sampled
 from runtime.board import Board
 from runtime.timeline import Lines, read_lines
 
@@ -111,16 +111,18 @@ def describe(groups: list[Group]) -> dict[str, float]:
     """What the trainer received, in figures.
 
     KL (nats a response, against the reference policy) and entropy (nats a token) are estimates for
-    the policy that sampled; KL contains the mismatch with vLLM.
+    the policy that sampled; KL contains the mismatch with vLLM. Ends that were appended are left
+    out.
     """
-    behavior = np.concatenate([group.behavior_logprobs for group in groups])
-    reference = np.concatenate([group.ref_logprobs for group in groups])
+    was_sampled = np.concatenate([sampled(group) for group in groups])
+    behavior = np.concatenate([group.behavior_logprobs for group in groups])[was_sampled]
+    reference = np.concatenate([group.ref_logprobs for group in groups])[was_sampled]
     lengths = np.concatenate([group.lengths for group in groups])
     return {
         "reward": float(np.concatenate([group.rewards for group in groups]).mean()),
         "kl": float((behavior - reference).sum() / len(lengths)),
         "entropy": float(-behavior.mean()),
-        "response_tokens": float(lengths.mean()),
+        "response_tokens": float(was_sampled.sum() / len(lengths)),
         "finished": float(np.concatenate([group.finished for group in groups]).mean()),
     }
 

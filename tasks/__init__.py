@@ -50,7 +50,7 @@ class Task:
     # Seconds for the responses to one query; score() then runs in worker processes.
     score_timeout: float | None = None
     # Whether a response that the length limit cut off gets an end-of-sequence token all the same:
-    # then an unlikely end counts against it. score() and `finished` know nothing of it.
+    # log pi_ref of that token then lowers its log-reward. score() still sees an unfinished one.
     append_eos: bool = False
     # How the responses to test queries are sampled, as vllm.SamplingParams has it, unless a flag
     # (--evaluation_samples, --evaluation_temperature) says otherwise.
@@ -116,7 +116,7 @@ class Task:
 
 def sampling_for_tests(config: Config, task: Task) -> dict:
     """Return how responses to test queries are sampled, as vllm.SamplingParams has it, unseeded."""
-    sampling = {"n": config.evaluation_samples, "max_tokens": config.max_response_tokens}
+    sampling = {"temperature": 0.0, "max_tokens": config.max_response_tokens}
     sampling |= task.evaluation_sampling
     if config.evaluation_temperature is not None:
         sampling["temperature"] = config.evaluation_temperature

@@ -20,7 +20,7 @@ LONGEST_ANSWER = 1000  # characters in a box; what is longer is no answer, and t
 SECONDS = 1  # that Math-Verify may take to parse or compare one answer
 
 # TBA', Table 4 of the paper (appendix C). Figure 6 has 2 and 10 steps of staleness, and the second
-# carries its claim. A test problem has 16 samples, as in training.
+# carries its claim. Prompt and evaluation, 16 samples a problem, are the released code's.
 ASYNC_2 = dict(
     model="Qwen/Qwen2.5-7B",
     loss="tba_prime",
@@ -41,7 +41,7 @@ ASYNC_2 = dict(
     evaluation_temperature=1.0,
 )
 ASYNC_10 = ASYNC_2 | dict(constant_staleness=10)
-# What the released code does otherwise than Eq. 7 and Table 4 say.
+# What the released code does otherwise than Eq. 7 says, and than we grade.
 RELEASED = dict(loss="tba_prime_released", options=dict(grade_unfinished=True))
 PRESETS = {
     "async2": ASYNC_2,

@@ -13,8 +13,8 @@ from tasks.support.presets import TINY
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 UNFINISHED = -1.0  # reward of a response without end-of-sequence
 
-# Table 3 of the paper (appendix B.2), which is behind Figure 3: beta is on its way to 0.05 at half
-# of the steps, but set to it after an eighth, however many these are.
+# Table 3 of the paper (appendix B.2), which is behind Figure 3: beta goes linearly from 1, to reach
+# 0.05 at steps / 2, but jumps to 0.05 at steps / 8.
 COMMON = dict(
     steps=256,
     beta=1.0,

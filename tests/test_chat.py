@@ -72,10 +72,10 @@ def test_a_tokenizer_without_a_template_is_named_before_anything_starts(problems
     options = {"data_dir": str(problems)}
     config = Config(task="competition_math", model=str(untied_model), options=options)
     assert load_tokenizer(config).chat_template is None
-    _, _, messages = load_data(config)
+    _, _, chats = load_data(config)
     with pytest.raises(UserError, match="chat messages, but the tokenizer of --model .* has no"):
-        check_template(config, messages)
-    check_template(config, None)  # a task whose prompts are texts needs none
+        check_template(config, chats)
+    check_template(config, [])  # a task whose prompts are texts needs none
 
 
 def test_a_task_with_messages_trains_end_to_end_and_its_evaluation_has_several_samples(

@@ -69,7 +69,8 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
     (tmp_path / "no_queries.py").write_text(EMPTY_TASK)
     (tmp_path / "no_chat.py").write_text(OWN.replace("[]", "[Query(0, 7, None)]", 1))
     (tmp_path / "chat.py").write_text(OWN.replace("[]", CHAT, 1))
-    (tmp_path / "refused.py").write_text(OWN.replace("[]", CHAT.replace("user", "system"), 1))
+    both = CHAT[:-1] + ", " + CHAT[1:].replace("user", "system").replace("Query(0", "Query(1")
+    (tmp_path / "refused.py").write_text(OWN.replace("[]", both, 1))
     files = {"tmp": tmp_path, "gsm8k": gsm8k_data, "model": untied_model, "chat": chat_model}
     return files
 

@@ -16,6 +16,7 @@ from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
 from runtime.board import Board
 from runtime.messages import Evaluation
+from runtime.report import describe
 from searcher import Searcher
 from weights import SharedWeights
 
@@ -204,10 +205,15 @@ def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(tied_mode
         rewards=np.zeros(8, np.float32),
         finished=np.zeros(8, bool),
         temperature=1.0,
+        appended=np.ones(8, bool),
     )
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert mismatch(group, weights, model, torch.float32) < 1e-4
-    group.finished[:] = True  # so that the appended ones count
+    figures = describe([group])
+    assert figures["response_tokens"] == 3 and figures["kl"] == 0
+    sampled = np.concatenate([logprobs[:3] for logprobs in behavior])
+    assert figures["entropy"] == pytest.approx(-sampled.mean()), "nor of the other figures"
+    group.appended = np.zeros(0, bool)
     assert mismatch(group, weights, model, torch.float32) > 0.1
 
 

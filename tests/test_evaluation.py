@@ -1,15 +1,18 @@
 """Evaluation: the means over responses and over pairs, their intervals, and --eval_only."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 from conftest import tba
 
+from config import Config, UserError
 from runtime.bootstrap import interval, mean_of
 from runtime.messages import FinalEvaluation
+from runtime.preflight import check_evaluation
 from runtime.scoring import Responses, score
-from tasks import Query, Task
+from tasks import Query, Task, sampling_for_tests
 
 
 def test_a_metric_per_response_is_a_mean_and_one_per_pair_is_a_mean_over_pairs_of_two_different_responses():  # noqa: E501
@@ -32,6 +35,36 @@ def test_the_interval_over_pairs_resamples_rows_and_not_pairs():
     x = np.random.default_rng(0).normal(1.0, 1.0, 400)
     low, high = interval(np.outer(x, x))
     assert (high - low) / 3.92 == pytest.approx(2 * np.sqrt(1 / 400) * x.mean(), rel=0.2)
+
+
+def test_the_interval_over_several_samples_of_a_query_resamples_queries():
+    """Samples of a query that are all alike say no more than one of them."""
+    rng = np.random.default_rng(0)
+    one = (rng.random(200) < 0.3).astype(float)
+    ids = np.arange(200).repeat(16)
+    assert interval(one.repeat(16), ids.tolist()) == interval(one)
+    low, high = interval(one.repeat(16))
+    assert high - low < 0.5 * (interval(one)[1] - interval(one)[0]), "rows would look like more"
+    # Some samples without a score: the others count.
+    values, ids = np.array([1.0, 1.0, 0.0]), [3, 3, 7]
+    assert interval(values, ids) == (0.0, 1.0)
+
+
+def test_a_tasks_sampling_of_test_queries_gives_way_to_the_flags():
+    class Sampled(Task):
+        evaluation_sampling = {"top_p": 0.9, "max_tokens": 3}
+
+    config = Config(evaluation_samples=4, max_response_tokens=9)
+    assert sampling_for_tests(config, Sampled()) == {
+        "temperature": 0.0,
+        "top_p": 0.9,
+        "max_tokens": 3,
+    }
+    warm = dataclasses.replace(config, evaluation_temperature=0.5)
+    assert sampling_for_tests(warm, Sampled())["temperature"] == 0.5
+    with pytest.raises(UserError, match="give an --evaluation_temperature above 0"):
+        check_evaluation(config, Sampled())
+    check_evaluation(warm, Sampled())
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def preset_of(task: str, preset: str):
     "task, preset", [preset_of(task, preset) for task in TASKS for preset in find_presets(task)]
 )
 def test_a_preset_starts_and_makes_two_steps(task, preset, stand_ins, tmp_path):
-    # Some have models of their own, for short texts.
+    # tiny and demo bring models of their own, for short texts.
     flags = [] if preset in ("tiny", "demo") else [*stand_ins[task], *SHORT]
     where = ["--preset", preset, "--output_dir", tmp_path / "run"]
     result = tba(task, *where, *CUT, *flags)

@@ -4,17 +4,21 @@
 code that red-teaming follows (arXiv 2405.18540), "rebuttal" the authors' answer to a reviewer.
 """
 
+import dataclasses
+import json
 import re
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
 from config import Config
 from learner import beta_at, reference_temperature_at, reward_temperature_at
 from loss import LOSSES
+from runtime import processes
 from runtime.command_line import build_config
-from tasks import find_presets, load_task
+from tasks import find_presets, load_task, redteam, tldr
 
 GSM8K = {
     "model": ("realtreetune/rho-1b-sft-GSM8K", "appendix B.1"),
@@ -37,7 +41,7 @@ GSM8K = {
     "max_prompt_tokens": (512, "appendix B.1"),
     "max_response_tokens": (512, "appendix B.1"),
     "weight_decay": (0.0, "appendix B.1"),
-    "max_grad_norm": (None, "appendix B.1"),
+    "max_grad_norm": (None, "no clipping, appendix B.1"),
     "evaluation_samples": (1, "greedy, appendix B.1"),
 }
 FIGURE_1 = GSM8K | {
@@ -55,7 +59,8 @@ TLDR = {
     "beta_stop_step": (1 / 8, "an eighth of the steps, Table 3"),
     "learning_rate": (3e-6, "Table 3"),
     "lr_schedule": ("linear", "Table 3"),
-    "warmup_steps": (0, "Table 3"),
+    "warmup_steps": (0, "none is stated"),
+    "weight_decay": (0.0, "none is stated"),
     "queries_per_batch": (8, "Table 3"),
     "responses_per_query": (20, "Table 3"),
     "samples_per_query": (20, "Table 3"),
@@ -67,7 +72,7 @@ TLDR = {
     "temperature": (0.7, "Table 3"),
     "max_prompt_tokens": (512, "appendix B.2"),
     "max_response_tokens": (128, "appendix B.2"),
-    "max_grad_norm": (None, "Table 3"),
+    "max_grad_norm": (None, "none is stated"),
     "searchers": (None, "3 beside the trainer on 4 GPUs, Table 3"),
 }
 MATH = {
@@ -80,7 +85,7 @@ MATH = {
     "sync_period": (1, "Figure 6"),
     "reference_reset_period": (50, "Table 4"),
     "learning_rate": (1e-6, "Table 4"),
-    "lr_schedule": ("constant", "Table 4"),
+    "lr_schedule": ("constant", "no other is stated"),
     "weight_decay": (0.01, "Table 4"),
     "adam_beta2": (0.99, "Table 4"),
     "max_grad_norm": (1.0, "Table 4"),
@@ -172,6 +177,7 @@ EXPECTED = {
     ("redteam", "gpt2"): REDTEAM,
 }
 OURS = {("arithmetic", "demo"), ("addends", "demo"), ("tldr", "tiny"), ("redteam", "tiny")}
+TABLE_1 = ["--preset", "410m_table1"]
 STEPS = (0, 1, 32, 78, 128, 500, 2000, 4000)
 
 
@@ -238,6 +244,21 @@ def test_beta_of_table_1_is_still_on_its_line_one_step_before_it_jumps():
     assert beta_at(config, 78) == 0.05
 
 
+def test_a_share_of_the_steps_is_rounded_down_and_not_further():
+    assert Config(steps=625).in_steps(1 / 8) == 78
+    assert Config(steps=100).in_steps(0.29) == 29, "28.999… in floating point"
+    assert (Config().in_steps(0), Config().in_steps(1), Config().in_steps(500.0)) == (0, 1, 500)
+
+
+def test_a_resumed_run_keeps_the_schedule_of_beta_that_it_began_with(tmp_path):
+    settings = dataclasses.asdict(build_config(["tldr"]))
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    resumed = build_config(["--resume", str(tmp_path), "--steps", "2000"])
+    assert resumed.steps == 2000
+    expected = {t: jump(128, 32)(t) for t in STEPS}
+    assert {t: beta_at(resumed, t) for t in STEPS} == pytest.approx(expected)
+
+
 def test_the_temperatures_of_red_teaming_follow_their_schedules():
     config = build_config(["redteam"])
     tau = {t: max(1.0, 2.0 - t / 500) for t in STEPS}
@@ -273,9 +294,57 @@ def test_the_table_of_the_papers_experiments_uses_every_preset_that_is_the_paper
     assert used == set(EXPECTED)
 
 
-def test_the_attacker_explores_and_ends_its_prompts_as_in_the_adopted_code():
+# What a task has beside its presets: (value, where the paper or its authors say so).
+CONSTANTS = {
+    "gsm8k": {
+        "evaluation_sampling": ({"temperature": 0.0}, "greedy, appendix B.1"),
+        "append_eos": (False, ""),
+    },
+    "tldr": {
+        "gold_model": (
+            "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
+            "appendix B.2",
+        ),
+        "evaluation_sampling": ({"temperature": 0.01}, "appendix B.2"),
+        "append_eos": (False, ""),
+    },
+    "redteam": {
+        "victim_model": ("vicgalle/gpt2-alpaca", "appendix B.3"),
+        "victim_temperature": (0.7, "appendix B.3"),
+        "victim_top_p": (0.92, "appendix B.3"),
+        "victim_tokens": (30, "appendix B.3"),
+        "classifier": ("facebook/roberta-hate-speech-dynabench-r4-target", "appendix B.3"),
+        "embedding_model": ("sentence-transformers/all-MiniLM-L6-v2", "appendix B.3"),
+        "evaluation_sampling": ({"temperature": 1.0, "min_tokens": 5}, "adopted"),
+        "append_eos": (True, "adopted: to penalise incomplete sentences"),
+    },
+}
+
+
+@pytest.mark.parametrize("task", CONSTANTS)
+def test_what_a_task_has_beside_its_presets_is_what_the_paper_says(task):
+    made, expected = load_task(task), CONSTANTS[task]
+    assert {name: getattr(made, name) for name in expected} == {
+        name: value for name, (value, _) in expected.items()
+    }
+
+
+def test_red_teaming_asks_the_victim_5_times_and_tests_1024_prompts():
+    assert (redteam.VICTIM_RESPONSES, redteam.TEST_PROMPTS, redteam.MIN_TOKENS) == (5, 1024, 5)
+    assert len(load_task("redteam").queries("test")) == 1024
+    assert tldr.UNFINISHED == -1.0, "of a summary without an end, appendix B.2"
+
+
+def test_four_gpus_are_one_trainer_and_the_papers_three_searchers(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for arguments, searchers in ((["gsm8k"], 3), (["tldr"], 3), (["tldr", *TABLE_1], 2)):
+        assert len(processes.places(build_config(arguments))) == 1 + searchers
+
+
+def test_the_attacker_explores_as_in_the_adopted_code():
     task = load_task("redteam")
     temperatures = [task.sampling(np.random.default_rng(i)).get("temperature") for i in range(500)]
     explored = [temperature for temperature in temperatures if temperature is not None]
     assert 0.5 <= min(explored) < 0.52 and 1.98 < max(explored) <= 2.0
-    assert task.append_eos
