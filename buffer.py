@@ -9,7 +9,7 @@ many queries the buffer holds.
 import json
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -77,25 +77,6 @@ def sampled(group: Group) -> np.ndarray:
     if len(group.appended):
         mask[np.cumsum(group.lengths) - 1] = ~group.appended
     return mask
-
-
-def arrays_of(groups: list[Group]) -> dict[str, np.ndarray]:
-    """Plain arrays, fit for np.savez without pickle; for groups that are meant for a batch."""
-    return {
-        f"{i}.{column.name}": np.asarray(getattr(group, column.name))
-        for i, group in enumerate(groups)
-        for column in fields(Group)
-    }
-
-
-def groups_of(arrays: dict[str, np.ndarray]) -> list[Group]:
-    """The groups that gave these arrays_of()."""
-    names = [column.name for column in fields(Group)]
-    groups = []
-    for i in range(len(arrays) // len(names)):
-        values = [arrays[f"{i}.{name}"] for name in names]
-        groups.append(Group(*(value if value.ndim else value.item() for value in values)))
-    return groups
 
 
 class Deck:

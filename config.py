@@ -53,18 +53,19 @@ SamplingTemperature = Annotated[
 EvaluationTemperature = Annotated[
     float, Bound(lambda value: value == 0 or 0.01 <= value <= 2, "vLLM samples at 0 or 0.01 to 2")
 ]
-DTYPES = ("auto", "float32", "bfloat16")
-DType = Annotated[str, Bound(lambda value: value in DTYPES, f"it is one of {', '.join(DTYPES)}")]
-MasterDType = Annotated[
-    str, Bound(lambda value: value in DTYPES[1:], f"it is one of {', '.join(DTYPES[1:])}")
-]
-Switch = Annotated[
-    str, Bound(lambda value: value in ("auto", "on", "off"), "it is one of auto, on, off")
-]
-LR_SCHEDULES = ("constant", "linear", "warmup_stable_decay")
-Schedule = Annotated[
-    str, Bound(lambda value: value in LR_SCHEDULES, f"it is one of {', '.join(LR_SCHEDULES)}")
-]
+
+
+def one_of(*choices: str) -> type[str]:
+    """The type of a setting that is one of these words."""
+    return Annotated[
+        str, Bound(lambda value: value in choices, f"it is one of {', '.join(choices)}")
+    ]
+
+
+DType = one_of("auto", "float32", "bfloat16")
+MasterDType = one_of("float32", "bfloat16")
+Switch = one_of("auto", "on", "off")
+Schedule = one_of("constant", "linear", "warmup_stable_decay")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from buffer import Group, Row, arrays_of, groups_of, rows_of
+from buffer import Group, Row, rows_of
 from config import Config
 from runtime.board import Board
 from runtime.workload import Work, Workload
@@ -119,3 +119,22 @@ class LockstepBatches:
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         self.add(groups_of(state), step=0)
+
+
+def arrays_of(groups: list[Group]) -> dict[str, np.ndarray]:
+    """Plain arrays, fit for np.savez without pickle; for groups that are meant for a batch."""
+    return {
+        f"{i}.{column.name}": np.asarray(getattr(group, column.name))
+        for i, group in enumerate(groups)
+        for column in dataclasses.fields(Group)
+    }
+
+
+def groups_of(arrays: dict[str, np.ndarray]) -> list[Group]:
+    """The groups that gave these arrays_of()."""
+    names = [column.name for column in dataclasses.fields(Group)]
+    groups = []
+    for i in range(len(arrays) // len(names)):
+        values = [arrays[f"{i}.{name}"] for name in names]
+        groups.append(Group(*(value if value.ndim else value.item() for value in values)))
+    return groups

@@ -39,8 +39,8 @@ def test_the_padded_variant_gives_the_same_log_probabilities(tied_model):
     responses = [rng.integers(0, 256, size=n).astype(np.int32) for n in (3, 7, 1)]
     with torch.no_grad():
         ours = response_logprobs(model, prompts, responses, 0.7)
-        trimmed = trainer_step.trimmed(model, prompts, responses, 0.7)
-        padded = trainer_step.padded(model, prompts, responses, 0.7)
+        trimmed = trainer_step.trimmed(model, prompts, responses, 0.7, torch.float32)
+        padded = trainer_step.padded(model, prompts, responses, 0.7, torch.float32)
     torch.testing.assert_close(trimmed, ours, atol=2e-5, rtol=0)
     torch.testing.assert_close(padded[:, :7], ours, atol=2e-5, rtol=0)
 

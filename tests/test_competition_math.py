@@ -183,8 +183,7 @@ def test_rows_become_queries_and_a_row_without_its_columns_or_box_is_named(tmp_p
     write(tmp_path, [row])
     (query,) = load_task("competition_math", data_dir=str(tmp_path)).queries("train")
     assert query.answer == "2"
-    assert query.prompt.startswith("1+1?\nPlease reason step by step")
-    assert "\\boxed{}" in query.prompt
+    assert query.prompt[0]["content"].startswith("1+1? Place your answer at end")
     for bad, message in (
         ({"problem": "1+1?"}, "line 2 has no 'solution'"),
         (row | {"solution": "two"}, r"line 2: the solution has no \\boxed"),

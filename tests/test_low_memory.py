@@ -99,6 +99,7 @@ def test_a_batch_that_does_not_fit_makes_the_learner_take_two_passes(tied_model,
     assert all(parameter.grad is None for parameter in learner.policy.parameters())
 
 
+@pytest.mark.runs
 def test_a_run_in_two_passes_makes_the_losses_of_one_in_one_pass(tmp_path):
     """On-policy, so that both see the same responses. Equal at first, while rounding is small."""
     losses = {}
