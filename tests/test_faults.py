@@ -180,11 +180,12 @@ def test_a_searcher_that_waits_on_a_full_queue_is_not_taken_for_dead(tmp_path):
         10,
         "--sync_period",
         1_000_000,
+        "--checkpoint_every",
+        0,
     ) as run:
         run.is_at(20)
-        run.until(
-            lambda: run.steps()[-1]["searcher_busy"] < 0.05, 120, "a searcher that waits"
-        )  # nobody empties the queue
+        # Nobody empties the queue: no sync does, and no checkpoint.
+        run.until(lambda: run.steps()[-1]["searcher_busy"] < 0.05, 120, "a searcher that waits")
         at = time.monotonic()
         run.until(lambda: time.monotonic() - at > 25, 30, "25 s of that")
         assert run.steps()[-1]["searcher_restarts"] == 0 and run.steps()[-1]["queue_depth"] > 100
