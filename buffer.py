@@ -71,14 +71,6 @@ def rows_of(group: Group) -> list[Row]:
     return rows
 
 
-def sampled(group: Group) -> np.ndarray:
-    """Which tokens the policy sampled, all but appended ones: (sum of lengths,) bool."""
-    mask = np.ones(len(group.tokens), bool)
-    if len(group.appended):
-        mask[np.cumsum(group.lengths) - 1] = ~group.appended
-    return mask
-
-
 class Deck:
     """Query ids drawn uniformly without replacement, from the start again when all were drawn.
 

@@ -56,7 +56,7 @@ EvaluationTemperature = Annotated[
 
 
 def one_of(*choices: str) -> type[str]:
-    """The type of a setting that is one of these words."""
+    """Make the type of a setting that is one of these words."""
     return Annotated[
         str, Bound(lambda value: value in choices, f"it is one of {', '.join(choices)}")
     ]

@@ -46,8 +46,8 @@ class Rollout:
     temperature: float  # at which its responses are sampled
     last_version: int = -1  # of the weights when it was finished
     responses: list = field(default_factory=list)  # S of vLLM's completions, when it is finished
-    # Their token ids and behaviour log-probabilities, (T,) each.
-    arrays: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    # Of each its token ids, its behaviour log-probabilities, and whether its end was appended.
+    arrays: list[tuple[np.ndarray, np.ndarray, bool]] = field(default_factory=list)
 
 
 class Searcher:
@@ -245,7 +245,7 @@ class Searcher:
             return []
         prompts, responses = [], []
         for group, _ in scored:
-            for tokens, _ in group.sender.arrays:
+            for tokens, _, _ in group.sender.arrays:
                 prompts.append(np.array(group.sender.prompt, np.int32))
                 responses.append(tokens)
         with self.timeline.work("reference"):
@@ -285,7 +285,7 @@ def make_group(
 ) -> Group:
     """Put a rollout into the arrays that go through the queue. ref_logprobs: of all its tokens."""
     rollout = group.sender
-    tokens, behavior_logprobs = zip(*rollout.arrays)
+    tokens, behavior_logprobs, appended = zip(*rollout.arrays)
     return Group(
         query_id=rollout.work.query.id,
         version=rollout.version,
@@ -300,7 +300,7 @@ def make_group(
         rewards=rewards,
         finished=np.array(group.finished),
         temperature=rollout.temperature,
-        appended=np.array([len(a) > len(r.token_ids) for a, r in zip(tokens, rollout.responses)]),
+        appended=np.array(appended),
     )
 
 

@@ -16,11 +16,11 @@ from buffer import Group, Row
 from config import Config
 from learner import Learner
 from loss import Metrics
-from models.device import device
 from runtime import checkpoint
 from runtime.board import Board
 from runtime.evaluation_requests import EvaluationRequests
 from runtime.health import Health
+from runtime.locked_pages import lock_pages_for_gpu
 from runtime.lockstep import LockstepBatches
 from runtime.memory_trial import try_largest_batch
 from runtime.messages import Evaluation
@@ -56,11 +56,7 @@ class Trainer:
         self.metric = load_task(config.task, **config.options).metric
         self.report = Report(run_dir, config.steps)
         self.learner = Learner(config, self.report.say)
-        if device().type == "cuda":
-            try:
-                weights.lock_pages()
-            except torch.cuda.CudaError as error:
-                self.report.say(f"publishing will be slower, its memory cannot be locked: {error}")
+        lock_pages_for_gpu(weights, self.report.say)
         try_largest_batch(config, self.learner, self.report.say)
         self.batches = LockstepBatches(config, board) if config.lockstep else ReplayBatches(config)
         self.evaluations = EvaluationRequests(config, weights)

@@ -71,15 +71,6 @@ class SharedWeights:
         per_element = SLOTS * dtype.itemsize + reference * torch.float32.itemsize
         return per_element * num_elements(shapes)
 
-    def lock_pages(self) -> None:
-        """Make publishing from a GPU faster: to memory of locked pages it copies by itself.
-
-        For the writer. Raises torch.cuda.CudaError where the machine does not allow it.
-        """
-        cuda = torch.cuda.cudart()
-        for slot in self.slots:
-            torch.cuda.check_error(cuda.cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))
-
     @torch.no_grad()
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], evaluate: bool = False

@@ -36,6 +36,7 @@ import models.device
 from config import Config
 from models.policy import load_policy
 from runtime import processes
+from runtime.locked_pages import lock_pages
 from weights import SharedWeights, num_elements
 
 SHAPES = {"10 M": (256, 8), "100 M": (768, 11), "1 B": (2048, 19)}  # hidden size, layers
@@ -148,7 +149,7 @@ def publish_seconds(
         times = take_turns(["copy", *READERS], weights, tensors, cast, active)
     else:
         times = take_turns(READERS, weights, tensors, cast, active)
-        weights.lock_pages()
+        lock_pages(weights)
         times |= take_turns(["copy", "registered"], weights, tensors, cast, active)
     active[0] = -1
     for child in children:

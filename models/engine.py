@@ -98,18 +98,19 @@ class Engine:
 
 def completion_arrays(
     completion: CompletionOutput, final_token: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids, int32, and behaviour log-probabilities, float32, of one response: (T,).
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Return one response: token ids (T,) int32, behaviour log-probabilities (T,) float32.
 
-    final_token: what is appended to a response that the length limit cut off. Nothing else can
-    stand there, so its behaviour log-probability is 0.
+    And whether final_token was appended to it, as it is to a response that the length limit cut
+    off. Nothing else can stand there, so its behaviour log-probability is 0.
     """
     tokens = list(completion.token_ids)
     logprobs = [row[token].logprob for token, row in zip(tokens, completion.logprobs)]
-    if final_token is not None and completion.finish_reason == "length":
+    is_appended = final_token is not None and completion.finish_reason == "length"
+    if is_appended:
         tokens.append(final_token)
         logprobs.append(0.0)
-    return np.array(tokens, np.int32), np.array(logprobs, np.float32)
+    return np.array(tokens, np.int32), np.array(logprobs, np.float32), is_appended
 
 
 def gpu_settings(config: Config) -> dict:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from buffer import Group, rows_of, sampled
+from buffer import Group, rows_of
 
 # Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
 # keep the device busy.
@@ -210,6 +210,14 @@ class _Scorer(torch.nn.Module):
 
     def forward(self, *arguments) -> Tensor:
         return response_logprobs(self.model, *arguments)
+
+
+def sampled(group: Group) -> np.ndarray:
+    """Mark the tokens that the policy sampled, all but appended ones: (sum of lengths,) bool."""
+    mask = np.ones(len(group.tokens), bool)
+    if len(group.appended):
+        mask[np.cumsum(group.lengths) - 1] = ~group.appended
+    return mask
 
 
 def mismatch(

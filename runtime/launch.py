@@ -88,7 +88,7 @@ class Run:
     def train(self) -> None:
         """Start the trainer, and watch over all until it has ended. Raises RunFailed."""
         first = self.places[1].name
-        if self.places[0].gpu is not None and self.places[0].gpu == self.places[1].gpu:
+        if is_gpu_shared(self.places):
             # vLLM measures what memory is free: the trainer must not load meanwhile.
             self.watch(until=lambda: self.board.get(first, "ready") == 1)
         self.board.beat("trainer")  # being started is a sign of life
@@ -184,14 +184,20 @@ def gpu_memory(config: Config, places: list[Place]) -> float | None:
     """The share of its GPU's memory for a searcher's vLLM; None without a GPU."""
     if places[0].gpu is None or config.gpu_memory_utilization is not None:
         return config.gpu_memory_utilization
-    return MEMORY_BESIDE_TRAINER if places[0].gpu == places[1].gpu else MEMORY_ALONE
+    return MEMORY_BESIDE_TRAINER if is_gpu_shared(places) else MEMORY_ALONE
 
 
 def search_ahead(config: Config, places: list[Place]) -> int | None:
-    """How far searchers may be ahead: a limit by itself only where one takes the trainer's GPU."""
-    is_shared = places[0].gpu is not None and places[0].gpu == places[1].gpu
-    is_free = config.search_ahead is None and not config.lockstep and config.max_staleness is None
-    return SHARED_AHEAD * config.sync_period if is_shared and is_free else config.search_ahead
+    """--search_ahead; without it two syncs where a searcher shares the trainer's GPU."""
+    may_limit = not config.lockstep and config.max_staleness is None  # else the trainer may wait
+    if config.search_ahead is None and may_limit and is_gpu_shared(places):
+        return SHARED_AHEAD * config.sync_period
+    return config.search_ahead
+
+
+def is_gpu_shared(places: list[Place]) -> bool:
+    """Whether trainer and searcher have one GPU between them."""
+    return places[0].gpu is not None and places[0].gpu == places[1].gpu
 
 
 def describe(config: Config, places: list[Place], sizes: dict[str, int], parameters: int) -> None:

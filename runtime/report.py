@@ -11,7 +11,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from buffer import Group, sampled
+from buffer import Group
+from models.logprobs import sampled
 from runtime.board import Board
 from runtime.timeline import Lines, read_lines
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import read, steps_of, tba
-from test_engine import changed, drain, take_over
-from test_trainer import make_rows
+from test_engine import changed, sample_group, take_over
+from test_trainer import gradient, make_rows
 
-from buffer import Row
 from config import Config
 from learner import Learner
-from models.engine import Engine, completion_arrays
-from models.logprobs import response_logprobs
+from models.engine import Engine
+from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy, weight_shapes
 from weights import SharedWeights
 
@@ -27,15 +26,6 @@ BF16 = dict(dtype="bfloat16")
 NORMAL = 0.1
 
 
-def mismatch(model: torch.nn.Module, prompt: list[int], completions: list) -> float:
-    arrays = [completion_arrays(completion, None) for completion in completions]
-    prompts = [np.array(prompt, np.int32)] * len(arrays)
-    with torch.no_grad():
-        ours = response_logprobs(model, prompts, [t for t, _ in arrays], 0.7, torch.bfloat16)
-    differences = [abs(row[: len(b)].numpy() - b) for row, (_, b) in zip(ours, arrays)]
-    return float(np.concatenate(differences).mean())
-
-
 @pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
 def test_published_bf16_weights_are_what_vllm_samples_from(kind, request, record_property):
     path = str(request.getfixturevalue(kind))
@@ -43,7 +33,8 @@ def test_published_bf16_weights_are_what_vllm_samples_from(kind, request, record
     model, engine = load_policy(config, torch.device("cpu")), Engine(config)
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "masters"
     weights = SharedWeights(weight_shapes(config), torch.bfloat16, readers=1)
-    prompt, sampling = list(range(50, 70)), dict(n=8, temperature=0.7, max_tokens=40, seed=1)
+    prompt = list(range(50, 70))
+    sampling = dict(n=8, temperature=0.7, max_tokens=40, seed=1)
     sizes = []
     for version in range(3):
         if version:
@@ -52,36 +43,18 @@ def test_published_bf16_weights_are_what_vllm_samples_from(kind, request, record
             with weights.read(0) as (_, tensors):
                 assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
                 engine.load(tensors.items())
-        engine.add(str(version), prompt, version=version, **sampling)
-        sizes.append(mismatch(model, prompt, drain(engine)[str(version)].outputs))
+        group = sample_group(engine, prompt, version=version, **sampling)
+        sizes.append(mismatch(group, dict(model.named_parameters()), model, torch.bfloat16))
         assert 0 < sizes[-1] < NORMAL, f"version {version}"
     record_property("mismatch in bf16, nats", [round(size, 4) for size in sizes])
-    stale = drain_one(engine, prompt, sampling)
     take_over(model, changed(model, 9))
-    difference = mismatch(model, prompt, stale)
+    difference = mismatch(group, dict(model.named_parameters()), model, torch.bfloat16)
     record_property("... of older weights", round(difference, 4))
     assert difference > 3 * NORMAL, "older weights would show"
 
 
-def drain_one(engine: Engine, prompt: list[int], sampling: dict) -> list:
-    engine.add("one", prompt, version=99, **sampling)
-    return drain(engine)["one"].outputs
-
-
 def make_learner(model, **settings) -> Learner:
     return Learner(Config(model=str(model), responses_per_query=3, **settings), print)
-
-
-def gradient(learner: Learner, rows: list[Row]) -> torch.Tensor:
-    """Return the gradient that update() hands to the optimizer."""
-    gradients = []
-
-    def step():
-        gradients.extend(p.grad.float().flatten() for p in learner.policy.parameters())
-
-    learner.optimizer.step = step
-    learner.update(rows)
-    return torch.cat(gradients)
 
 
 @pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
@@ -92,7 +65,7 @@ def test_the_gradient_in_bf16_points_where_that_in_fp32_does(
     model, rows = request.getfixturevalue(kind), make_rows(queries=7, per_query=3)
     expected = gradient(make_learner(model), rows)
     learner = make_learner(model, master_dtype=masters, **BF16)
-    cosine = torch.cosine_similarity(gradient(learner, rows), expected, dim=0).item()
+    cosine = torch.cosine_similarity(gradient(learner, rows).float(), expected, dim=0).item()
     record_property("cosine of the gradients in bf16 and fp32", round(cosine, 5))
     assert 0.99 < cosine < 1 - 1e-7, "bf16 it was"
 

@@ -17,7 +17,10 @@ from models.policy import load_policy, load_tokenizer, weight_shapes
 from runtime.board import Board
 from runtime.messages import Evaluation
 from runtime.report import describe
-from searcher import Searcher
+from runtime.scoring import Responses
+from runtime.workload import Work
+from searcher import Rollout, Searcher, make_group
+from tasks import Query
 from weights import SharedWeights
 
 BLOCK = 32  # tokens in a block of vLLM's prefix cache on a CPU
@@ -43,6 +46,28 @@ def drain(engine) -> dict:
     while engine.is_running:
         outputs |= {output.request_id: output for output in engine.step()}
     return outputs
+
+
+def sample_group(
+    engine: Engine, prompt: list[int], version: int, final_token: int | None = None, **sampling
+) -> Group:
+    """Sample one query's responses, and put them into a group as a searcher does."""
+    engine.add("group", prompt, version=version, **sampling)
+    completions = drain(engine)["group"].outputs
+    query = Query(0, "", "")
+    rollout = Rollout(
+        work=Work(query, visit=0, index=0),
+        prompt=prompt,
+        version=version,
+        temperature=sampling["temperature"],
+        responses=completions,
+        arrays=[completion_arrays(completion, final_token) for completion in completions],
+    )
+    finished = [completion.finish_reason == "stop" for completion in completions]
+    responses = Responses(rollout, query, [c.text for c in completions], finished)
+    tokens = sum(len(ids) for ids, _, _ in rollout.arrays)
+    rewards, reference = np.zeros(len(completions), np.float32), np.zeros(tokens, np.float32)
+    return make_group(responses, rewards, reference, reference_version=0)
 
 
 def worst_difference(model, prompt: list[int], output, temperature: float) -> float:
@@ -173,10 +198,12 @@ def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(tied_m
     finished = [completion.finish_reason == "stop" for completion in completions]
     assert {True, False} == set(finished), "both kinds"
     for completion, is_finished in zip(completions, finished):
-        tokens, logprobs = completion_arrays(completion, final_token=None)
+        tokens, logprobs, is_appended = completion_arrays(completion, final_token=None)
         assert tokens.tolist() == list(completion.token_ids) and len(logprobs) == len(tokens)
-        ended, behavior = completion_arrays(completion, final_token=end)
+        assert not is_appended
+        ended, behavior, is_appended = completion_arrays(completion, final_token=end)
         added = 0 if is_finished else 1
+        assert is_appended == (not is_finished)
         assert len(ended) == len(behavior) == len(tokens) + added and ended[-1] == end
         assert behavior.tolist() == logprobs.tolist() + [0.0] * added, (
             "nothing else can stand there"
@@ -186,32 +213,15 @@ def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(tied_m
 def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(tied_model):
     config = Config(model=str(tied_model), max_prompt_tokens=20, max_response_tokens=40)
     engine, model = Engine(config), load_policy(config, torch.device("cpu"))
-    engine.add("0", [70, 71], version=0, n=8, temperature=1.0, max_tokens=3, seed=0)
-    completions = drain(engine)["0"].outputs
-    arrays = [completion_arrays(completion, final_token=256) for completion in completions]
-    tokens, behavior = zip(*arrays)
-    assert all(len(ids) == 4 for ids in tokens), "all were cut off"
-    group = Group(
-        query_id=0,
-        version=0,
-        last_version=0,
-        reference_version=0,
-        batch=None,
-        prompt=np.array([70, 71], np.int32),
-        lengths=np.array([len(ids) for ids in tokens], np.int32),
-        tokens=np.concatenate(tokens),
-        ref_logprobs=np.concatenate(behavior),
-        behavior_logprobs=np.concatenate(behavior),
-        rewards=np.zeros(8, np.float32),
-        finished=np.zeros(8, bool),
-        temperature=1.0,
-        appended=np.ones(8, bool),
-    )
+    sampling = dict(version=0, n=8, temperature=1.0, max_tokens=3, seed=0)
+    group = sample_group(engine, [70, 71], final_token=256, **sampling)
+    assert (group.lengths == 4).all() and group.appended.all(), "all were cut off"
+    group.ref_logprobs = group.behavior_logprobs
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert mismatch(group, weights, model, torch.float32) < 1e-4
     figures = describe([group])
     assert figures["response_tokens"] == 3 and figures["kl"] == 0
-    sampled = np.concatenate([logprobs[:3] for logprobs in behavior])
+    sampled = group.behavior_logprobs.reshape(8, 4)[:, :3]
     assert figures["entropy"] == pytest.approx(-sampled.mean()), "nor of the other figures"
     group.appended = np.zeros(0, bool)
     assert mismatch(group, weights, model, torch.float32) > 0.1

@@ -15,7 +15,7 @@ from runtime.scoring import Responses, score
 from tasks import Query, Task, sampling_for_tests
 
 
-def test_a_metric_per_response_is_a_mean_and_one_per_pair_is_a_mean_over_pairs_of_two_different_responses():  # noqa: E501
+def test_metrics_are_means_over_responses_or_over_pairs_of_different_responses():
     assert mean_of(np.array([1.0, 0.0, 0.0, 1.0])) == 0.5
     pairs = np.array([[9.0, 1.0, 2.0], [1.0, 9.0, 3.0], [2.0, 3.0, 9.0]])
     assert mean_of(pairs) == 2.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import steps_of, tba
-from test_trainer import make_rows
+from test_trainer import gradient, make_rows
 
 from config import Config
 from learner import Learner
@@ -21,18 +21,11 @@ def small_passes(monkeypatch):
     monkeypatch.setitem(logprobs.TOKENS_PER_FORWARD, "cpu", 60)
 
 
-def gradient(model, loss: str, low_memory: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return the gradient that update() hands to the optimizer."""
-    learner = Learner(Config(model=str(model), loss=loss, low_memory=low_memory, **SETTINGS), print)
+def make_learner(model, dtype: torch.dtype, **settings) -> Learner:
+    learner = Learner(Config(model=str(model), **SETTINGS, **settings), print)
     learner.policy.to(dtype)
-    learner.dtype, gradients = dtype, []
-
-    def step():
-        gradients.extend(p.grad.flatten() for p in learner.policy.parameters())
-
-    learner.optimizer.step = step
-    learner.update(ROWS)
-    return torch.cat(gradients)
+    learner.dtype = dtype
+    return learner
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -42,7 +35,10 @@ def gradient(model, loss: str, low_memory: str, dtype: torch.dtype) -> torch.Ten
 def test_the_gradient_in_two_passes_is_that_in_one(
     loss, dtype, tolerance, tied_model, small_passes
 ):
-    usual, two_passes = (gradient(tied_model, loss, low, dtype) for low in ("off", "on"))
+    usual, two_passes = (
+        gradient(make_learner(tied_model, dtype, loss=loss, low_memory=low), ROWS)
+        for low in ("off", "on")
+    )
     assert usual.norm() > 0
     assert (two_passes - usual).norm() / usual.norm() < tolerance
 

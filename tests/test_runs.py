@@ -129,7 +129,7 @@ def test_a_gsm8k_run_on_a_local_model_counts_the_prompts_that_are_too_long(
     assert f" on {len(test) - long} test queries; {left_out}" in out
 
 
-def test_with_constant_staleness_each_batch_is_of_one_version_and_a_reset_takes_the_policy_of_that_version(  # noqa: E501
+def test_constant_staleness_has_batches_of_one_version_and_resets_to_that_policy(
     tmp_path,
 ):
     run_dir = tmp_path / "run"
@@ -149,7 +149,7 @@ def test_with_constant_staleness_each_batch_is_of_one_version_and_a_reset_takes_
     assert not {9, 14} & at_reference
 
 
-def test_a_fork_adds_the_objective_of_the_readme_and_trains_until_ctrl_c_ends_it_with_every_output_within_15_seconds(  # noqa: E501
+def test_a_fork_with_the_readmes_objective_trains_until_ctrl_c_and_ends_within_15_seconds(
     tmp_path,
 ):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -8,7 +8,7 @@ import torch
 
 from buffer import Group, Row
 from config import Config
-from learner import beta_at, lr_schedule
+from learner import Learner, beta_at, lr_schedule
 from models.logprobs import response_logprobs
 from models.policy import weight_shapes
 from runtime.board import Board
@@ -50,17 +50,16 @@ def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Row]:
     return rows
 
 
-def gradient(trainer: Trainer, rows: list[Row]) -> torch.Tensor:
+def gradient(learner: Learner, rows: list[Row]) -> torch.Tensor:
     """Return the gradient that update() hands to the optimizer."""
-    seen = []
+    gradients = []
 
     def step():
-        gradients = [p.grad.flatten().clone() for p in trainer.learner.policy.parameters()]
-        seen.append(torch.cat(gradients))
+        gradients.extend(p.grad.flatten().clone() for p in learner.policy.parameters())
 
-    trainer.learner.optimizer.step = step
-    trainer.learner.update(rows)
-    return seen[0]
+    learner.optimizer.step = step
+    learner.update(rows)
+    return torch.cat(gradients)
 
 
 def test_the_gradient_does_not_depend_on_the_micro_batch(untied_model, tmp_path):
@@ -69,7 +68,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(untied_model, tmp_path)
     for size in (1, 2, 4):
         settings = dict(queries_per_batch=4, queries_per_micro_batch=size, beta=1.0)
         trainer = make_trainer(untied_model, tmp_path / str(size), **settings)
-        gradients.append(gradient(trainer, rows))
+        gradients.append(gradient(trainer.learner, rows))
     tolerance = 1e-6 * float(gradients[0].abs().max())
     for other in gradients[1:]:
         torch.testing.assert_close(gradients[0], other, rtol=0, atol=tolerance)
@@ -100,7 +99,7 @@ def test_padded_fields_hold_each_row_from_its_first_token(untied_model, tmp_path
     assert (inputs.group_size, inputs.beta) == (3, 0.5)
 
 
-def test_rows_that_an_earlier_reference_scored_get_the_log_probabilities_of_the_present_one_when_they_are_drawn(  # noqa: E501
+def test_rows_that_an_earlier_reference_scored_are_scored_anew_when_they_are_drawn(
     untied_model, tmp_path
 ):
     trainer = make_trainer(untied_model, tmp_path, reference_reset_period=2)
