@@ -38,10 +38,11 @@ import tba
 from buffer import Group
 from config import Config
 from models.policy import weight_shapes
-from runtime import processes
+from runtime import launch
 from runtime.board import Board
 from runtime.command_line import build_config
 from runtime.pictures import COLORS
+from runtime.places import Place, find_places
 from runtime.supervisor import Supervisor
 from runtime.timeline import read_lines, read_spans, trainer_busy
 from tasks import load_task
@@ -147,7 +148,7 @@ def record(config: Config, directory: Path, count: int) -> tuple[list[Group], fl
     (directory / "logs").mkdir(parents=True)
     model = str(load_task(config.task).base_model())
     config = dataclasses.replace(config, model=model, output_dir=str(directory), searchers=1)
-    places = processes.places(config)
+    places = find_places(config)
     board = Board([place.name for place in places])
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
     supervisor = Supervisor(config, places[1:], weights, board, str(directory), "searcher:run")
@@ -178,10 +179,13 @@ def steps_of(run_dir: Path | str) -> list[dict]:
 def main() -> None:
     quick = arguments(__doc__).quick
     seeds, steps, few = ((0,), 300, 40) if quick else ((0, 1, 2), 600, 80)
-    split, beside, alone = processes.places, [], []
+    split, beside, alone = launch.find_places, [], []
     results: dict[str, list[dict[str, float]]] = {}  # mode -> measure() of each seed
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
+
+        def on_all_cores(config: Config) -> list[Place]:
+            return [place_on_all_cores(place) for place in split(config)]
 
         def compare(mode: str, seed: int, flags: list[str]) -> None:
             run_dir = run(directory, f"{mode} {seed}", *flags)
@@ -192,9 +196,9 @@ def main() -> None:
             synchronous = [*flags, "--synchronous", *as_flags(steps=few, eval_every=0)]
             compare("asynchronous", seed, [*flags, *as_flags(steps=steps, eval_every=0)])
             compare("synchronous", seed, synchronous)
-            processes.places = lambda config: [place_on_all_cores(place) for place in split(config)]
+            launch.find_places = on_all_cores
             compare("synchronous, all cores", seed, synchronous)
-            processes.places = split
+            launch.find_places = split
             longer = [*flags, *as_flags(steps=2 * steps, eval_every=0)]
             beside.append(beside_a_searcher(directory / f"beside {seed}", *longer))
             alone.append(searcher_alone(seed, directory / f"alone {seed}"))
@@ -244,9 +248,9 @@ def report(
     )
 
 
-def place_on_all_cores(place: processes.Place) -> processes.Place:
+def place_on_all_cores(place: Place) -> Place:
     """Give a process all cores."""
-    return processes.Place(place.name, place.gpu, sorted(os.sched_getaffinity(0)))
+    return Place(place.name, place.gpu, sorted(os.sched_getaffinity(0)))
 
 
 def draw(runs: dict[str, Path], path: Path, seconds: float = 1.0) -> None:

@@ -34,6 +34,7 @@ from models.policy import weight_shapes
 from runtime import processes
 from runtime.board import Board
 from runtime.command_line import build_config
+from runtime.places import find_places
 from runtime.supervisor import Supervisor
 from tasks import load_task
 from weights import SharedWeights
@@ -121,7 +122,7 @@ def measure(
         Path(run_dir, "logs").mkdir()
         Path(run_dir, "recorded.pkl").write_bytes(pickle.dumps((recorded, rate)))
         config = dataclasses.replace(config, searchers=searchers, output_dir=run_dir)
-        places = processes.places(config)
+        places = find_places(config)
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=searchers)
         board = Board([place.name for place in places])
         supervisor = Supervisor(config, places[1:], weights, board, run_dir, "scaling:replay")

@@ -42,6 +42,7 @@ from config import Config
 from learner import Learner
 from models.logprobs import response_logprobs
 from runtime import processes
+from runtime.places import find_places
 
 QUERIES, RESPONSES, LIMIT, VOCABULARY = 7, 20, 512, 32_000
 SHAPE = dict(
@@ -195,7 +196,7 @@ def make_rows(data_dir: str, queries: int) -> list[Row]:
 def main() -> None:
     options = arguments(__doc__, ("--data_dir", ""))
     device = learner_module.device()
-    place = processes.places(Config())[0]
+    place = find_places(Config())[0]
     place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))
     os.environ.update(processes.environment(place))  # for the children
     shape = SHAPE_GPU if device.type == "cuda" else SHAPE

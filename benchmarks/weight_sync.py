@@ -37,6 +37,7 @@ from config import Config
 from models.policy import load_policy
 from runtime import processes
 from runtime.locked_pages import lock_pages
+from runtime.places import Place, find_places
 from weights import SharedWeights, num_elements
 
 SHAPES = {"10 M": (256, 8), "100 M": (768, 11), "1 B": (2048, 19)}  # hidden size, layers
@@ -216,11 +217,11 @@ def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, fl
 
 def main() -> None:
     quick = arguments(__doc__).quick
-    device, gpu = models.device.device(), processes.places(Config())[0].gpu
+    device, gpu = models.device.device(), find_places(Config())[0].gpu
     own, *others = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [own])  # as a run has its trainer and its searcher on two cores
     torch.set_num_threads(1)
-    place = processes.Place("weights", gpu, [own])
+    place = Place("weights", gpu, [own])
     os.environ.update(processes.environment(place))  # vLLM reads it
     sizes = {name: SHAPES[name] for name in (ENGINE_SIZES if quick else SHAPES)}
     lines = []

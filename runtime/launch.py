@@ -20,7 +20,7 @@ from models.policy import weight_shapes
 from runtime import checkpoint, preflight, processes
 from runtime.board import Board
 from runtime.messages import FinalEvaluation, describe_left_out
-from runtime.processes import Place
+from runtime.places import MEMORY_ALONE, Place, find_places, is_gpu_shared, resolve
 from runtime.report import rewind
 from runtime.supervisor import RunFailed, Supervisor
 from runtime.timeline import trainer_busy
@@ -30,10 +30,6 @@ from weights import SharedWeights, check_shared_memory, num_elements
 SAVE_SECONDS = 10.0  # grace period for the trainer's checkpoint and model at a shutdown ...
 SAVE_BYTES_PER_SECOND = 100e6  # ... and this much more for a large model
 STOP_SECONDS = 2.0  # grace period for the searchers
-# Of a GPU's memory, for vLLM. Alone it has the reference policy beside it, and a task's models;
-# a trainer of GSM8K's size needs 52 GiB of 80.
-MEMORY_ALONE, MEMORY_BESIDE_TRAINER = 0.55, 0.15
-SHARED_AHEAD = 2  # syncs that a searcher may be ahead of the trainer whose GPU it shares
 EVALUATION_SECONDS = 3600.0  # for the final evaluation, the start of its engine included
 POLL_SECONDS = 0.05
 
@@ -146,13 +142,8 @@ def run(config: Config) -> int:
         # Their shares of the queries, and the cursors in those, are part of the checkpoint.
         searchers = len(checkpoint.load_state(resume)["board"])
         config = dataclasses.replace(config, searchers=searchers)
-    places = processes.places(config)
-    config = dataclasses.replace(
-        config,
-        searchers=len(places) - 1,
-        gpu_memory_utilization=gpu_memory(config, places),
-        search_ahead=search_ahead(config, places),
-    )
+    places = find_places(config)
+    config = resolve(config, places)
     shapes = weight_shapes(config)
     preflight.check_template(config, chats)
     dtype = compute_dtype(config)
@@ -178,26 +169,6 @@ def check_model(config: Config, task: Task) -> Config:
     model = find_model("--model", config.model or task.base_model())
     task.prepare()
     return dataclasses.replace(config, model=model)
-
-
-def gpu_memory(config: Config, places: list[Place]) -> float | None:
-    """The share of its GPU's memory for a searcher's vLLM; None without a GPU."""
-    if places[0].gpu is None or config.gpu_memory_utilization is not None:
-        return config.gpu_memory_utilization
-    return MEMORY_BESIDE_TRAINER if is_gpu_shared(places) else MEMORY_ALONE
-
-
-def search_ahead(config: Config, places: list[Place]) -> int | None:
-    """--search_ahead; without it two syncs where a searcher shares the trainer's GPU."""
-    may_limit = not config.lockstep and config.max_staleness is None  # else the trainer may wait
-    if config.search_ahead is None and may_limit and is_gpu_shared(places):
-        return SHARED_AHEAD * config.sync_period
-    return config.search_ahead
-
-
-def is_gpu_shared(places: list[Place]) -> bool:
-    """Whether trainer and searcher have one GPU between them."""
-    return places[0].gpu is not None and places[0].gpu == places[1].gpu
 
 
 def describe(config: Config, places: list[Place], sizes: dict[str, int], parameters: int) -> None:
@@ -301,7 +272,7 @@ def evaluate_only(config: Config) -> int:
         Path(directory, "logs").mkdir()
         config = dataclasses.replace(config, output_dir=directory)
         try:
-            result = evaluate(config, processes.places(config)[1], interrupt)
+            result = evaluate(config, find_places(config)[1], interrupt)
         except RunFailed as failure:
             print(f"error: {failure}", file=sys.stderr)
             return 1

@@ -1,88 +1,22 @@
-"""The processes of a run: which device each gets, how it starts, and where its output goes."""
+"""The processes of a run: how each starts at its place, and where its output goes."""
 
 import ctypes
 import importlib
-import importlib.metadata
 import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.multiprocessing
 from tqdm import tqdm
 
-from config import Config, UserError
+from runtime.places import Place
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that ask a run to end
 GIVE_UP = 3  # exit code of a searcher that would fail again after a restart
 LOG_LINES = 25  # of a failed process, shown
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of prctl
-
-
-@dataclass
-class Place:
-    """Where a process runs: one GPU, or some cores."""
-
-    name: str  # "trainer", "searcher 0"
-    gpu: str | None  # for CUDA_VISIBLE_DEVICES
-    cores: list[int]
-    threads: int | None = None  # of OpenMP; None: one for each core
-
-    def __str__(self) -> str:
-        if self.gpu is not None:
-            return f"GPU {self.gpu}"
-        plural = "s" if len(self.cores) > 1 else ""
-        return f"CPU core{plural} {', '.join(map(str, self.cores))}"
-
-
-def places(config: Config) -> list[Place]:
-    """The trainer's place and then one per searcher.
-
-    A GPU each where there are several, the one GPU shared, or the cores split. Raises UserError for
-    more searchers than fit, and for GPUs that CUDA cannot use.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    count = torch.cuda.device_count()
-    if count and not torch.cuda.is_available():  # the one asks the driver, the other CUDA
-        raise UserError(
-            f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, but CUDA "
-            f"{torch.version.cuda} cannot use them: see nvidia-smi (CUDA 13 needs driver 580 or "
-            "newer), or hide them with CUDA_VISIBLE_DEVICES="
-        )
-    all_gpus = ",".join(map(str, range(count)))
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")[:count]
-    searchers = config.searchers or max(1, len(gpus) - 1)
-    names = ["trainer"] + [f"searcher {rank}" for rank in range(searchers)]
-    if not gpus:
-        if any(package.name == "vllm" for package in importlib.metadata.distributions()):
-            raise UserError(
-                "no GPU is visible, but the vLLM that is installed is the one for GPUs: "
-                "install requirements-cpu.txt instead"
-            )
-        return [Place(name, None, own) for name, own in zip(names, split_cores(cores, searchers))]
-    if len(gpus) > 1 and searchers > len(gpus) - 1:
-        raise UserError(
-            f"--searchers is {searchers}, but {len(gpus)} GPUs hold one trainer and at most "
-            f"{len(gpus) - 1} searchers"
-        )
-    if len(gpus) == 1 and searchers > 1:
-        raise UserError(
-            f"--searchers is {searchers}, but there is one GPU: it holds one trainer and one "
-            "searcher"
-        )
-    threads = max(1, len(cores) // len(names))
-    return [Place(name, gpus[i % len(gpus)], cores, threads) for i, name in enumerate(names)]
-
-
-def split_cores(cores: list[int], searchers: int) -> list[list[int]]:
-    """Half of the cores for the trainer, the rest dealt out; with too few, some share one."""
-    half = max(1, len(cores) // 2)
-    rest = cores[half:] or cores
-    dealt = [rest[rank::searchers] or [rest[rank % len(rest)]] for rank in range(searchers)]
-    return [cores[:half], *dealt]
 
 
 def environment(place: Place) -> dict[str, str]:

@@ -14,7 +14,8 @@ from conftest import ROOT, read, steps_of, tba
 
 from config import Config, UserError
 from models import device, logprobs
-from runtime import launch, processes
+from runtime import processes
+from runtime.places import find_places, gpu_memory, search_ahead
 from runtime.workload import ThrottledWorkload, Workload
 from tasks import Query
 from weights import SharedWeights
@@ -35,14 +36,14 @@ def gpus(monkeypatch):
 def test_gpus_that_are_counted_and_cannot_be_used_are_refused_in_one_line(gpus):
     gpus(4, usable=False)
     with pytest.raises(UserError, match=r"there are 4 GPUs, but CUDA .* driver 580") as caught:
-        processes.places(Config())
+        find_places(Config())
     assert "\n" not in str(caught.value)
 
 
 def test_each_process_on_a_gpu_gets_its_part_of_the_cores_as_threads(gpus, monkeypatch):
     gpus(4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    places = processes.places(Config())
+    places = find_places(Config())
     assert [place.gpu for place in places] == ["0", "1", "2", "3"]
     environments = [processes.environment(place) for place in places]
     assert {variables["OMP_NUM_THREADS"] for variables in environments} == {"16"}
@@ -81,9 +82,9 @@ def test_where_there_is_a_gpu_the_tests_have_the_cpu_build_in_an_environment_of_
 def test_vllm_leaves_room_for_a_tasks_models_and_more_beside_the_trainer(gpus):
     for count, share in ((4, 0.55), (1, 0.15)):
         gpus(count)
-        places = processes.places(Config())
-        assert launch.gpu_memory(Config(), places) == share
-        assert launch.gpu_memory(Config(gpu_memory_utilization=0.4), places) == 0.4
+        places = find_places(Config())
+        assert gpu_memory(Config(), places) == share
+        assert gpu_memory(Config(gpu_memory_utilization=0.4), places) == 0.4
 
 
 def test_cudnns_attention_is_off_wherever_a_model_runs():
@@ -115,11 +116,11 @@ def test_only_a_searcher_on_the_trainers_gpu_is_throttled_by_itself(gpus):
     config = Config(sync_period=2)
     for count, ahead in ((4, None), (2, None), (1, 4)):
         gpus(count)
-        assert launch.search_ahead(config, processes.places(config)) == ahead
+        assert search_ahead(config, find_places(config)) == ahead
         own = Config(search_ahead=7)
-        assert launch.search_ahead(own, processes.places(own)) == 7
+        assert search_ahead(own, find_places(own)) == 7
     for free in (Config(max_staleness=5), Config(constant_staleness=2)):
-        assert launch.search_ahead(free, processes.places(free)) is None, "the trainer may wait"
+        assert search_ahead(free, find_places(free)) is None, "the trainer may wait"
 
 
 def make_throttled(config: Config, weights: SharedWeights) -> ThrottledWorkload:

@@ -16,8 +16,8 @@ from conftest import ROOT
 from config import Config
 from learner import beta_at, reference_temperature_at, reward_temperature_at
 from loss import LOSSES
-from runtime import processes
 from runtime.command_line import build_config
+from runtime.places import find_places
 from tasks import find_presets, load_task, redteam, tldr
 
 GSM8K = {
@@ -340,7 +340,7 @@ def test_four_gpus_are_one_trainer_and_the_papers_three_searchers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for arguments, searchers in ((["gsm8k"], 3), (["tldr"], 3), (["tldr", *TABLE_1], 2)):
-        assert len(processes.places(build_config(arguments))) == 1 + searchers
+        assert len(find_places(build_config(arguments))) == 1 + searchers
 
 
 def test_the_attacker_explores_as_in_the_adopted_code():

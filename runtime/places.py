@@ -1,0 +1,117 @@
+"""Where the processes of a run go: which GPU or cores each gets, and what follows from that."""
+
+import dataclasses
+import importlib.metadata
+import os
+from dataclasses import dataclass
+
+import torch
+
+from config import Config, UserError
+
+# Of a GPU's memory, for vLLM. Alone it has the reference policy beside it, and a task's models;
+# a trainer of GSM8K's size needs 52 GiB of 80.
+MEMORY_ALONE, MEMORY_BESIDE_TRAINER = 0.55, 0.15
+SHARED_AHEAD = 2  # syncs that a searcher may be ahead of the trainer whose GPU it shares
+
+
+@dataclass
+class Place:
+    """Where a process runs: one GPU, or some cores."""
+
+    name: str  # "trainer", "searcher 0"
+    gpu: str | None  # for CUDA_VISIBLE_DEVICES
+    cores: list[int]
+    threads: int | None = None  # of OpenMP; None: one for each core
+
+    def __str__(self) -> str:
+        if self.gpu is not None:
+            return f"GPU {self.gpu}"
+        plural = "s" if len(self.cores) > 1 else ""
+        return f"CPU core{plural} {', '.join(map(str, self.cores))}"
+
+
+def find_gpus() -> list[str]:
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, as it names them.
+
+    Raises UserError for GPUs that CUDA cannot use, and for none with a vLLM that needs one.
+    """
+    count = torch.cuda.device_count()
+    if count and not torch.cuda.is_available():  # the one asks the driver, the other CUDA
+        raise UserError(
+            f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, but CUDA "
+            f"{torch.version.cuda} cannot use them: see nvidia-smi (CUDA 13 needs driver 580 or "
+            "newer), or hide them with CUDA_VISIBLE_DEVICES="
+        )
+    all_gpus = ",".join(map(str, range(count)))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")[:count]
+    if not gpus and any(package.name == "vllm" for package in importlib.metadata.distributions()):
+        raise UserError(
+            "no GPU is visible, but the vLLM that is installed is the one for GPUs: "
+            "install requirements-cpu.txt instead"
+        )
+    return gpus
+
+
+def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
+    """The trainer's place and then one per searcher. gpus: to take for this machine's.
+
+    A GPU each where there are several, the one GPU shared, or the cores split. Raises UserError for
+    more searchers than fit.
+    """
+    gpus = find_gpus() if gpus is None else gpus
+    cores = sorted(os.sched_getaffinity(0))
+    searchers = config.searchers or max(1, len(gpus) - 1)
+    names = ["trainer"] + [f"searcher {rank}" for rank in range(searchers)]
+    if not gpus:
+        return [Place(name, None, own) for name, own in zip(names, split_cores(cores, searchers))]
+    if len(gpus) > 1 and searchers > len(gpus) - 1:
+        raise UserError(
+            f"--searchers is {searchers}, but {len(gpus)} GPUs hold one trainer and at most "
+            f"{len(gpus) - 1} searchers"
+        )
+    if len(gpus) == 1 and searchers > 1:
+        raise UserError(
+            f"--searchers is {searchers}, but there is one GPU: it holds one trainer and one "
+            "searcher"
+        )
+    threads = max(1, len(cores) // len(names))
+    return [Place(name, gpus[i % len(gpus)], cores, threads) for i, name in enumerate(names)]
+
+
+def split_cores(cores: list[int], searchers: int) -> list[list[int]]:
+    """Half of the cores for the trainer, the rest dealt out; with too few, some share one."""
+    half = max(1, len(cores) // 2)
+    rest = cores[half:] or cores
+    dealt = [rest[rank::searchers] or [rest[rank % len(rest)]] for rank in range(searchers)]
+    return [cores[:half], *dealt]
+
+
+def resolve(config: Config, places: list[Place]) -> Config:
+    """Fill in what these places decide."""
+    return dataclasses.replace(
+        config,
+        searchers=len(places) - 1,
+        gpu_memory_utilization=gpu_memory(config, places),
+        search_ahead=search_ahead(config, places),
+    )
+
+
+def gpu_memory(config: Config, places: list[Place]) -> float | None:
+    """The share of its GPU's memory for a searcher's vLLM; None without a GPU."""
+    if places[0].gpu is None or config.gpu_memory_utilization is not None:
+        return config.gpu_memory_utilization
+    return MEMORY_BESIDE_TRAINER if is_gpu_shared(places) else MEMORY_ALONE
+
+
+def search_ahead(config: Config, places: list[Place]) -> int | None:
+    """--search_ahead; without it two syncs where a searcher shares the trainer's GPU."""
+    may_limit = not config.lockstep and config.max_staleness is None  # else the trainer may wait
+    if config.search_ahead is None and may_limit and is_gpu_shared(places):
+        return SHARED_AHEAD * config.sync_period
+    return config.search_ahead
+
+
+def is_gpu_shared(places: list[Place]) -> bool:
+    """Whether trainer and searcher have one GPU between them."""
+    return places[0].gpu is not None and places[0].gpu == places[1].gpu
