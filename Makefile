@@ -9,7 +9,7 @@ INSTALLED := .venv/$(if $(GPU),requirements,requirements-cpu).txt.installed
 TEST_VENV := $(if $(GPU),.venv-cpu,.venv)
 DEMO_FLAGS ?=
 
-.PHONY: setup setup-tests demo lint test test-faults test-runs
+.PHONY: setup setup-tests demo lint test test-faults test-runs test-gpu
 
 demo: setup
 	.venv/bin/python tba.py arithmetic $(DEMO_FLAGS)
@@ -29,6 +29,10 @@ test-faults: setup-tests
 test-runs: setup-tests
 	$(TEST_VENV)/bin/python -m pytest -q -m runs tests
 
+# What wants a GPU, with the vLLM for GPUs; without one each test is skipped, with the reason.
+test-gpu: setup
+	.venv/bin/python -m pytest -q -rs -m gpu tests
+
 setup: $(INSTALLED)
 
 setup-tests: $(TEST_VENV)/requirements-cpu.txt.installed
@@ -39,6 +43,16 @@ setup-tests: $(TEST_VENV)/requirements-cpu.txt.installed
 .venv-cpu/%.installed: %
 	$(install)
 
+# vLLM compiles kernels when it starts, and the index has torch for CUDA 13. What nvidia-smi says is
+# that of the driver, or of NVIDIA's cuda-compat package where that is on LD_LIBRARY_PATH.
+define check_gpu
+	@lacks=""; cuda=$$(nvidia-smi | sed -n 's/.*CUDA[^:]*Version: *\([0-9]*\).*/\1/p' | head -n 1); \
+	[ "$${cuda:-0}" -ge 13 ] || lacks="$$lacks, a driver for CUDA 13, 580 or newer (this one is for CUDA $$cuda)"; \
+	command -v gcc >/dev/null || lacks="$$lacks, gcc"; \
+	[ -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" ] || lacks="$$lacks, the headers of Python (python3-dev)"; \
+	[ -z "$$lacks" ] || { echo "this machine lacks$${lacks#,}: see Platform in docs/operations.md"; exit 1; }
+endef
+
 # Into the directory of the target, what the file that it is named after asks for.
 # Bytecode is compiled once here: a run starts four processes or more, and where Python may not write
 # it each would compile all that it imports.
@@ -47,6 +61,7 @@ setup-tests: $(TEST_VENV)/requirements-cpu.txt.installed
 # break `import transformers`; text models need none of them. If the index offers no CPU build of
 # torch, uv fetches it from PyTorch's own (--torch-backend).
 define install
+	$(if $(findstring cpu,$<),,$(check_gpu))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …"; exit 1; }
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv

@@ -6,6 +6,7 @@ which values it takes. A class is a group of flags; Config is all of them togeth
 """
 
 import math
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -62,6 +63,13 @@ def one_of(*choices: str) -> type[str]:
     ]
 
 
+GPUs = Annotated[
+    str,
+    Bound(
+        lambda value: not value or re.fullmatch(r"[1-9]\d*x[1-9]\d*", value) is not None,
+        "it is a number of GPUs and the GiB of each, like 4x80",
+    ),
+]
 DType = one_of("auto", "float32", "bfloat16")
 MasterDType = one_of("float32", "bfloat16")
 Switch = one_of("auto", "on", "off")
@@ -218,6 +226,10 @@ class ProcessSettings:
     mean over all of them. On the way it is one."""
     evaluation_temperature: EvaluationTemperature | None = None
     """Their sampling temperature, 0: greedy. None: the task's, greedy unless it says otherwise."""
+    plan: bool = False
+    """Only print what each process will need of memory and disk, and whether it is there."""
+    plan_gpus: GPUs = ""
+    """With --plan: for such GPUs, 4x80 for four of 80 GiB. Empty: those of this machine."""
     eval_only: bool = False
     """Only evaluate --model: the task's metrics on its test queries, with 95 % intervals."""
     json: bool = False
@@ -345,6 +357,8 @@ def check_modes(config: Config) -> None:
         )
     if config.json and not config.eval_only:
         raise UserError("--json is for --eval_only: a run writes metrics.jsonl")
+    if config.plan_gpus and not config.plan:
+        raise UserError(f"--plan_gpus {config.plan_gpus} is for --plan: a run takes what is there")
     if config.lockstep and config.max_staleness is not None:
         raise UserError(
             f"--max_staleness {config.max_staleness} is for the buffer, which a run of constant "

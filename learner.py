@@ -17,7 +17,7 @@ from buffer import Row
 from config import Config
 from loss import LOSSES, LossInputs, Metrics
 from models.device import compute_dtype, device
-from models.logprobs import response_logprobs, split_rows
+from models.logprobs import TOKENS_IN_LOW_MEMORY, response_logprobs, split_rows
 from models.policy import load_policy, load_tokenizer
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
@@ -86,7 +86,7 @@ class Learner:
         (loss * weight).backward()
         if self.low_memory:
             prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-            for few in split_rows(prompts, tokens, inputs.logprobs.device):
+            for few in split_rows(prompts, tokens, TOKENS_IN_LOW_MEMORY):
                 logprobs = self.logprobs([rows[i] for i in few])  # (rows, T of these)
                 logprobs.backward(inputs.logprobs.grad[few, : logprobs.shape[1]])
         return loss.detach(), metrics

@@ -24,8 +24,11 @@ def main(arguments: list[str]) -> int:
     """Parse, check, launch. Returns the exit code."""
     try:
         config = build_config(arguments)
-        from runtime import launch  # imports torch, which a child must not before its target runs
+        # They import torch, which a child must not before its target runs.
+        from runtime import launch, plan
 
+        if config.plan:
+            return plan.show_plan(config)
         return launch.evaluate_only(config) if config.eval_only else launch.run(config)
     except SystemExit as end:  # tyro has shown help, or what is wrong with a flag
         return end.code

@@ -7,7 +7,6 @@ killed process could leave locked. The reference policy, where it changes, has a
 which later versions never overwrite.
 """
 
-import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -205,17 +204,3 @@ class SharedWeights:
 def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:
     """Numbers in all tensors together."""
     return sum(torch.Size(shape).numel() for shape in shapes.values())
-
-
-def check_shared_memory(needed: int) -> None:
-    """Raise MemoryError with what to do if so many bytes do not fit.
-
-    Without this check a process dies of SIGBUS at its first touch of the missing page.
-    """
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if needed > free:
-        raise MemoryError(
-            "shared memory is too small: the copies of the weights need "
-            f"{needed / 2**20:.0f} MiB, {SHARED_MEMORY} has {free / 2**20:.0f} MiB free; "
-            f"enlarge it (mount -o remount,size=… {SHARED_MEMORY}, docker run --shm-size=…)"
-        )

@@ -15,8 +15,8 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def compute_dtype(config: Config) -> torch.dtype:
-    """What forward passes, published weights and vLLM compute in."""
+def compute_dtype(config: Config, on: torch.device | None = None) -> torch.dtype:
+    """What forward passes, published weights and vLLM compute in. on: None for this process's."""
     if config.dtype == "auto":
-        return torch.bfloat16 if device().type == "cuda" else torch.float32
+        return torch.bfloat16 if (on or device()).type == "cuda" else torch.float32
     return getattr(torch, config.dtype)

@@ -18,8 +18,8 @@ from vllm.v1.executor import uniproc_executor
 
 from config import Config
 from models.device import compute_dtype, device
+from models.sizes import ENGINE_ROWS
 
-ENGINE_ROWS = 256  # responses that vLLM generates at a time
 CPU_BLOCK = 32  # tokens in a block of the prefix cache: the fewest that vLLM takes on a CPU
 CPU_BATCHED_TOKENS = 4096
 

@@ -15,8 +15,10 @@ from buffer import Group, rows_of
 # Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
 # keep the device busy.
 TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 8192}
+# The same where the memory of one pass is what counts (--low_memory).
+TOKENS_IN_LOW_MEMORY = 1024
 # Response tokens whose logits, a vocabulary each, exist at once.
-POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 2048}
+POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 1024}
 
 
 def response_logprobs(
@@ -39,13 +41,14 @@ def response_logprobs(
     prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
     width = max(len(response) for response in responses)
     head = model.get_output_embeddings()
-    chunks, chunked_rows = [], split_rows(prompts, responses, device)
+    chunks = []
+    chunked_rows = split_rows(prompts, responses, TOKENS_PER_FORWARD[device.type])
     is_cast = dtype != next(model.parameters()).dtype
     # One autocast for all chunks: within it each weight is cast once.
     with torch.autocast(device.type, dtype, enabled=is_cast):
         for rows in chunked_rows:  # M of them
             ids, mask = _right_padded([responses[row] for row in rows], device)  # (M, chunk's T)
-            states = _states(model, [prompts[row] for row in rows], ids)[mask]
+            states = response_states(model, [prompts[row] for row in rows], ids)[mask]
             full = torch.promote_types(states.dtype, torch.float32)
             states = (states.to(full) / temperature).to(dtype)  # (R, H), R response tokens
             bias = None if head.bias is None else head.bias / temperature
@@ -59,11 +62,11 @@ def response_logprobs(
 
 
 def split_rows(
-    prompts: list[np.ndarray], responses: list[np.ndarray], device: torch.device
+    prompts: list[np.ndarray], responses: list[np.ndarray], most_tokens: int
 ) -> list[np.ndarray]:
     """Return the indices of the rows of each forward pass: rows of similar length, longest first.
 
-    One pass keeps the device busy, and more rows would only take more memory.
+    most_tokens: padded response tokens in a pass.
     """
     lengths = np.array([len(response) for response in responses])
     longest_prompt = max(len(prompt) for prompt in prompts)
@@ -73,13 +76,13 @@ def split_rows(
         # Each row has its own keys and values of the prompt: at most 4 times as many positions of
         # those as tokens that run.
         padded_row = max(longest, (longest_prompt + longest) // 4)
-        count = max(1, TOKENS_PER_FORWARD[device.type] // padded_row)
+        count = max(1, most_tokens // padded_row)
         chunks.append(order[start : start + count])
         start += count
     return chunks
 
 
-def _states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> Tensor:
+def response_states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> Tensor:
     """Return the state from which the model predicts each response token: (M, T, H).
 
     ids: (M, T), the responses. The K responses of a query share its prompt: each distinct prompt

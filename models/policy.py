@@ -43,25 +43,33 @@ def encode_prompt(
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter, a tied one once, with nothing loaded.
+def policy_without_weights(config: Config) -> torch.nn.Module:
+    """Make config.model on the meta device: names and shapes, nothing loaded.
 
-    Raises UserError for a model that cannot be had, or has fewer positions than the run needs.
+    Raises UserError for a model that cannot be had.
     """
     try:
         architecture = AutoConfig.from_pretrained(
             config.model, trust_remote_code=config.trust_remote_code
         )
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            return AutoModelForCausalLM.from_config(
                 architecture, trust_remote_code=config.trust_remote_code
             )
     except (OSError, ValueError) as error:
         raise UserError(
             f"--model {config.model!r} cannot be used: {str(error).splitlines()[0]}"
         ) from error
+
+
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, a tied one once, with nothing loaded.
+
+    Raises UserError for a model that cannot be had, or has fewer positions than the run needs.
+    """
+    model = policy_without_weights(config)
     tokens = config.max_prompt_tokens + config.max_response_tokens
-    limit = getattr(architecture, "max_position_embeddings", None)
+    limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         raise UserError(
             f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens "

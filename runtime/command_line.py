@@ -28,6 +28,8 @@ CHANGEABLE = (
     "output_dir",
     "searcher_timeout",
     "gpu_memory_utilization",
+    "plan",
+    "plan_gpus",
 )
 HELP = ("-h", "--help")
 DESCRIPTION = "Trajectory Balance with Asynchrony on one machine. TASK comes first."

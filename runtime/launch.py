@@ -21,11 +21,12 @@ from runtime import checkpoint, preflight, processes
 from runtime.board import Board
 from runtime.messages import FinalEvaluation, describe_left_out
 from runtime.places import MEMORY_ALONE, Place, find_places, is_gpu_shared, resolve
+from runtime.plan import check_plan
 from runtime.report import rewind
 from runtime.supervisor import RunFailed, Supervisor
 from runtime.timeline import trainer_busy
 from tasks import Task
-from weights import SharedWeights, check_shared_memory, num_elements
+from weights import SharedWeights, num_elements
 
 SAVE_SECONDS = 10.0  # grace period for the trainer's checkpoint and model at a shutdown ...
 SAVE_BYTES_PER_SECOND = 100e6  # ... and this much more for a large model
@@ -146,12 +147,7 @@ def run(config: Config) -> int:
     config = resolve(config, places)
     shapes = weight_shapes(config)
     preflight.check_template(config, chats)
-    dtype = compute_dtype(config)
-    try:
-        resets = config.reference_reset_period > 0
-        check_shared_memory(SharedWeights.required_bytes(shapes, dtype, resets))
-    except MemoryError as error:
-        raise UserError(str(error)) from error
+    config, dtype = check_plan(config, task, places), compute_dtype(config)
     describe(config, places, sizes, num_elements(shapes))
     if resume and (mismatch := checkpoint.shape_mismatch(resume, shapes)):
         raise UserError(

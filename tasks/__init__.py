@@ -62,6 +62,10 @@ class Task:
         Raises UserError for what cannot be used.
         """
 
+    def models(self) -> list[str]:
+        """The models that a searcher may hold at once for score() and evaluate(), for --plan."""
+        return []
+
     def load(self) -> None:
         """Put the models that score() and evaluate() need on this process's device.
 

@@ -134,6 +134,9 @@ class RedTeam(Task):
         prepare_classifier("--classifier", self.classifier, label=self.toxic_label)
         fetch_model("--embedding_model", find_model("--embedding_model", self.embedding_model))
 
+    def models(self) -> list[str]:
+        return [self.victim_model, self.classifier, self.embedding_model]
+
     def load(self) -> None:
         from models.classifier import Classifier
         from models.sampler import Sampler

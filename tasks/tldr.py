@@ -117,6 +117,9 @@ class TLDR(Task):
         prepare_classifier("--reward_model", self.reward_model, labels=1)
         prepare_classifier("--gold_model", self.gold_model, labels=1)
 
+    def models(self) -> list[str]:
+        return [self.reward_model, self.gold_model]
+
     def load(self) -> None:
         from models.classifier import Classifier
 

@@ -4,6 +4,7 @@ The environment that a searcher gets, tiny models made on the spot, and the comm
 subprocess.
 """
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -28,11 +29,14 @@ from transformers import (
 )
 
 from runtime import processes, timeline
+from runtime.places import Place
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+# Whether the vLLM for GPUs is installed: then these are the tests of make test-gpu.
+ON_GPU = any(package.name == "vllm" for package in importlib.metadata.distributions())
 # What a searcher finds in its environment, before a test imports vLLM.
-os.environ.update(processes.environment(processes.Place("tests", None, [0])))
+os.environ.update(processes.environment(Place("tests", "0" if ON_GPU else None, [0])))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -6,6 +6,9 @@ Only the device query is a mock: how many GPUs there are, and whether CUDA can u
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,6 +80,36 @@ def test_where_there_is_a_gpu_the_tests_have_the_cpu_build_in_an_environment_of_
             "-r requirements-cpu.txt" in said[target] and "-r requirements.txt" not in said[target]
         )
         assert f"\n{tests}/bin/" in said[target]
+
+
+@pytest.mark.parametrize(
+    "cuda, tools, lacking",
+    [
+        ("12.4", ["gcc"], "a driver for CUDA 13, 580 or newer (this one is for CUDA 12)"),
+        ("13.0", [], "gcc"),
+        ("12.9", [], "a driver for CUDA 13, 580 or newer (this one is for CUDA 12), gcc"),
+    ],
+)
+def test_the_set_up_says_in_one_line_what_a_gpu_machine_lacks(cuda, tools, lacking, tmp_path):
+    """It stops before anything is installed. nvidia-smi is a script that prints as the real one."""
+    found = tmp_path / "bin"
+    found.mkdir()
+    header = f"| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {cuda}  |"
+    (found / "nvidia-smi").write_text(f"#!/bin/sh\necho '{header}'\n")
+    (found / "nvidia-smi").chmod(0o755)
+    for name in ("sh", "make", "sed", "head", *tools):
+        (found / name).symlink_to(shutil.which(name) or shutil.which("true"))
+    (found / "python3").symlink_to(sys.executable)
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    made = subprocess.run(
+        ["make", "setup"], cwd=tmp_path, env={"PATH": str(found)}, capture_output=True, text=True
+    )
+    assert made.returncode and not (tmp_path / ".venv").exists()
+    has_headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    headers = "" if has_headers else ", the headers of Python (python3-dev)"
+    line = f"this machine lacks {lacking}{headers}: see Platform in docs/operations.md"
+    assert made.stdout.splitlines() == [line]
 
 
 def test_vllm_leaves_room_for_a_tasks_models_and_more_beside_the_trainer(gpus):

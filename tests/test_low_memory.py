@@ -19,6 +19,7 @@ SETTINGS = dict(responses_per_query=3, queries_per_batch=4, queries_per_micro_ba
 def small_passes(monkeypatch):
     """Several forward passes for a micro-batch, of several rows each."""
     monkeypatch.setitem(logprobs.TOKENS_PER_FORWARD, "cpu", 60)
+    monkeypatch.setattr("learner.TOKENS_IN_LOW_MEMORY", 60)
 
 
 def make_learner(model, dtype: torch.dtype, **settings) -> Learner:

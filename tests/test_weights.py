@@ -3,14 +3,13 @@
 import contextlib
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing
 
 import weights as weights_module
-from weights import SharedWeights, check_shared_memory
+from weights import SharedWeights
 
 SHAPES = {"embedding": (100, 1000), "bias": (1000,), "scale": (), "head": (1000, 100)}
 VERSIONS = 200
@@ -413,22 +412,6 @@ def test_a_reader_killed_while_it_read_the_reference_is_unpinned_with_the_rest()
     assert not weights.publish_reference(2, tensors_of(2))
     weights.unpin(1)
     assert weights.publish_reference(2, tensors_of(2))
-
-
-def test_too_little_shared_memory_is_an_error_that_names_both_sizes(monkeypatch):
-    monkeypatch.setattr(
-        weights_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20)
-    )
-    check_shared_memory(64 * 2**20)
-    with pytest.raises(MemoryError, match=r"need 65 MiB, /dev/shm has 64 MiB free"):
-        check_shared_memory(65 * 2**20)
-
-
-def test_an_absurd_size_does_not_fit_this_machine_either():
-    free = weights_module.shutil.disk_usage("/dev/shm").free
-    with pytest.raises(MemoryError, match=rf"need {10**18 / 2**20:.0f} MiB.* \d+ MiB free"):
-        check_shared_memory(10**18)
-    check_shared_memory(free // 2)
 
 
 def test_a_tensor_of_another_shape_is_refused_even_where_it_would_broadcast():

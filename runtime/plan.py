@@ -1,0 +1,173 @@
+"""The plan of a run: what it needs of memory and disk, what there is, and what would help."""
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from config import Config, UserError
+from models.hub import find_model
+from models.policy import weight_shapes
+from runtime.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
+from runtime.places import Place, find_places, resolve
+from tasks import Task, load_task
+from weights import SHARED_MEMORY
+
+USABLE = 0.985  # of the GiB by which a card is called; its driver keeps the rest
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The needs of a run, and what there is.
+
+    config: with --low_memory auto decided. available: bytes by place; of a place that is not in
+    there it is not known. responses: of full length that a searcher's vLLM runs at once.
+    """
+
+    config: Config
+    needs: list[Need]
+    available: dict[str, float]
+    responses: int
+
+    def total(self, place: str) -> float:
+        """Bytes needed there."""
+        return sum(need.bytes for need in self.needs if need.place == place)
+
+    def is_short(self, place: str) -> bool:
+        """Whether more is needed there than there is."""
+        return self.total(place) > self.available.get(place, math.inf)
+
+    def places(self) -> list[str]:
+        """Where anything is needed: GPUs, then the rest."""
+        return sorted({need.place for need in self.needs}, key=lambda name: (name[0] != "G", name))
+
+
+def check_plan(config: Config, task: Task, places: list[Place]) -> Config:
+    """Check a run against this machine. Returns its settings, with --low_memory auto decided.
+
+    Raises UserError that says what is short, and what would help.
+    """
+    plan = make_plan(config, task, places, this_machine(config, places))
+    if problem := find_problem(plan, task, places):
+        raise UserError(problem)
+    return plan.config
+
+
+def show_plan(config: Config) -> int:
+    """--plan: print a run's plan. Returns the exit code; raises UserError if it does not fit."""
+    task = load_task(config.task, **config.options)
+    model = find_model("--model", config.model or task.base_model())
+    config = dataclasses.replace(config, model=model)
+    weight_shapes(config)  # raises UserError for a model that cannot be used
+    if config.plan_gpus:
+        count, gib = map(int, config.plan_gpus.split("x"))
+        places = find_places(config, [str(gpu) for gpu in range(count)])
+        available = {f"GPU {gpu}": USABLE * gib * GIB for gpu in range(count)}
+    else:
+        places = find_places(config)
+        available = this_machine(config, places)
+    plan = make_plan(resolve(config, places), task, places, available)
+    print_plan(plan)
+    if problem := find_problem(plan, task, places):
+        raise UserError(problem)
+    return 0
+
+
+def this_machine(config: Config, places: list[Place]) -> dict[str, float]:
+    """What there is, in bytes by place. Of a GPU all, for others come and go."""
+    directory = Path(config.output_dir or "runs").absolute()
+    existing = next(path for path in [directory, *directory.parents] if path.exists())
+    gpus = dict.fromkeys(place.gpu for place in places if place.gpu is not None)
+    return {
+        MEMORY: psutil.virtual_memory().available,
+        SHARED: shutil.disk_usage(SHARED_MEMORY).free,
+        DISK: shutil.disk_usage(existing).free,
+    } | {
+        f"GPU {gpu}": torch.cuda.get_device_properties(number).total_memory
+        for number, gpu in enumerate(gpus)
+    }
+
+
+def make_plan(config: Config, task: Task, places: list[Place], available: dict[str, float]) -> Plan:
+    """Plan a run. --low_memory auto: on where only so the trainer fits."""
+    needs = Needs(config, places, available)
+    plan = Plan(config, [*needs.count(task.models())], available, needs.responses(places[1]))
+    if config.low_memory == "auto" and plan.is_short(place_of(places[0])):
+        two_passes = dataclasses.replace(config, low_memory="on")
+        return make_plan(two_passes, task, places, available)
+    return plan
+
+
+def find_problem(plan: Plan, task: Task, places: list[Place]) -> str | None:
+    """What is short, and what would help; None if nothing is short."""
+    place = next((place for place in plan.places() if plan.is_short(place)), None)
+    if place is None and plan.responses:
+        return None
+    if place is None:
+        place = place_of(places[1])
+        problem = f"vLLM's share of {place} has no room for a response of full length"
+    else:
+        has, needed = plan.available[place] / GIB, plan.total(place) / GIB
+        problem = f"{place} is short: the run needs {needed:.2f} GiB, there are {has:.2f}"
+    for words, config in remedies(plan, place):
+        changed = make_plan(config, task, places, plan.available)
+        if changed.responses and not changed.is_short(place):
+            return f"{problem}; {words} would do (--plan shows all)"
+    return f"{problem}; {LAST_RESORTS.get(place, LAST_RESORTS[MEMORY])} (--plan shows all)"
+
+
+LAST_RESORTS = {
+    SHARED: f"enlarge it (mount -o remount,size=… {SHARED_MEMORY}, docker run --shm-size=…)",
+    DISK: "give an --output_dir on a larger disk",
+    MEMORY: "no one setting is enough: take a smaller --model, or a larger machine",
+}
+
+
+def remedies(plan: Plan, place: str) -> Iterator[tuple[str, Config]]:
+    """Settings that need less, the harmless ones first, each with its words."""
+    config = plan.config
+
+    def changed(**settings) -> tuple[str, Config]:
+        words = " ".join(f"--{name} {value}" for name, value in settings.items())
+        return words, dataclasses.replace(config, **settings)
+
+    if config.checkpoint_every and place == DISK:
+        yield changed(checkpoint_every=0)
+    if config.low_memory == "off":
+        yield changed(low_memory="on")
+    if config.queries_per_micro_batch > 1:
+        yield changed(queries_per_micro_batch=1)
+    if place.startswith("GPU") and config.gpu_memory_utilization is not None:
+        spare = 1 - plan.total(place) / plan.available[place]
+        share = int(20 * (config.gpu_memory_utilization + spare)) / 20
+        if 0 < share < 1:
+            yield changed(gpu_memory_utilization=share)
+    if config.master_dtype == "float32":
+        yield changed(dtype="bfloat16", master_dtype="bfloat16")
+    for tokens in (config.max_response_tokens // 2, config.max_response_tokens // 4):
+        yield changed(max_response_tokens=tokens)
+
+
+def print_plan(plan: Plan) -> None:
+    """Print the plan as a table."""
+    config, passes = plan.config, "two passes" if plan.config.low_memory == "on" else "one pass"
+    print(f"task {config.task}, model {config.model}; a step takes {passes} (--low_memory)")
+    table = Table("", "", "", box=None, show_header=False, pad_edge=False)
+    table.add_column(justify="right")
+    for place in plan.places():
+        needed, has = plan.total(place) / GIB, plan.available.get(place, math.nan) / GIB
+        there = "" if math.isnan(has) else f"of {has:.2f}"
+        style = "bold red" if plan.is_short(place) else "bold"
+        table.add_row(place, "", there, f"{needed:.2f} GiB", style=style)
+        for need in plan.needs:
+            if need.place == place:
+                table.add_row("", need.process, need.purpose, f"{need.bytes / GIB:.2f}    ")
+    Console(width=100).print(table)
+    print("activations: counted; CUDA, kernels and vLLM's work: estimated, not measured on a GPU")

@@ -1,0 +1,254 @@
+"""The plan of a run: what it counts, what it is held against, and what it says when it is short."""
+
+import re
+
+import pytest
+import torch
+from conftest import tba
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen2Config
+
+from config import Config, UserError
+from models import logprobs, sizes
+from models.logprobs import response_logprobs, split_rows
+from models.sizes import Pass
+from runtime import plan
+from runtime.memory_trial import largest_micro_batch
+from runtime.needs import DISK, GIB, MEMORY, SHARED
+from runtime.places import find_places, resolve
+from runtime.plan import Plan, check_plan, find_problem, make_plan
+from tasks import find_presets, load_task
+
+# The shapes of RhoMath-1B (TinyLlama's) and Qwen2.5-0.5B: no weights are needed.
+RHO_1B = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=22,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+)
+QWEN_05B = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+SHALLOW = LlamaConfig(hidden_size=1024, num_hidden_layers=2)
+GSM8K = dict(task="gsm8k", max_prompt_tokens=512, max_response_tokens=512)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory) -> dict[str, str]:
+    """Directories with an architecture and nothing else."""
+    root = tmp_path_factory.mktemp("shapes")
+    for name, architecture in (("rho", RHO_1B), ("qwen", QWEN_05B), ("shallow", SHALLOW)):
+        architecture.save_pretrained(root / name)
+    return {name: str(root / name) for name in ("rho", "qwen", "shallow")}
+
+
+def plan_on(gpus: str, **settings) -> tuple[Plan, str | None]:
+    """Plan a run on such GPUs. Returns the plan, and what is wrong with it."""
+    count, gib = map(int, gpus.split("x"))
+    config = Config(**GSM8K | settings)
+    places = find_places(config, [str(gpu) for gpu in range(count)])
+    available = {f"GPU {gpu}": plan.USABLE * gib * GIB for gpu in range(count)}
+    task = load_task(config.task)
+    made = make_plan(resolve(config, places), task, places, available)
+    return made, find_problem(made, task, places)
+
+
+def bytes_of(made: Plan, process: str, purpose: str) -> float:
+    [need] = [n for n in made.needs if n.process == process and n.purpose.startswith(purpose)]
+    return need.bytes
+
+
+def saved_bytes(model: torch.nn.Module, prompts: list, responses: list, dtype) -> int:
+    """Measure what a backward pass of response_logprobs keeps, each storage once."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        response_logprobs(model, prompts, responses, 1.0, dtype)
+    storages = {place: t.untyped_storage() for place, t in kept.items() if place not in own}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("vocabulary", [1000, 20_000])
+@pytest.mark.parametrize("hidden, layers", [(64, 2), (256, 6)])
+@pytest.mark.parametrize("kind", [LlamaConfig, GPTNeoXConfig])
+def test_counted_activations_are_within_15_percent_of_what_a_backward_pass_keeps(
+    kind, hidden, layers, vocabulary, dtype, tmp_path, monkeypatch, record_property
+):
+    monkeypatch.setitem(logprobs.TOKENS_PER_FORWARD, "cpu", 200)  # several passes
+    shape = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers)
+    architecture = kind(vocab_size=vocabulary, num_attention_heads=4, **shape)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(architecture).eval()
+    architecture.save_pretrained(tmp_path)
+    config = Config(
+        model=str(tmp_path),
+        max_prompt_tokens=70,
+        max_response_tokens=50,
+        queries_per_micro_batch=2,
+        responses_per_query=5,
+        samples_per_query=5,
+    )
+    rows = largest_micro_batch(config, vocabulary)
+    prompts, responses = [row.prompt for row in rows], [row.tokens for row in rows]
+    measured = saved_bytes(model, prompts, responses, dtype)
+    # Four rows each: the first is of one query, the second of two.
+    assert [len(few) for few in split_rows(prompts, responses, 200)] == [4, 4, 2]
+    passes = [Pass(4, 1), Pass(4, 2), Pass(2, 1)]
+    counted = sizes.activation_bytes(config, passes, dtype)
+    record_property("counted / measured", round(counted / measured, 4))
+    assert 0.85 < counted / measured < 1.15
+
+
+def test_the_plan_of_gsm8k_on_four_cards_has_every_part_in_its_place(shapes):
+    made, problem = plan_on("4x80", model=shapes["rho"])
+    assert problem is None
+    parameters = 1_100_048_384  # of TinyLlama
+    assert bytes_of(made, "trainer", "weights") == 4 * parameters
+    assert bytes_of(made, "trainer", "gradients") == 4 * parameters
+    assert bytes_of(made, "trainer", "AdamW") == 8 * parameters
+    assert bytes_of(made, "trainer", "activations, 20 responses") / GIB == pytest.approx(31, abs=1)
+    vllm = bytes_of(made, "searcher 2", "vLLM: weights")
+    room = bytes_of(made, "searcher 2", "vLLM: 1857 responses")
+    assert vllm > 2 * parameters and vllm + room == pytest.approx(0.55 * plan.USABLE * 80 * GIB)
+    # 2 x 22 layers x 4 heads x 64 numbers of 2 bytes for each of 1024 tokens.
+    assert made.responses == 1857 == int(room // (2 * 22 * 4 * 64 * 2 * 1024))
+    assert bytes_of(made, "searcher 0", "reference") == 6 * parameters, "fp32 and its bf16 cast"
+    shared = [need for need in made.needs if need.place == SHARED]
+    assert [need.bytes for need in shared] == [3 * 2 * parameters]
+    assert bytes_of(made, "trainer", "checkpoints, at most 3") == 3 * 12 * parameters
+    assert bytes_of(made, "trainer", "a checkpoint while") == 12 * parameters
+    assert made.total(DISK) == (3 * 12 + 4) * parameters
+    assert made.total(MEMORY) > 12 * parameters + 3 * 2 * parameters
+
+
+def test_a_tasks_own_models_are_planned_for_beside_the_reference_policy(shapes, tmp_path):
+    options = dict(reward_model=shapes["rho"], gold_model=shapes["qwen"], data_dir=str(tmp_path))
+    config = Config(task="tldr", model=shapes["rho"], options=options, max_response_tokens=53)
+    places = find_places(config, ["0", "1"])
+    task = load_task("tldr", **options)
+    made = make_plan(resolve(config, places), task, places, {"GPU 0": 80 * GIB, "GPU 1": 80 * GIB})
+    # Without the output embedding, in fp32 as these say nothing else.
+    assert bytes_of(made, "searcher 0", "the task's rho") == 4 * (1_100_048_384 - 32_000 * 2048)
+    assert bytes_of(made, "searcher 0", "the task's qwen") == 4 * 494_032_768
+
+
+def test_two_passes_are_taken_where_only_they_fit(shapes):
+    large, problem = plan_on("4x80", model=shapes["rho"])
+    assert problem is None and large.config.low_memory == "auto", "the trial has the last word"
+    small, problem = plan_on("4x40", model=shapes["rho"])
+    assert problem is None and small.config.low_memory == "on"
+    assert small.total("GPU 0") < 0.7 * large.total("GPU 0")
+    off, problem = plan_on("4x40", model=shapes["rho"], low_memory="off")
+    assert off.is_short("GPU 0") and "; --low_memory on would do" in problem
+
+
+@pytest.mark.parametrize(
+    "gpus, settings, words",
+    [
+        ("1x16", dict(), "GPU 0 is short: the run needs .* GiB, there are 15.76; no one setting"),
+        ("4x16", dict(), "GPU 0 is short: .*; --dtype bfloat16 --master_dtype bfloat16 would do"),
+        (
+            "4x80",
+            dict(gpu_memory_utilization=0.03),
+            "vLLM's share of GPU 1 has no room for a response of full length; "
+            "--gpu_memory_utilization 0.85 would do",
+        ),
+        (
+            "4x80",
+            dict(low_memory="off", queries_per_batch=4, queries_per_micro_batch=4),
+            "--low_memory on would do",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_says_what_is_short_and_the_setting_that_would_do(
+    gpus, settings, words, shapes
+):
+    _, problem = plan_on(gpus, model=shapes["rho"], **settings)
+    assert re.search(words, problem) and "\n" not in problem, problem
+
+
+def test_the_setting_that_a_plan_names_does_make_it_fit(shapes):
+    _, problem = plan_on("1x80", model=shapes["rho"], gpu_memory_utilization=0.6)
+    share = float(problem.split("--gpu_memory_utilization ")[1].split()[0])
+    made, problem = plan_on("1x80", model=shapes["rho"], gpu_memory_utilization=share)
+    assert problem is None and made.total("GPU 0") > 0.9 * made.available["GPU 0"]
+
+
+def test_the_small_preset_fits_on_one_card_of_24_gib(shapes):
+    settings = find_presets("gsm8k")["small"] | {"model": shapes["qwen"]}
+    made, problem = plan_on("1x24", **settings)
+    assert problem is None and made.responses >= 50
+    assert made.total("GPU 0") < plan.USABLE * 24 * GIB
+
+
+def test_a_start_is_checked_against_memory_shared_memory_and_disk(shapes, monkeypatch):
+    def check(config: Config, available: dict[str, float]) -> Config:
+        everything = dict.fromkeys((MEMORY, SHARED, DISK), 10**15)
+        monkeypatch.setattr(plan, "this_machine", lambda *_: everything | available)
+        places = find_places(config, [])
+        return check_plan(resolve(config, places), load_task(config.task), places)
+
+    def total(place: str, **settings) -> float:
+        config = Config(**own | settings)
+        places = find_places(config, [])
+        return make_plan(config, load_task(config.task), places, {}).total(place)
+
+    own = GSM8K | dict(model=shapes["shallow"])
+    config = Config(**own, low_memory="off")
+    assert check(config, {}).low_memory == "off"
+    for place, advice in (
+        (SHARED, r"enlarge it \(mount -o remount,size=… /dev/shm, docker run --shm-size=…\)"),
+        (DISK, "give an --output_dir on a larger disk"),
+        (MEMORY, "no one setting is enough: take a smaller --model, or a larger machine"),
+    ):
+        with pytest.raises(UserError, match=f"^{place} is short: .* there are 0.25; {advice}"):
+            check(config, {place: GIB / 4})
+    with pytest.raises(UserError, match="--checkpoint_every 0 would do"):
+        check(config, {DISK: total(DISK) / 2})
+    little = {MEMORY: total(MEMORY, low_memory="on") + GIB / 10}
+    with pytest.raises(UserError, match="--low_memory on would do"):
+        check(config, little)
+    assert check(Config(**own), little).low_memory == "on", "auto"
+
+
+def test_a_model_that_no_machine_holds_is_refused_before_anything_is_loaded(tmp_path):
+    huge = LlamaConfig(hidden_size=65_536, num_hidden_layers=8, num_attention_heads=64)
+    huge.save_pretrained(tmp_path / "huge")
+    run_dir = tmp_path / "run"
+    result = tba("arithmetic", "--model", tmp_path / "huge", "--output_dir", run_dir)
+    assert result.returncode == 2 and not run_dir.exists()
+    assert re.fullmatch(r"error: .* is short: .*\n", result.stderr), result.stderr
+
+
+def test_the_command_prints_the_plan_for_cards_that_are_not_there_and_ends(shapes, tmp_path):
+    flags = ["gsm8k", "--model", shapes["rho"], "--output_dir", tmp_path / "run", "--plan"]
+    result = tba(*flags, "--plan_gpus", "2x80")
+    assert result.returncode == 0 and result.stderr == "", "it needs no data, no weights, no GPU"
+    assert "a step takes one pass (--low_memory)" in result.stdout
+    for words in ("GPU 0", "GPU 1", "searcher 0", "1857 responses of full length at once", "disk"):
+        assert words in result.stdout
+    small = tba(*flags, "--plan_gpus", "1x24")
+    assert small.returncode == 2 and "GPU 0 is short" in small.stderr, "the table, and the error"
+    assert "AdamW's two moments" in small.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_plan_of_a_run_without_a_gpu_is_held_against_this_machine(tmp_path):
+    result = tba("arithmetic", "--plan", "--output_dir", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    for place in ("host memory", "shared memory", "disk"):
+        assert re.search(rf"^{place} +of \d+\.\d\d +\d+\.\d\d GiB$", result.stdout, re.MULTILINE)
+    assert not (tmp_path / "run").exists()
