@@ -205,7 +205,7 @@ class ProcessSettings:
     """Of the trainer's weights and AdamW's two moments. bfloat16: with --dtype bfloat16 only."""
     low_memory: Switch = "auto"
     """Make the trainer's step in two passes: the memory of a few rows, a third more work, the same
-    gradient. auto: if the largest batch does not fit otherwise."""
+    gradient. auto: if the largest batch does not fit otherwise (--plan)."""
     searchers: PositiveInt | None = None
     """Searcher processes. None: one per GPU besides the trainer's, and at least one."""
     gpu_memory_utilization: Share | None = None
