@@ -357,6 +357,8 @@ def check_modes(config: Config) -> None:
         )
     if config.json and not config.eval_only:
         raise UserError("--json is for --eval_only: a run writes metrics.jsonl")
+    if config.plan and config.eval_only:
+        raise UserError("--plan is for a run, and --eval_only is none: give one of the two")
     if config.plan_gpus and not config.plan:
         raise UserError(f"--plan_gpus {config.plan_gpus} is for --plan: a run takes what is there")
     if config.lockstep and config.max_staleness is not None:

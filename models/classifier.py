@@ -4,44 +4,58 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from config import UserError
 from models.device import device
-from models.hub import fetch_model, find_model
+from models.hub import cached_model, fetch_model, find_model
+from models.policy import first_line, read_tokenizer
 
 TOKENS_PER_FORWARD = 16384
 
 
 def prepare_classifier(
-    flag: str, model: str, labels: int | None = None, label: str | None = None
+    flag: str,
+    model: str,
+    labels: int | None = None,
+    label: str | None = None,
+    tokenizer: str = "",
 ) -> None:
     """Fetch a classifier and check it, before anything starts.
 
     labels: how many it must have; 1 asks for a scalar head too. label: one that it must have.
-    Raises UserError if it cannot be had or is not as it must be.
+    tokenizer: the model that has its tokenizer, "" for itself. Raises UserError if it cannot be had
+    or is not as it must be.
     """
-    found = find_model(flag, model)
+    found = fetch_model(flag, find_model(flag, model), weights=False)
     try:
-        config = AutoConfig.from_pretrained(found)
+        config = AutoConfig.from_pretrained(found, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{flag} {model!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{flag} {model!r} cannot be used: {first_line(error)}") from error
+    if tokenizer:
+        prepare_model(flag, tokenizer, weights=False)
+    reader = read_tokenizer(flag, tokenizer or model)
     if labels is not None and config.num_labels != labels:
         wanted = "1, a scalar score" if labels == 1 else labels
         raise UserError(f"{flag} {model!r} has {config.num_labels} labels: it must have {wanted}")
     if labels == 1:
         with torch.device("meta"):
             has_head = hasattr(AutoModelForSequenceClassification.from_config(config), "score")
-        if not has_head or AutoTokenizer.from_pretrained(found).eos_token_id is None:
+        if not has_head or reader.eos_token_id is None:
             raise UserError(
                 f"{flag} {model!r} is no causal model with a scalar head and an end-of-sequence "
                 "token: its reward is read there"
             )
-    if label is not None and label not in config.label2id:
+    if label is not None and label not in config.id2label.values():
         raise UserError(
-            f"{flag} {model!r} has no label {label!r}: it has {', '.join(config.label2id)}"
+            f"{flag} {model!r} has no label {label!r}: it has {', '.join(config.id2label.values())}"
         )
-    fetch_model(flag, found)
+    prepare_model(flag, model)
+
+
+def prepare_model(flag: str, model: str, weights: bool = True) -> None:
+    """Find a model of a task and fetch it, before anything starts. Raises UserError."""
+    fetch_model(flag, find_model(flag, model), weights)
 
 
 def embeddings(model: str, texts: list[str]) -> np.ndarray:
@@ -50,14 +64,16 @@ def embeddings(model: str, texts: list[str]) -> np.ndarray:
     That is what sentence-transformers/all-MiniLM-L6-v2 is made for. The library of that name would
     bring scikit-learn, which transformers then imports in every process.
     """
-    encoder = AutoModel.from_pretrained(model).to(device()).eval()
+    directory = cached_model("the task's model", model)
+    encoder = AutoModel.from_pretrained(directory).to(device()).eval()
 
     def read(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # (n, T)
         hidden = encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state  # (n, T, D)
         return (hidden * mask[:, :, None]).sum(1) / lengths[:, None]
 
-    return in_batches(AutoTokenizer.from_pretrained(model)(texts, truncation=True).input_ids, read)
+    tokenizer = read_tokenizer("the task's model", model)
+    return in_batches(tokenizer(texts, truncation=True).input_ids, read)
 
 
 @torch.no_grad()
@@ -84,11 +100,15 @@ def in_batches(
 
 
 class Classifier:
-    """A sequence classifier with its own tokenizer: it reads text, whatever the policy's tokens."""
+    """A sequence classifier: it reads text, whatever the policy's tokens.
 
-    def __init__(self, model: str):
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
-        loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype="auto")
+    tokenizer: the model that has its tokenizer, "" for itself.
+    """
+
+    def __init__(self, model: str, tokenizer: str = ""):
+        self.tokenizer = read_tokenizer("the task's model", tokenizer or model)
+        directory = cached_model("the task's model", model)
+        loaded = AutoModelForSequenceClassification.from_pretrained(directory, dtype="auto")
         self.model = loaded.to(device()).eval()
 
     def rewards(self, texts: list[str]) -> np.ndarray:
@@ -111,10 +131,12 @@ class Classifier:
 
     def probabilities(self, texts: list[str], label: str) -> np.ndarray:
         """Probability of the label for each text: (N,)."""
+        # Not label2id: there are published configurations in which that is null.
+        number = next(i for i, name in self.model.config.id2label.items() if name == label)
 
         def read(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
             mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
             logits = self.model(input_ids=ids, attention_mask=mask.long()).logits  # (n, labels)
-            return logits.float().softmax(-1)[:, self.model.config.label2id[label]]
+            return logits.float().softmax(-1)[:, number]
 
         return in_batches(self.tokenizer(texts, truncation=True).input_ids, read)

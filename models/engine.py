@@ -18,6 +18,7 @@ from vllm.v1.executor import uniproc_executor
 
 from config import Config
 from models.device import compute_dtype, device
+from models.hub import cached_model
 from models.sizes import ENGINE_ROWS
 
 CPU_BLOCK = 32  # tokens in a block of the prefix cache: the fewest that vLLM takes on a CPU
@@ -41,7 +42,7 @@ class Engine:
         gc.freeze()  # vLLM collects garbage five times while it starts: leave out what is imported
         on_gpu = device().type == "cuda"
         self.llm = LLM(
-            config.model,
+            cached_model("--model", config.model),
             seed=seed,
             dtype=str(compute_dtype(config)).removeprefix("torch."),
             trust_remote_code=config.trust_remote_code,

@@ -1,15 +1,54 @@
-"""Finding and fetching models: a local directory, or a repository of the hub."""
+"""Finding and fetching models: a local directory, or a repository of the hub.
 
+A model is named by a directory, by organisation/name or, for a branch, by organisation/name@branch.
+What comes from the hub is fetched once, before any process starts; then it is a directory.
+"""
+
+import errno
+import json
+import os
+import re
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+import huggingface_hub
+from huggingface_hub import DatasetInfo, HfApi, ModelInfo, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from config import UserError
 
+ANSWER_SECONDS = 6.0  # that the hub has for its first answer
+NAME = re.compile(r"[^/@]+/[^/@]+(@[^@]+)?")
+# Other programs' formats, and what training left beside a model.
+NOT_NEEDED = ("*.pth", "*.pt", "*.ot", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.tflite", "*.md")
+NOT_NEEDED += (
+    "training_args.bin",
+    "optimizer*",
+    "scheduler*",
+    "rng_state*",
+    ".gitattributes",
+    "*/*",
+)
+WEIGHTS = ("*.safetensors", "*.bin")
+FORMATS = (
+    ("model.safetensors", "model.safetensors.index.json", "*.safetensors"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.bin"),
+)
+
 
 def find_model(flag: str, model: str) -> str:
-    """Return a local directory as an absolute path, or a hub id as it is.
+    """Return a local directory as an absolute path, or the name of a repository as it is.
 
     Raises UserError for a path that does not exist or holds no model.
     """
@@ -18,7 +57,7 @@ def find_model(flag: str, model: str) -> str:
         if not (path / "config.json").is_file():
             raise UserError(f"{flag} {model!r} holds no model: it has no config.json")
         return str(path.resolve())
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+    if path.is_absolute() or model.startswith((".", "~")) or not NAME.fullmatch(model):
         raise UserError(
             f"{flag} {model!r} does not exist: "
             "give a local directory or a hub id like organisation/name"
@@ -26,19 +65,161 @@ def find_model(flag: str, model: str) -> str:
     return model
 
 
-def fetch_model(flag: str, model: str) -> str:
-    """Return the local directory of a model; fetch one of the hub into the hub's cache first.
+def fetch_model(flag: str, model: str, weights: bool = True) -> str:
+    """Return the local directory of a model; fetch what of it is not in the hub's cache.
 
-    Done before processes start: a download's silence would be taken for death. Raises UserError.
+    weights: without them its configuration and tokenizer are enough. Done before processes start: a
+    download's silence would be taken for death. Raises UserError.
     """
     if Path(model).is_dir():
         return model
-    print(f"fetching {model} from the hub", file=sys.stderr, flush=True)
+    name, _, branch = model.partition("@")
     try:
-        ignored = ["*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
-        return snapshot_download(model, ignore_patterns=ignored)
+        info = ask_hub(name, "model", branch or None)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
+        needed = needed_files(list(sizes), weights)
+        missing = [file for file in needed if not in_cache(name, info.sha, file)]
+        megabytes = sum(sizes[file] for file in missing) / 1e6
+        if weights and missing:
+            what = f"{len(missing)} files, {megabytes:,.1f} MB"
+            print(f"fetching {model} from the hub: {what}", file=sys.stderr, flush=True)
+        with ended_by_signal():
+            return snapshot_download(name, revision=branch or None, allow_patterns=needed)
     except Exception as error:  # the many ways of having no network
-        raise UserError(
-            f"{flag} {model!r} could not be fetched from the hub: "
-            f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
+        return cached_model(flag, model, weights, explain(error, name), error)
+
+
+def cached_model(
+    flag: str,
+    model: str,
+    weights: bool = True,
+    problem: str = "the run has begun",
+    cause: Exception | None = None,
+) -> str:
+    """Return the directory of a model in the hub's cache, without asking the hub.
+
+    Whoever put it there, it is taken if all is there that is needed. problem: why the hub is not
+    asked. Raises UserError.
+    """
+    if Path(model).is_dir():
+        return model
+    name, _, branch = model.partition("@")
+    found = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=branch or None)
+    if isinstance(found, str) and (not weights or has_weights(Path(found).parent)):
+        return str(Path(found).parent)
+    raise UserError(
+        f"{flag} {model!r} is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and cannot "
+        f"be fetched: {problem}"
+    ) from cause
+
+
+def needed_files(files: list[str], weights: bool) -> list[str]:
+    """Choose what is to be fetched of a repository's files.
+
+    Of two formats of the weights the one that transformers takes: safetensors if they are complete,
+    which a stray shard beside .bin files is not.
+    """
+    kept = [file for file in files if not any(fnmatch(file, kind) for kind in NOT_NEEDED)]
+    formats = [suffix for whole, index, suffix in FORMATS if whole in kept or index in kept]
+    unused = {suffix for _, _, suffix in FORMATS} - set(formats[:1]) if weights else set(WEIGHTS)
+    return [file for file in kept if not any(fnmatch(file, kind) for kind in unused)]
+
+
+def in_cache(name: str, commit: str, file: str) -> bool:
+    """Whether a file of a repository is in the hub's cache."""
+    return isinstance(huggingface_hub.try_to_load_from_cache(name, file, revision=commit), str)
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a directory has all weights of a model."""
+    for whole, index, _ in FORMATS:
+        if (directory / whole).exists():
+            return True
+        if (directory / index).exists():
+            shards = set(json.loads((directory / index).read_text())["weight_map"].values())
+            return all((directory / shard).exists() for shard in shards)
+    return False
+
+
+@cache
+def ask_hub(name: str, kind: str, branch: str | None = None) -> ModelInfo | DatasetInfo:
+    """Ask the hub what a repository holds. Raises whatever keeps it from answering.
+
+    kind: "model" or "dataset". Where it does not answer in a few seconds, this process works
+    offline from then on: the hub's client would ask each further question five times.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise Offline
+    print(f"asking the hub, {constants.ENDPOINT}, for {name}", file=sys.stderr, flush=True)
+    try:
+        with ended_by_signal():
+            return HfApi().repo_info(
+                name,
+                repo_type=kind,
+                revision=branch,
+                files_metadata=kind == "model",
+                timeout=ANSWER_SECONDS,
+            )
+    except HfHubHTTPError:  # an answer, of a kind
+        raise
+    except Exception as error:
+        Offline.reason = f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
+        constants.HF_HUB_OFFLINE = True
+        raise Offline from error
+
+
+class Offline(Exception):
+    """The hub is not asked, for a reason that holds for all of this process."""
+
+    reason = "HF_HUB_OFFLINE is set"
+
+    def __str__(self) -> str:
+        return Offline.reason
+
+
+def explain(error: Exception, name: str) -> str:
+    """Say in one line why something could not be fetched, and what to do."""
+    chain = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    page = f"{constants.ENDPOINT}/{name}"
+    for each in chain:
+        if isinstance(each, Offline):
+            return str(each)
+        if isinstance(each, GatedRepoError):
+            return f"it is gated: request access on {page}, then log in (hf auth login)"
+        if isinstance(each, RevisionNotFoundError):
+            return "it has no such branch"
+        if isinstance(each, RepositoryNotFoundError):
+            return "there is no such repository, or it is private: log in (hf auth login)"
+        if isinstance(each, OSError) and each.errno == errno.ENOSPC:
+            return "the disk is full: make room, or set HF_HOME to another one"
+        if isinstance(each, HfHubHTTPError) and each.response is not None:
+            status = each.response.status_code
+            advice = "log in (hf auth login)" if status in (401, 403) else "try again later"
+            answer = f"{status} {each.response.reason_phrase}"
+            return f"{constants.ENDPOINT} answers {answer}: {advice}"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+@contextmanager
+def ended_by_signal() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end this process at once, in mid-download too.
+
+    The hub's client would wait for the files that its threads are at. What came stays in the cache.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame) -> None:
+        print("interrupted before the run began: what was fetched is kept", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -18,7 +18,7 @@ TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 8192}
 # The same where the memory of one pass is what counts (--low_memory).
 TOKENS_IN_LOW_MEMORY = 1024
 # Response tokens whose logits, a vocabulary each, exist at once.
-POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 1024}
+POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 512}
 
 
 def response_logprobs(

@@ -9,6 +9,7 @@ from transformers import (
 )
 
 from config import Config, UserError
+from models.hub import cached_model
 from models.logprobs import check_architecture
 
 
@@ -18,7 +19,9 @@ def load_policy(config: Config, device: torch.device) -> torch.nn.Module:
     Raises ValueError for an architecture that response_logprobs does not know.
     """
     model = AutoModelForCausalLM.from_pretrained(
-        config.model, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+        cached_model("--model", config.model),
+        dtype=torch.float32,
+        trust_remote_code=config.trust_remote_code,
     )
     model.eval()
     check_architecture(model)  # in fp32, to compare to 1e-3
@@ -26,8 +29,31 @@ def load_policy(config: Config, device: torch.device) -> torch.nn.Module:
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of config.model."""
-    return AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    """Load the tokenizer of config.model. Raises UserError for one that cannot be used."""
+    return read_tokenizer("--model", config.model, config.trust_remote_code)
+
+
+def read_tokenizer(
+    flag: str, model: str, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer. Raises UserError for one that cannot be used.
+
+    Where a repository has no files of a tokenizer, transformers makes an empty one up for some
+    architectures: it reads every text alike.
+    """
+    directory = cached_model(flag, model, weights=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"the tokenizer of {flag} {model!r} cannot be used: {first_line(error)}"
+        ) from error
+    if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens}:
+        raise UserError(
+            f"{flag} {model!r} has no files of a tokenizer, and the one made up for it knows no "
+            "ordinary token: use a model that brings them"
+        )
+    return tokenizer
 
 
 def encode_prompt(
@@ -50,16 +76,24 @@ def policy_without_weights(config: Config) -> torch.nn.Module:
     """
     try:
         architecture = AutoConfig.from_pretrained(
-            config.model, trust_remote_code=config.trust_remote_code
+            cached_model("--model", config.model, weights=False),
+            trust_remote_code=config.trust_remote_code,
         )
+        if getattr(architecture, "quantization_config", None):
+            raise ValueError("it is quantized, and the trainer needs plain weights")
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
                 architecture, trust_remote_code=config.trust_remote_code
             )
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"--model {config.model!r} cannot be used: {str(error).splitlines()[0]}"
-        ) from error
+        raise UserError(f"--model {config.model!r} cannot be used: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """Say in one line why transformers cannot use a model."""
+    if "trust_remote_code" in str(error):
+        return "it brings code of its own: --trust_remote_code lets that of --model run"
+    return str(error).splitlines()[0]
 
 
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:

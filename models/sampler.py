@@ -4,15 +4,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.device import device
+from models.hub import cached_model
 
 
 class Sampler:
     """A model and its tokenizer on this process's device."""
 
     def __init__(self, model: str):
-        self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+        directory = cached_model("the task's model", model)
+        self.tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         self.model = loaded.to(device()).eval()
 
     @torch.no_grad()

@@ -2,17 +2,21 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
+from weakref import finalize
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from config import Config, UserError
+from models.hub import fetch_model
 from models.logprobs import POSITIONS_PER_LOGITS, response_states
-from models.policy import policy_without_weights
+from models.policy import first_line, policy_without_weights
 
 ENGINE_ROWS = 256  # responses that vLLM generates at a time
 
@@ -26,89 +30,195 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicySize:
-    """What the parts of a policy take, in numbers (not bytes) unless it says so."""
+    """How many numbers the parts of a policy have."""
 
     parameters: int
-    head: int  # of the output embedding's matrix
+    linear: int  # of the linear layers, a tied output embedding aside
+    output_embedding: int
     vocabulary: int
-    layer: int  # of one token on its way through a layer: states and what its MLP holds
-    keys_and_values: int  # of one token, all layers together
+    layers: int
+    layer_values_per_token: int  # states on the way through a layer, and inside its MLP
+    cached_per_token: int  # keys and values of all layers
 
 
-def policy_size(config: Config) -> PolicySize:
-    """Return the size of config.model."""
-    model = policy_without_weights(config)
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
+class PassBytes(NamedTuple):
+    """What forward passes and their backward pass take, beside weights and gradients, in bytes."""
+
+    kept: int  # after the forward passes, for the backward pass
+    peak: int
+    is_counted: bool  # or estimated, for a model that fake tensors cannot go through
+
+
+@cache
+def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
+    """Return the size of a policy. Raises UserError for a model without attention."""
+    policy = policy_without_weights(Config(model=model, trust_remote_code=trust_remote_code))
+    text = policy.config.get_text_config()
+    head = policy.get_output_embeddings()
+    if head is None or not hasattr(text, "num_attention_heads"):
+        raise UserError(
+            f"--model {model!r} is a {type(policy).__name__}, without attention or without an "
+            "output embedding: use another architecture"
+        )
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return PolicySize(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        head=model.get_output_embeddings().weight.numel(),
-        vocabulary=model.get_input_embeddings().num_embeddings,
-        layer=4 * text.hidden_size + 3 * inner,
-        keys_and_values=2 * text.num_hidden_layers * key_heads * head_size,
+        parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        linear=sum(
+            module.weight.numel()
+            for module in policy.modules()
+            if isinstance(module, torch.nn.Linear)
+            and module.weight is not policy.get_input_embeddings().weight
+        ),
+        output_embedding=head.weight.numel(),
+        vocabulary=policy.get_input_embeddings().num_embeddings,
+        layers=text.num_hidden_layers,
+        layer_values_per_token=4 * text.hidden_size + 3 * inner,
+        cached_per_token=cached_per_token(policy),
     )
 
 
+def cached_per_token(policy: torch.nn.Module) -> int:
+    """Count the keys and values that all layers keep of a token."""
+    try:
+        token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+        layers = policy.base_model(input_ids=token, use_cache=True).past_key_values.layers
+        return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
+    except Exception:  # the model looks at numbers, and here are none
+        text = policy.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * heads * size
+
+
+@cache
 def loaded_bytes(model: str) -> int:
-    """Bytes of a model as transformers loads it with dtype="auto", a head aside.
+    """Count the bytes of a model as transformers loads it with dtype="auto", a head aside.
 
     Raises UserError for one that cannot be had.
     """
     try:
-        architecture = AutoConfig.from_pretrained(model)
+        directory = fetch_model("the task's model", model, weights=False)
+        architecture = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        with torch.device("meta"):
+            parameters = AutoModel.from_config(architecture).num_parameters()
     except (OSError, ValueError) as error:
-        problem = str(error).splitlines()[0]
+        problem = first_line(error)
         raise UserError(f"the task's model {model!r} cannot be used: {problem}") from error
-    with torch.device("meta"):
-        parameters = AutoModel.from_config(architecture).num_parameters()
     return parameters * (architecture.dtype or torch.float32).itemsize
 
 
-def activation_bytes(config: Config, passes: list[Pass], dtype: torch.dtype) -> int:
-    """Bytes that response_logprobs keeps for its backward pass, casts of the weights included.
+def pass_bytes(
+    config: Config, passes: list[Pass], dtype: torch.dtype, has_gradient: bool
+) -> PassBytes:
+    """Count what response_logprobs keeps and needs, up to the last hidden states.
 
-    Counted on its own forward passes over fake tensors: they have shapes and storages, no numbers.
+    dtype: what is computed in; has_gradient: whether a backward pass follows. Casts of the weights
+    are part of it, gradients are not.
     """
-    kept: dict[StorageWeakRef, torch.Tensor] = {}
+    lengths = config.max_prompt_tokens, config.max_response_tokens
+    model = config.model, config.trust_remote_code, getattr(torch, config.master_dtype)
+    try:
+        return _count(model, lengths, tuple(passes), dtype, has_gradient)
+    except Exception:  # a model may look at numbers, and here are none: that must not stop a run
+        size = policy_size(config.model, config.trust_remote_code)
+        tokens = sum(one.rows * lengths[1] + one.queries * lengths[0] for one in passes)
+        casts = size.parameters * dtype.itemsize if dtype != model[2] else 0
+        layers = size.layers if has_gradient else 1
+        bytes_ = casts + 2 * tokens * layers * size.layer_values_per_token * dtype.itemsize
+        return PassBytes(bytes_, bytes_, is_counted=False)
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(StorageWeakRef(tensor.untyped_storage()), tensor)
-        return tensor
 
-    masters, different = getattr(torch, config.master_dtype), Counter(passes)
-    prompt, first = np.arange(config.max_prompt_tokens), next(iter(different))
+@cache
+def _count(
+    model: tuple[str, bool, torch.dtype],
+    lengths: tuple[int, int],
+    passes: tuple[Pass, ...],
+    dtype: torch.dtype,
+    has_gradient: bool,
+) -> PassBytes:
+    """Run the passes on fake tensors, which have shapes and storages and no numbers.
+
+    Passes of one shape are alike, so each shape runs once; where there are several of one, the
+    first runs twice, for in the first pass of all the weights are cast.
+    """
+    name, trust_remote_code, masters = model
+    architecture = policy_without_weights(
+        Config(model=name, trust_remote_code=trust_remote_code)
+    ).config
+    shapes, prompt = Counter(passes), np.arange(lengths[0])
+    is_repeated = len(shapes) < len(passes)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = AutoModelForCausalLM.from_config(
-            policy_without_weights(config).config,
-            dtype=masters,
-            trust_remote_code=config.trust_remote_code,
+        policy = AutoModelForCausalLM.from_config(
+            architecture, dtype=masters, trust_remote_code=trust_remote_code
         ).eval()
-        own = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
-        totals = []
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", dtype, enabled=masters != dtype):
-            for one in (first, *different):
-                prompts = [prompt + row % one.queries for row in range(one.rows)]
-                ids = torch.zeros(one.rows, config.max_response_tokens, dtype=torch.long)
-                keep(response_states(model, prompts, ids).to(dtype))
-                storages = [kept[place].untyped_storage() for place in set(kept) - own]
-                totals.append(sum(storage.nbytes() for storage in storages))
-    each = dict(zip(different, np.diff(totals)))
-    casts = totals[0] - each[first]  # of the weights: made once, by the first pass of all
-    return int(casts + sum(count * each[one] for one, count in different.items()))
+        for parameter in policy.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        live, kept, states = LiveBytes(), [], []
+        with live, torch.set_grad_enabled(has_gradient):
+            with torch.autocast("cpu", dtype, enabled=masters != dtype):
+                for shape in (*passes[:is_repeated], *shapes):
+                    prompts = [prompt + row % shape.queries for row in range(shape.rows)]
+                    ids = torch.zeros(shape.rows, lengths[1], dtype=torch.long)
+                    states.append(response_states(policy, prompts, ids).to(dtype))
+                    kept.append(live.now)
+            beyond = live.peak - live.now
+            if has_gradient:
+                live.peak = live.now
+                torch.autograd.backward(states, [torch.zeros_like(state) for state in states])
+                beyond = max(beyond, live.peak - kept[-1])
+    total = kept[-1]
+    if is_repeated:
+        each = np.diff(kept)  # without casts
+        total = kept[0] - each[0] + sum(count * size for count, size in zip(shapes.values(), each))
+    return PassBytes(int(total), int(total + beyond), is_counted=True)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that are made in it and live, now and at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        known = {_place(value) for value in tree_leaves((args, kwargs))}
+        for value in tree_leaves(out):
+            place = _place(value)
+            if place is None or place in known or place in self.sizes:
+                continue  # a view, or written in place
+            storage = value.untyped_storage()
+            self.sizes[place] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            finalize(storage, self.free, place)
+        return out
+
+    def free(self, place: int) -> None:
+        """Take note that a storage is gone."""
+        self.now -= self.sizes.pop(place)
+
+
+def _place(value: object) -> int | None:
+    """What tells one storage from another; None for anything but a tensor."""
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def head_bytes(
-    size: PolicySize, dtype: torch.dtype, device: torch.device, positions: int, gradient: bool
+    size: PolicySize, dtype: torch.dtype, device: torch.device, positions: int, passes: int
 ) -> int:
-    """Bytes of logits while log-probabilities are taken, and of the head's cast and gradient.
+    """Count the bytes of logits while log-probabilities are taken, and of the head's copies.
 
-    positions: response tokens there are; gradient: whether there is a backward pass.
+    positions: response tokens in a pass; passes: that have a backward pass, or 0. Logits are there
+    twice: as they are and as terms of the normalizer, or of one slice and the next. The gradient of
+    the head is there of the slice at hand, of its pass, and of the passes before.
     """
     logits = min(positions, POSITIONS_PER_LOGITS[device.type]) * size.vocabulary
-    cast = 0 if dtype == torch.float32 else size.head * dtype.itemsize
-    fp32 = (1 + gradient) * logits + gradient * size.head
-    return fp32 * torch.float32.itemsize + cast
+    copies, cast = 2.0, 0
+    if dtype == torch.bfloat16:
+        cast = size.output_embedding * dtype.itemsize
+        # Their gradient in bf16; a CPU multiplies it in fp32.
+        copies += (passes > 0) * (0.5 if device.type == "cuda" else 1.0)
+    gradients = (1 + min(passes, 2)) * size.output_embedding if passes else 0
+    return int((logits * copies + gradients) * torch.float32.itemsize) + cast

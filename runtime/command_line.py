@@ -28,6 +28,8 @@ CHANGEABLE = (
     "output_dir",
     "searcher_timeout",
     "gpu_memory_utilization",
+    "queries_per_micro_batch",
+    "low_memory",
     "plan",
     "plan_gpus",
 )

@@ -146,14 +146,14 @@ def run(config: Config) -> int:
     places = find_places(config)
     config = resolve(config, places)
     shapes = weight_shapes(config)
-    preflight.check_template(config, chats)
+    preflight.check_tokenizer(config, chats)
     config, dtype = check_plan(config, task, places), compute_dtype(config)
     describe(config, places, sizes, num_elements(shapes))
     if resume and (mismatch := checkpoint.shape_mismatch(resume, shapes)):
         raise UserError(
             f"--resume {config.resume!r}: --model {config.model!r} has changed since: {mismatch}"
         )
-    config = dataclasses.replace(config, model=fetch_model("--model", config.model))
+    config = fetch(config, task)
     open_run_dir(config, resume, settings)
     return supervise(Run(config, places, shapes, dtype, resume), task.metric)
 
@@ -163,8 +163,20 @@ def check_model(config: Config, task: Task) -> Config:
     preflight.check_loss(config)
     preflight.check_evaluation(config, task)
     model = find_model("--model", config.model or task.base_model())
+    fetch_model("--model", model, weights=False)  # enough for the checks
     task.prepare()
     return dataclasses.replace(config, model=model)
+
+
+def fetch(config: Config, task: Task) -> Config:
+    """Fetch the whole policy; the configuration with its directory. Raises UserError.
+
+    Processes that start from now on do not ask the hub: it might have something else by then.
+    """
+    config = dataclasses.replace(config, model=fetch_model("--model", config.model))
+    if not task.asks_hub_in_load:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return config
 
 
 def describe(config: Config, places: list[Place], sizes: dict[str, int], parameters: int) -> None:
@@ -181,7 +193,8 @@ def describe(config: Config, places: list[Place], sizes: dict[str, int], paramet
         if config.constant_staleness:
             mode = f"each trained on {config.constant_staleness} steps after its version"
     batch = f"{config.queries_per_batch} queries x {config.responses_per_query} responses"
-    print(f"{config.steps} steps of {batch}, {mode}, seed {config.seed}")
+    passes = ", each in two passes (--low_memory)" if config.low_memory == "on" else ""
+    print(f"{config.steps} steps of {batch}, {mode}, seed {config.seed}{passes}")
     print(f"results will be in {config.output_dir}", flush=True)
 
 
@@ -261,8 +274,8 @@ def evaluate_only(config: Config) -> int:
     task, _, chats = preflight.load_data(config)
     config = check_model(config, task)
     weight_shapes(config)  # raises UserError for a model that cannot be used
-    preflight.check_template(config, chats)
-    config = dataclasses.replace(config, model=fetch_model("--model", config.model))
+    preflight.check_tokenizer(config, chats)
+    name, config = config.model, fetch(config, task)
     interrupt = Interrupt()
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "logs").mkdir()
@@ -275,7 +288,7 @@ def evaluate_only(config: Config) -> int:
     if not result:
         print("interrupted", file=sys.stderr)
         return 128 + interrupt.signal
-    as_json = dataclasses.asdict(result) | {"model": config.model}
+    as_json = dataclasses.asdict(result) | {"model": name}
     print(json.dumps(as_json) if config.json else result)
     return 0
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from config import Config
@@ -17,7 +18,6 @@ from models.device import compute_dtype
 from models.logprobs import TOKENS_IN_LOW_MEMORY, TOKENS_PER_FORWARD, split_rows
 from models.sizes import ENGINE_ROWS, Pass
 from runtime.checkpoint import KEPT
-from runtime.memory_trial import largest_micro_batch
 from runtime.places import Place
 from runtime.processes import environment
 from weights import SharedWeights
@@ -27,7 +27,7 @@ MEMORY, SHARED, DISK = "host memory", "shared memory", "disk"
 # Estimated: a process on a GPU (context, kernels, fragments); one in host memory (Python and its
 # libraries) without a GPU and with one; what vLLM captures on a GPU; what it reads at a time.
 CUDA_BYTES, PROCESS_BYTES, GPU_PROCESS_BYTES, CUDA_GRAPHS = 1.5 * GIB, 0.7 * GIB, 3 * GIB, GIB / 2
-VLLM_TOKENS = 16384
+VLLM_TOKENS, VLLM_TOKENS_LARGE = 8192, 16384  # on a card of 70 GiB or more
 VLLM_LOGITS = 4  # fp32 copies of the logits of a step, while vLLM samples
 
 
@@ -46,104 +46,147 @@ class Needs:
 
     def __init__(self, config: Config, places: list[Place], available: dict[str, float]):
         self.config, self.places, self.available = config, places, available
-        self.size = sizes.policy_size(config)
+        self.size = sizes.policy_size(config.model, config.trust_remote_code)
         self.device = torch.device("cpu" if places[0].gpu is None else "cuda")
-        self.dtype, master = compute_dtype(config, self.device), getattr(torch, config.master_dtype)
-        self.masters = self.size.parameters * master.itemsize
+        self.dtype = compute_dtype(config, self.device)
+        self.masters = self.size.parameters * getattr(torch, config.master_dtype).itemsize
         self.published = self.size.parameters * self.dtype.itemsize
-        self.cast = self.published if master != self.dtype else 0
-        self.tokens = config.max_prompt_tokens + config.max_response_tokens
+        self.usual_tokens = TOKENS_PER_FORWARD[self.device.type]
 
     def count(self, models: list[str]) -> Iterator[Need]:
-        """All of them. models: that a searcher has for its task."""
+        """Yield every need of the run. models: that a searcher has for its task."""
         yield from self.trainer(self.places[0])
         for place in self.places[1:]:
             yield from self.searcher(place, models)
+        yield from self.host_memory()
         yield from self.files()
 
-    def passes(self, most_tokens: int) -> list[Pass]:
-        """The forward passes over the largest micro-batch."""
-        rows = largest_micro_batch(self.config, self.size.vocabulary)
-        prompts, responses = [row.prompt for row in rows], [row.tokens for row in rows]
-        split = split_rows(prompts, responses, most_tokens)
-        return [Pass(len(few), len({prompts[row].tobytes() for row in few})) for few in split]
+    def passes(self, queries: int, responses: int, most_tokens: int) -> list[Pass]:
+        """Split so many queries of so many responses of full length into forward passes."""
+        config, rows = self.config, queries * responses
+        groups = np.repeat(np.arange(queries), responses)
+        lengths = [np.zeros(config.max_prompt_tokens)], [np.zeros(config.max_response_tokens)]
+        split = split_rows(*(row * rows for row in lengths), most_tokens)
+        return [Pass(len(few), len(set(groups[few]))) for few in split]
 
     def trainer(self, place: Place) -> Iterator[Need]:
-        """The trainer's, in its largest step."""
+        """Yield what the trainer needs in its largest step."""
         config, where, name = self.config, place_of(place), place.name
         yield Need(where, name, f"weights, {config.master_dtype}", self.masters)
         yield Need(where, name, "gradients", self.masters)
         yield Need(where, name, "AdamW's two moments", 2 * self.masters)
-        passes = self.passes(TOKENS_PER_FORWARD[self.device.type])
+        micro_batch = config.queries_per_micro_batch, config.responses_per_query
+        passes, before = self.passes(*micro_batch, self.usual_tokens), 0
         if config.low_memory == "on":
-            passes = self.passes(TOKENS_IN_LOW_MEMORY)[:1]
+            # First a pass without a graph, as large as usual.
+            before = sizes.pass_bytes(config, passes[:1], self.dtype, has_gradient=False).peak
+            passes = self.passes(*micro_batch, TOKENS_IN_LOW_MEMORY)[:1]
+        taken = sizes.pass_bytes(config, passes, self.dtype, has_gradient=True)
         rows = sum(one.rows for one in passes)
-        kept = sizes.activation_bytes(config, passes, self.dtype)
+        head = self.head(passes[0].rows * config.max_response_tokens, len(passes))
+        what = "activations" if taken.is_counted else "activations (estimated)"
         length = f"{config.max_prompt_tokens} + {config.max_response_tokens}"
-        yield Need(where, name, f"activations, {rows} responses of {length} tokens", kept)
-        positions = rows * config.max_response_tokens
-        head = sizes.head_bytes(self.size, self.dtype, self.device, positions, gradient=True)
-        yield Need(where, name, "logits, and the head's gradient", head)
+        yield Need(where, name, f"{what}, {responses(rows)} of {length} tokens", taken.kept)
+        # Logits are there when all passes are kept; a layer's gradients, when logits are gone.
+        most = max(taken.kept + head, taken.peak, before)
+        yield Need(where, name, "logits, and what the backward pass adds", most - taken.kept)
         yield from self.process(place)
 
     def searcher(self, place: Place, models: list[str]) -> Iterator[Need]:
-        """A searcher's: vLLM, the reference policy and the task's models."""
-        where, name = place_of(place), place.name
-        fixed, vllm = self.vllm_without_responses(), self.vllm(place)
-        yield Need(where, name, "vLLM: weights and work", min(fixed, vllm))
-        purpose = f"vLLM: {self.responses(place)} responses of full length at once"
+        """Yield what a searcher needs: for vLLM, the reference policy and the task's models."""
+        config, where, name = self.config, place_of(place), place.name
+        fixed, vllm = self.vllm_without_responses(place), self.vllm(place)
+        yield Need(where, name, "vLLM: weights and temporary memory", min(fixed, vllm))
+        purpose = f"vLLM: {responses(self.responses(place))} of full length at once"
         yield Need(where, name, purpose, max(0.0, vllm - fixed))
-        yield Need(where, name, "reference policy", self.masters + self.cast)
-        positions = self.passes(TOKENS_PER_FORWARD[self.device.type])[0].rows * self.tokens
-        states = positions * (self.size.keys_and_values + 2 * self.size.layer) * self.dtype.itemsize
-        head = sizes.head_bytes(self.size, self.dtype, self.device, positions, gradient=False)
-        yield Need(where, name, "its largest pass", states + head)
+        # Linear layers are held in what is computed in (runtime/reference.py).
+        held = self.size.linear * self.dtype.itemsize
+        other = (1 - self.size.linear / self.size.parameters) * self.masters
+        yield Need(where, name, "reference policy", held + other)
+        # All that finished together is scored together.
+        groups = max(1, ENGINE_ROWS // config.samples_per_query)
+        largest = self.passes(groups, config.samples_per_query, self.usual_tokens)[:1]
+        taken = sizes.pass_bytes(config, largest, self.dtype, has_gradient=False).peak
+        if self.published != self.masters:
+            taken -= held  # no casts of them
+        head = self.head(largest[0].rows * config.max_response_tokens, passes=0)
+        yield Need(where, name, "reference policy's largest forward pass", taken + head)
         for model in models:
             yield Need(where, name, f"the task's {Path(model).name}", sizes.loaded_bytes(model))
         yield from self.process(place)
 
+    def head(self, positions: int, passes: int) -> int:
+        """Bytes of the logits of so many response tokens a pass; passes: with a gradient."""
+        return sizes.head_bytes(self.size, self.dtype, self.device, positions, passes)
+
     def vllm(self, place: Place) -> float:
-        """What vLLM takes: a share of a GPU, whatever it needs of that."""
+        """Bytes that vLLM takes: a share of a GPU, whatever it needs of that."""
         if place.gpu is not None:
             return self.config.gpu_memory_utilization * self.available[place_of(place)]
         keys_and_values = float(environment(place)["VLLM_CPU_KVCACHE_SPACE"]) * GIB
-        return self.vllm_without_responses() + keys_and_values
+        return self.vllm_without_responses(place) + keys_and_values
 
-    def vllm_without_responses(self) -> float:
-        """What vLLM takes before it has keys and values of a response."""
+    def vllm_without_responses(self, place: Place) -> float:
+        """Bytes that vLLM takes before it has keys and values of a response."""
         logits = VLLM_LOGITS * ENGINE_ROWS * self.size.vocabulary * torch.float32.itemsize
         if self.device.type == "cpu":
             return self.published + logits
-        states = VLLM_TOKENS * self.size.layer * self.dtype.itemsize
+        is_large = self.available[place_of(place)] > 70 * GIB
+        tokens = VLLM_TOKENS_LARGE if is_large else VLLM_TOKENS
+        states = tokens * self.size.layer_values_per_token * self.dtype.itemsize
         return self.published + logits + states + CUDA_GRAPHS
 
     def responses(self, place: Place) -> int:
         """Responses of full length to which vLLM has keys and values at once."""
-        each = self.tokens * self.size.keys_and_values * self.dtype.itemsize
-        return max(0, int((self.vllm(place) - self.vllm_without_responses()) // each))
+        tokens = self.config.max_prompt_tokens + self.config.max_response_tokens
+        each = tokens * self.size.cached_per_token * self.dtype.itemsize
+        return max(0, int((self.vllm(place) - self.vllm_without_responses(place)) // each))
 
     def process(self, place: Place) -> Iterator[Need]:
-        """What any process needs besides. A model is loaded in host memory, in fp32."""
-        if place.gpu is None:
-            yield Need(MEMORY, place.name, "Python and libraries", PROCESS_BYTES)
+        """Yield what any process on a GPU needs there besides."""
+        if place.gpu is not None:
+            yield Need(place_of(place), place.name, "CUDA, kernels, fragments", CUDA_BYTES)
+
+    def host_memory(self) -> Iterator[Need]:
+        """Yield what processes and weights take of host memory, wherever the models run."""
+        on_gpu = self.device.type == "cuda"
+        for place in self.places:
+            taken = GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES
+            yield Need(MEMORY, place.name, "Python and libraries", taken)
+        yield Need(MEMORY, "all", "copies of the weights in shared memory", self.shared())
+        if not on_gpu:
+            yield Need(MEMORY, "trainer", "a checkpoint while it is written", self.checkpoint())
             return
-        yield Need(place_of(place), place.name, "CUDA, kernels, fragments", CUDA_BYTES)
-        loading = GPU_PROCESS_BYTES + self.size.parameters * torch.float32.itemsize
-        yield Need(MEMORY, place.name, "Python, libraries, the policy on its way", loading)
+        # At the start each policy is loaded here in fp32, one after the other on a single GPU.
+        loading = len(self.places) if len({place.gpu for place in self.places}) > 1 else 1
+        most = max(loading * self.size.parameters * torch.float32.itemsize, self.checkpoint())
+        yield Need(MEMORY, "all", "policies while they load, or a checkpoint", most)
+
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        shapes, resets = {"all": (self.size.parameters,)}, self.config.reference_reset_period > 0
+        return SharedWeights.required_bytes(shapes, self.dtype, resets)
+
+    def checkpoint(self) -> int:
+        """Bytes of a checkpoint without the buffer, which has 12 bytes of a token it holds."""
+        resets = self.config.reference_reset_period > 0
+        reference = self.size.parameters * torch.float32.itemsize if resets else 0
+        return 3 * self.masters + reference
 
     def files(self) -> Iterator[Need]:
-        """Shared memory and checkpoints. The buffer comes on top: 12 bytes a token it holds."""
-        config, shapes = self.config, {"all": (self.size.parameters,)}
-        resets = config.reference_reset_period > 0
-        shared = SharedWeights.required_bytes(shapes, self.dtype, resets)
-        for place in (SHARED, MEMORY):  # it is a part of the other
-            yield Need(place, "all", "copies of the weights", shared)
-        reference = self.size.parameters * torch.float32.itemsize if resets else 0
-        size = 3 * self.masters + reference
-        kept = KEPT + 1 if config.checkpoint_every else 1
-        yield Need(MEMORY, "trainer", "a checkpoint while it is written", size)
-        yield Need(DISK, "trainer", f"checkpoints, at most {kept} at once", kept * size)
+        """Yield what is needed of shared memory and of the disk."""
+        config, most = self.config, 1
+        yield Need(SHARED, "all", "copies of the weights", self.shared())
+        if config.checkpoint_every:
+            most = min(KEPT + 1, config.steps // config.checkpoint_every + 1)
+        purpose = f"checkpoints, at most {most} at once"
+        yield Need(DISK, "trainer", purpose, most * self.checkpoint())
         yield Need(DISK, "trainer", "model/", self.masters)
+
+
+def responses(count: int) -> str:
+    """So many responses, in words."""
+    return f"{count} response" if count == 1 else f"{count} responses"
 
 
 def place_of(place: Place) -> str:

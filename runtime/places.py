@@ -44,7 +44,8 @@ def find_gpus() -> list[str]:
             "newer), or hide them with CUDA_VISIBLE_DEVICES="
         )
     all_gpus = ",".join(map(str, range(count)))
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")[:count]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
+    gpus = [gpu.strip() for gpu in named][:count]
     if not gpus and any(package.name == "vllm" for package in importlib.metadata.distributions()):
         raise UserError(
             "no GPU is visible, but the vLLM that is installed is the one for GPUs: "

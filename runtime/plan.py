@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from config import Config, UserError
-from models.hub import find_model
+from models.hub import fetch_model, find_model
 from models.policy import weight_shapes
 from runtime.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
 from runtime.places import Place, find_places, resolve
@@ -65,6 +65,7 @@ def show_plan(config: Config) -> int:
     task = load_task(config.task, **config.options)
     model = find_model("--model", config.model or task.base_model())
     config = dataclasses.replace(config, model=model)
+    fetch_model("--model", model, weights=False)
     weight_shapes(config)  # raises UserError for a model that cannot be used
     if config.plan_gpus:
         count, gib = map(int, config.plan_gpus.split("x"))
@@ -81,14 +82,19 @@ def show_plan(config: Config) -> int:
 
 
 def this_machine(config: Config, places: list[Place]) -> dict[str, float]:
-    """What there is, in bytes by place. Of a GPU all, for others come and go."""
+    """What there is, in bytes by place.
+
+    All memory of a GPU counts as free: what other programs use now may change. On the disk a run
+    that is resumed has what its checkpoints and its model take, for they are replaced.
+    """
     directory = Path(config.output_dir or "runs").absolute()
     existing = next(path for path in [directory, *directory.parents] if path.exists())
+    own = [*directory.glob("checkpoints/*/*"), *directory.glob("model/*")] if config.resume else []
     gpus = dict.fromkeys(place.gpu for place in places if place.gpu is not None)
     return {
         MEMORY: psutil.virtual_memory().available,
         SHARED: shutil.disk_usage(SHARED_MEMORY).free,
-        DISK: shutil.disk_usage(existing).free,
+        DISK: shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own),
     } | {
         f"GPU {gpu}": torch.cuda.get_device_properties(number).total_memory
         for number, gpu in enumerate(gpus)
@@ -96,7 +102,7 @@ def this_machine(config: Config, places: list[Place]) -> dict[str, float]:
 
 
 def make_plan(config: Config, task: Task, places: list[Place], available: dict[str, float]) -> Plan:
-    """Plan a run. --low_memory auto: on where only so the trainer fits."""
+    """Plan a run. --low_memory auto: on if the trainer fits only then."""
     needs = Needs(config, places, available)
     plan = Plan(config, [*needs.count(task.models())], available, needs.responses(places[1]))
     if config.low_memory == "auto" and plan.is_short(place_of(places[0])):
@@ -106,21 +112,24 @@ def make_plan(config: Config, task: Task, places: list[Place], available: dict[s
 
 
 def find_problem(plan: Plan, task: Task, places: list[Place]) -> str | None:
-    """What is short, and what would help; None if nothing is short."""
-    place = next((place for place in plan.places() if plan.is_short(place)), None)
-    if place is None and plan.responses:
+    """Say what is short, and what would help; None if nothing is short."""
+    short = [place for place in plan.places() if plan.is_short(place)]
+    if not short and plan.responses:
         return None
-    if place is None:
-        place = place_of(places[1])
-        problem = f"vLLM's share of {place} has no room for a response of full length"
-    else:
+    if short:
+        place = short[0]
         has, needed = plan.available[place] / GIB, plan.total(place) / GIB
         problem = f"{place} is short: the run needs {needed:.2f} GiB, there are {has:.2f}"
-    for words, config in remedies(plan, place):
-        changed = make_plan(config, task, places, plan.available)
+        otherwise = LAST_RESORTS.get(place, LAST_RESORTS[MEMORY])
+    else:
+        place = place_of(places[1])
+        problem = f"vLLM's share of {place} has no room for a response of full length"
+        otherwise = "raise VLLM_CPU_KVCACHE_SPACE, a number of GiB, in the environment"
+    for flags, config in remedies(plan, place):
+        changed = make_plan(config, task, places[: 1 + config.searchers], plan.available)
         if changed.responses and not changed.is_short(place):
-            return f"{problem}; {words} would do (--plan shows all)"
-    return f"{problem}; {LAST_RESORTS.get(place, LAST_RESORTS[MEMORY])} (--plan shows all)"
+            return f"{problem}; {flags} would do (--plan shows all)"
+    return f"{problem}; {otherwise} (--plan shows all)"
 
 
 LAST_RESORTS = {
@@ -131,12 +140,12 @@ LAST_RESORTS = {
 
 
 def remedies(plan: Plan, place: str) -> Iterator[tuple[str, Config]]:
-    """Settings that need less, the harmless ones first, each with its words."""
+    """Settings that need less, and the flags that set them; those that change the result last."""
     config = plan.config
 
     def changed(**settings) -> tuple[str, Config]:
-        words = " ".join(f"--{name} {value}" for name, value in settings.items())
-        return words, dataclasses.replace(config, **settings)
+        flags = " ".join(f"--{name} {value}" for name, value in settings.items())
+        return flags, dataclasses.replace(config, **settings)
 
     if config.checkpoint_every and place == DISK:
         yield changed(checkpoint_every=0)
@@ -149,10 +158,16 @@ def remedies(plan: Plan, place: str) -> Iterator[tuple[str, Config]]:
         share = int(20 * (config.gpu_memory_utilization + spare)) / 20
         if 0 < share < 1:
             yield changed(gpu_memory_utilization=share)
-    if config.master_dtype == "float32":
-        yield changed(dtype="bfloat16", master_dtype="bfloat16")
+    if config.resume:  # what follows changes what is learnt, or who learns it
+        return
+    if config.searchers > 1 and place == MEMORY:
+        yield changed(searchers=1)
     for tokens in (config.max_response_tokens // 2, config.max_response_tokens // 4):
-        yield changed(max_response_tokens=tokens)
+        if tokens:
+            yield changed(max_response_tokens=tokens)
+    if config.master_dtype == "float32":
+        flags, smaller = changed(dtype="bfloat16", master_dtype="bfloat16")
+        yield f"{flags} (steps below a weight's precision are lost then)", smaller
 
 
 def print_plan(plan: Plan) -> None:

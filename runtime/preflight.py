@@ -9,7 +9,7 @@ from pathlib import Path
 
 from config import Config, UserError
 from loss import LOSSES
-from models.policy import encode_prompt, load_tokenizer
+from models.policy import encode_prompt, load_tokenizer, policy_without_weights
 from runtime import checkpoint
 from tasks import Messages, Task, load_task, sampling_for_tests
 
@@ -54,11 +54,19 @@ def is_chat(prompt: object) -> bool:
     )
 
 
-def check_template(config: Config, chats: list[Messages]) -> None:
-    """Raise UserError where prompts are messages and the model's tokenizer cannot render them."""
+def check_tokenizer(config: Config, chats: list[Messages]) -> None:
+    """Raise UserError for a model whose responses cannot end, or which cannot take the prompts.
+
+    chats: those that are messages, for the model's chat template.
+    """
+    tokenizer, policy = load_tokenizer(config), policy_without_weights(config)
+    if tokenizer.eos_token_id is None and policy.config.eos_token_id is None:
+        raise UserError(
+            f"--model {config.model!r} has no end-of-sequence token, in neither its tokenizer nor "
+            "its config.json: no response could end; use a model that has one"
+        )
     if not chats:
         return
-    tokenizer = load_tokenizer(config)
     if not tokenizer.chat_template:
         raise UserError(
             f"the prompts of task {config.task!r} are chat messages, but the tokenizer of --model "

@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from runtime.places import Place
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that ask a run to end
 GIVE_UP = 3  # exit code of a searcher that would fail again after a restart
+NOISE = re.compile(r"nanobind: | - leaked |.*skipped remainder")
 LOG_LINES = 25  # of a failed process, shown
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of prctl
 
@@ -35,7 +37,7 @@ def environment(place: Place) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
     }
     if place.gpu is None:
-        variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or "1"  # GiB
         # For each shape that it has multiplied oneDNN, and torch's wrapper of it, keep a quarter of
         # a MiB, and each number of running responses is another shape. By default they keep 1,024,
         # which is no faster.
@@ -50,9 +52,10 @@ def log_path(run_dir: str, name: str) -> Path:
 
 
 def log_tail(run_dir: str, name: str) -> str:
-    """The end of a process's log, under its path."""
+    """The end of a process's log, under its path, without what vLLM's bindings say at every end."""
     path = log_path(run_dir, name)
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = [line for line in lines if not NOISE.match(line)]
     return "\n".join([f"the end of {path}:", *lines[-LOG_LINES:]])
 
 

@@ -22,6 +22,7 @@ class Reference:
         self.temperature, self.dtype = config.temperature, compute_dtype(config)
         self.weights, self.pin = weights, pin
         self.model = load_policy(config, device())
+        hold_as_multiplied(self.model, self.dtype)
         self.version = 0  # config.model is version 0
 
     @torch.no_grad()
@@ -44,6 +45,17 @@ class Reference:
         )
         rows = padded.cpu().numpy()
         return [row[: len(response)] for row, response in zip(rows, responses)]
+
+
+def hold_as_multiplied(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Hold the matrices of linear layers in the dtype in which autocast multiplies by them.
+
+    They take half of the memory in bf16, and no casts. The products are the same.
+    """
+    embedding = model.get_input_embeddings().weight  # it is read in fp32
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.weight is not embedding:
+            module.to(dtype)
 
 
 class ReferenceResets:

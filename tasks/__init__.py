@@ -52,6 +52,8 @@ class Task:
     # Whether a response that the length limit cut off gets an end-of-sequence token all the same:
     # log pi_ref of that token then lowers its log-reward. score() still sees an unfinished one.
     append_eos: bool = False
+    # Whether load() may ask the hub; otherwise it has to find what prepare() fetched.
+    asks_hub_in_load: bool = False
     # How the responses to test queries are sampled, as vllm.SamplingParams has it, unless a flag
     # (--evaluation_samples, --evaluation_temperature) says otherwise.
     evaluation_sampling: dict = {"temperature": 0.0}

@@ -54,6 +54,7 @@ SMALL = FIGURE_1 | dict(
     model="Qwen/Qwen2.5-0.5B-Instruct",
     max_prompt_tokens=350,
     max_response_tokens=400,
+    gpu_memory_utilization=0.12,
     options=dict(chat=True),
 )
 PRESETS = {

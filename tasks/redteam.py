@@ -127,12 +127,11 @@ class RedTeam(Task):
         return {"min_tokens": MIN_TOKENS} | explore
 
     def prepare(self) -> None:
-        from models.classifier import prepare_classifier
-        from models.hub import fetch_model, find_model
+        from models.classifier import prepare_classifier, prepare_model
 
-        fetch_model("--victim_model", find_model("--victim_model", self.victim_model))
+        prepare_model("--victim_model", self.victim_model)
         prepare_classifier("--classifier", self.classifier, label=self.toxic_label)
-        fetch_model("--embedding_model", find_model("--embedding_model", self.embedding_model))
+        prepare_model("--embedding_model", self.embedding_model)
 
     def models(self) -> list[str]:
         return [self.victim_model, self.classifier, self.embedding_model]

@@ -75,8 +75,12 @@ class TLDR(Task):
     """The policy at the start, and the reference of the perplexity in the evaluation."""
     reward_model: str = "mnoukhov/pythia410m-rm-tldr6.9b"
     """Scores summaries in training: a causal sequence classifier with one label."""
+    reward_tokenizer: str = ""
+    """The model that has the tokenizer of reward_model. Empty: itself."""
     gold_model: str = "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
     """Scores them in the evaluation."""
+    gold_tokenizer: str = ""
+    """The model that has the tokenizer of gold_model. Empty: itself."""
     tiny: bool = False
     """The preset tiny: posts of a few words, and models for them made on the spot."""
 
@@ -97,7 +101,7 @@ class TLDR(Task):
 
     def queries(self, split: str) -> Sequence[Query]:
         """answer: the reference summary."""
-        columns = ("query", "reference_response", "query_reference_response")
+        columns = ("query", "reference_response")
         rows = read_rows(
             self.data_dir,
             split,
@@ -110,12 +114,14 @@ class TLDR(Task):
         ]
 
     def prepare(self) -> None:
-        from models.classifier import prepare_classifier
-        from models.hub import fetch_model, find_model
+        from models.classifier import prepare_classifier, prepare_model
 
-        fetch_model("--reference_model", find_model("--reference_model", self.reference_model))
-        prepare_classifier("--reward_model", self.reward_model, labels=1)
-        prepare_classifier("--gold_model", self.gold_model, labels=1)
+        prepare_model("--reference_model", self.reference_model)
+        for flag, model, tokenizer in (
+            ("--reward_model", self.reward_model, self.reward_tokenizer),
+            ("--gold_model", self.gold_model, self.gold_tokenizer),
+        ):
+            prepare_classifier(flag, model, labels=1, tokenizer=tokenizer)
 
     def models(self) -> list[str]:
         return [self.reward_model, self.gold_model]
@@ -123,7 +129,7 @@ class TLDR(Task):
     def load(self) -> None:
         from models.classifier import Classifier
 
-        self.reward = Classifier(self.reward_model)
+        self.reward = Classifier(self.reward_model, self.reward_tokenizer)
 
     def score(
         self, queries: list[Query], responses: list[str], finished: list[bool]
@@ -143,7 +149,7 @@ class TLDR(Task):
         """
         from models.classifier import Classifier
 
-        gold = Classifier(self.gold_model)
+        gold = Classifier(self.gold_model, self.gold_tokenizer)
         prompts = [query.prompt for query in queries]
         end = gold.tokenizer.eos_token
         generated = gold.rewards(

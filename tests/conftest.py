@@ -36,7 +36,8 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 # Whether the vLLM for GPUs is installed: then these are the tests of make test-gpu.
 ON_GPU = any(package.name == "vllm" for package in importlib.metadata.distributions())
 # What a searcher finds in its environment, before a test imports vLLM.
-os.environ.update(processes.environment(Place("tests", "0" if ON_GPU else None, [0])))
+GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if ON_GPU else None
+os.environ.update(processes.environment(Place("tests", GPU, [0])))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

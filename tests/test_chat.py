@@ -8,7 +8,7 @@ from tokenizers import processors
 
 from config import Config, UserError
 from models.policy import encode_prompt, load_tokenizer
-from runtime.preflight import check_template, load_data
+from runtime.preflight import check_tokenizer, load_data
 from tasks import load_task
 
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -74,8 +74,8 @@ def test_a_tokenizer_without_a_template_is_named_before_anything_starts(problems
     assert load_tokenizer(config).chat_template is None
     _, _, chats = load_data(config)
     with pytest.raises(UserError, match="chat messages, but the tokenizer of --model .* has no"):
-        check_template(config, chats)
-    check_template(config, [])  # a task whose prompts are texts needs none
+        check_tokenizer(config, chats)
+    check_tokenizer(config, [])  # a task whose prompts are texts needs none
 
 
 def test_a_task_with_messages_trains_end_to_end_and_its_evaluation_has_several_samples(

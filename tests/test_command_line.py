@@ -277,15 +277,6 @@ def test_an_error_reaches_the_shell():
     assert result.stderr == "error: --steps is 0: it must be positive\n"
 
 
-def test_a_hub_model_that_cannot_be_had_is_named(files, monkeypatch):
-    # Without it the hub's client tries for half a minute where there is no network.
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    model = "no-such-organisation/no-such-model"
-    result = tba("gsm8k", "--data_dir", files["gsm8k"], "--model", model)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "error: --model 'no-such-organisation/no-such-model' cannot be used" in result.stderr
-
-
 def test_the_preset_lies_over_the_defaults_and_flags_over_the_preset(tmp_path):
     config = build_config(["gsm8k", "--steps", "3", "--beta", "0.5"])
     assert (config.steps, config.beta) == (3, 0.5), "flags"

@@ -173,6 +173,17 @@ def test_a_file_that_is_not_text_is_named(tmp_path):
         task.queries("train")
 
 
+def test_with_chat_a_question_is_a_message_and_its_answer_the_same(tmp_path):
+    write(tmp_path, ROW)
+    plain, chat = (
+        GSM8K(data_dir=str(tmp_path), chat=chat).queries("train")[0] for chat in (False, True)
+    )
+    [message] = chat.prompt
+    question = ROW["question"]
+    assert message["role"] == "user" and message["content"].startswith(question + "\n\n")
+    assert chat.answer == plain.answer and question in plain.prompt
+
+
 def test_a_missing_data_file_is_named(tmp_path):
     write(tmp_path, ROW)
     with pytest.raises(UserError, match=r"test\.jsonl does not exist"):

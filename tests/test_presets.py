@@ -165,6 +165,7 @@ EXPECTED = {
         "model": ("Qwen/Qwen2.5-0.5B-Instruct", "ours"),
         "max_prompt_tokens": (350, "ours: the longest question and the template"),
         "max_response_tokens": (400, "ours: for a card of 24 GB"),
+        "gpu_memory_utilization": (0.12, "ours: for a card of 24 GB"),
         "options": ({"chat": True}, "ours"),
     },
     ("competition_math", "async2"): MATH,

@@ -19,7 +19,7 @@ def read_rows(
     else:
         rows = [
             (f"{hub[0]} {hub[2]} row {number}", row)
-            for number, row in enumerate(_load_hub(*hub), start=1)
+            for number, row in enumerate(_load_hub(columns, *hub), start=1)
         ]
     for place, row in rows:
         for column in columns:
@@ -29,16 +29,35 @@ def read_rows(
     return rows
 
 
-def _load_hub(name: str, configuration: str | None, split: str):
-    import datasets  # only here: it is slow to import, and not needed with --data_dir
+def _load_hub(
+    columns: tuple[str, ...], name: str, configuration: str | None, split: str
+) -> list[dict]:
+    """Load the columns, of those that are there; others may be many times their size."""
+    # Only here: they are slow to import, and not needed with --data_dir.
+    import datasets
+    from huggingface_hub import constants
 
+    from models import hub
+
+    problem, before = None, constants.HF_HUB_OFFLINE
     try:
-        return datasets.load_dataset(name, configuration, split=split)
+        hub.ask_hub(name, "dataset")
     except Exception as error:  # the many ways of having no network
+        problem = error
+    # What is in the cache will do then: neither library is to ask once more.
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = problem is not None
+    try:
+        with hub.ended_by_signal():
+            rows = datasets.load_dataset(name, configuration, split=split)
+            return rows.select_columns([c for c in columns if c in rows.column_names]).to_list()
+    except Exception as error:  # not in the cache, or a damaged file
+        reason = hub.explain(problem or error, f"datasets/{name}")
         raise UserError(
-            f"{name} {split} could not be loaded from the hub ({type(error).__name__}): "
-            "give --data_dir with train.jsonl and test.jsonl"
+            f"{name} {split} could not be loaded from the hub: {reason}; or give --data_dir with "
+            "train.jsonl and test.jsonl"
         ) from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _read_jsonl(path: Path) -> list[tuple[int, object]]:
