@@ -13,7 +13,6 @@ from conftest import CHAT_TEMPLATE, byte_tokenizer, read, steps_of, tba
 from tasks import find_presets
 
 TASKS = ("gsm8k", "competition_math", "tldr", "redteam", "arithmetic", "addends")
-QUICK = {("redteam", "gpt2")}  # the others are for make test-runs
 SHAPE = dict(
     hidden_size=64,  # 32 a head: the fewest that vLLM takes on a CPU
     intermediate_size=64,
@@ -74,13 +73,9 @@ def stand_ins(tmp_path_factory, gsm8k_data) -> dict[str, list]:
     }
 
 
-def preset_of(task: str, preset: str):
-    marks = [] if (task, preset) in QUICK else [pytest.mark.runs]
-    return pytest.param(task, preset, marks=marks, id=f"{task}-{preset}")
-
-
+@pytest.mark.runs
 @pytest.mark.parametrize(
-    "task, preset", [preset_of(task, preset) for task in TASKS for preset in find_presets(task)]
+    "task, preset", [(task, preset) for task in TASKS for preset in find_presets(task)]
 )
 def test_a_preset_starts_and_makes_two_steps(task, preset, stand_ins, tmp_path):
     # tiny and demo bring models of their own, for short texts.
