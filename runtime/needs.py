@@ -132,7 +132,11 @@ class Needs:
         yield Need(MEMORY, place.name, "Python, libraries, the policy on its way", loading)
 
     def files(self) -> Iterator[Need]:
-        """Shared memory and checkpoints. The buffer comes on top: 12 bytes a token it holds."""
+        """Shared memory and checkpoints. The buffer comes on top: 12 bytes a token it holds.
+
+        Its arrays are twice in memory while a checkpoint is written, weights and moments all the
+        time: their copy stays for the next one.
+        """
         config, shapes = self.config, {"all": (self.size.parameters,)}
         resets = config.reference_reset_period > 0
         shared = SharedWeights.required_bytes(shapes, self.dtype, resets)
@@ -141,7 +145,7 @@ class Needs:
         reference = self.size.parameters * torch.float32.itemsize if resets else 0
         size = 3 * self.masters + reference
         kept = KEPT + 1 if config.checkpoint_every else 1
-        yield Need(MEMORY, "trainer", "a checkpoint while it is written", size)
+        yield Need(MEMORY, "trainer", "the copy that checkpoints are written from", size)
         yield Need(DISK, "trainer", f"checkpoints, at most {kept} at once", kept * size)
         yield Need(DISK, "trainer", "model/", self.masters)
 

@@ -129,7 +129,7 @@ def test_the_plan_of_gsm8k_on_four_cards_has_every_part_in_its_place(shapes):
     shared = [need for need in made.needs if need.place == SHARED]
     assert [need.bytes for need in shared] == [3 * 2 * parameters]
     assert bytes_of(made, "trainer", "checkpoints, at most 3") == 3 * 12 * parameters
-    assert bytes_of(made, "trainer", "a checkpoint while") == 12 * parameters
+    assert bytes_of(made, "trainer", "the copy that checkpoints") == 12 * parameters
     assert made.total(DISK) == (3 * 12 + 4) * parameters
     assert made.total(MEMORY) > 12 * parameters + 3 * 2 * parameters
 
