@@ -26,7 +26,8 @@ class Disk:
         write = HashedFile.write
 
         def written(file: HashedFile, data) -> int:
-            self.may_go_on.wait(5)
+            if not self.may_go_on.wait(5):
+                self.may_go_on.set()  # nobody else will: the trainer waits for this write
             if self.is_full and file.target.tell() > 1000:  # in the middle of a file
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(file, data)
