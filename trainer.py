@@ -18,6 +18,7 @@ from learner import Learner
 from loss import Metrics
 from runtime import checkpoint
 from runtime.board import Board
+from runtime.checkpoint_writer import CheckpointWriter
 from runtime.evaluation_requests import EvaluationRequests
 from runtime.health import Health
 from runtime.locked_pages import lock_pages_for_gpu
@@ -66,8 +67,9 @@ class Trainer:
             config, board, self.report, self.timeline, is_interruptible=not self.batches.is_exact
         )
         self.rates = Rates(board)
+        self.checkpoints = CheckpointWriter(run_dir, self.waits, self.report.say)
         self.skipped_publishes = 0
-        self.noted_step = self.checkpointed_step = -1
+        self.noted_step = -1
         if resume:
             self.load_checkpoint(resume)
 
@@ -207,17 +209,18 @@ class Trainer:
         self.report.say(f"{what} {evaluation}")
 
     def save_checkpoint_if_due(self) -> None:
+        self.checkpoints.collect()
         period = self.config.checkpoint_every
         if period and self.step % period == 0:
             self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
-        """Save all that a resumed run needs. A full disk costs the checkpoint, not the run."""
+        """Copy all that a resumed run needs. It is written while the training goes on."""
+        self.checkpoints.wait()
         self.wait_until_settled()
         tensors = {"learner": self.learner.state_dict()}
         if self.weights.reference_version:
-            reference = self.weights.reference_tensors()
-            tensors["reference"] = {name: tensor.clone() for name, tensor in reference.items()}
+            tensors["reference"] = self.weights.reference_tensors()
         rng = {"rng": torch.get_rng_state().numpy()}
         arrays = {"buffer": self.batches.state_dict(), "torch": rng}
         state = {
@@ -230,12 +233,7 @@ class Trainer:
             "board": self.board.state_dict(),
         }
         with self.timeline.span("checkpoint"):
-            try:
-                checkpoint.save(self.run_dir, self.step, tensors, arrays, state)
-                self.checkpointed_step = self.step
-            except OSError as error:
-                problem = f"no checkpoint was written, the one before stays: {error}"
-                self.report.say(f"step {self.step}: {problem}")
+            self.checkpoints.begin(self.step, tensors, arrays, state)
         self.board.beat("trainer")
 
     def wait_until_settled(self) -> None:
@@ -265,15 +263,17 @@ class Trainer:
         self.skipped_publishes = state["skipped_publishes"]
         rng = checkpoint.load_arrays(directory, "torch")["rng"]
         torch.set_rng_state(torch.from_numpy(rng))
-        self.checkpointed_step = self.step
+        self.checkpoints.written_step = self.step
 
     def finish(self) -> None:
         """Save a checkpoint and the model. At the last step the searchers stop to search."""
         self.board.last_step_done = self.step == self.config.steps
         # Where checkpoints are exact, step 0 needs none: version 0 makes all batches anew.
         is_needed = self.step > 0 or not self.batches.is_exact
-        if self.step != self.checkpointed_step and is_needed:
+        self.checkpoints.wait()
+        if self.step != self.checkpoints.written_step and is_needed:
             self.save_checkpoint()
+            self.checkpoints.wait()
         self.learner.save_model(Path(self.run_dir) / "model")
         self.wait_for_evaluation()
         self.board.stop = True

@@ -1,71 +1,21 @@
 """Checkpoints: all that a run needs to go on, a directory per step in checkpoints/.
 
-Each is written beside its place and renamed into it, and holds the checksum of each of its files:
-what is found under its name is whole, or can be told not to be. Nothing in it can run code when it
-is read.
+Each is written beside its place and renamed into it (runtime/checkpoint_writer.py), and holds the
+checksum of each of its files: what is found under its name is whole, or can be told not to be.
+Nothing in it can run code when it is read.
 """
 
-import errno
 import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 KEPT = 2
-
-
-def save(
-    run_dir: str,
-    step: int,
-    tensors: dict[str, dict[str, Tensor]],
-    arrays: dict[str, dict[str, np.ndarray]],
-    state: dict,
-) -> None:
-    """Write the named tensors, arrays and plain values, and keep the latest KEPT checkpoints.
-
-    Raises OSError, and leaves what was there as it was, when the disk is full.
-    """
-    root = Path(run_dir) / "checkpoints"
-    root.mkdir(exist_ok=True)
-    unfinished, directory = root / "unfinished", root / f"step-{step:08}"
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-    parts = [*tensors.values(), *arrays.values()]
-    check_disk(root, sum(value.nbytes for part in parts for value in part.values()))
-    try:
-        unfinished.mkdir()
-        for name, part in tensors.items():
-            contiguous = {key: value.contiguous() for key, value in part.items()}
-            save_file(contiguous, unfinished / f"{name}.safetensors")
-        for name, part in arrays.items():
-            np.savez(unfinished / f"{name}.npz", **part)
-        (unfinished / "state.json").write_text(json.dumps(state))
-        checksums = {path.name: checksum(path) for path in sorted(unfinished.iterdir())}
-        (unfinished / "checksums.json").write_text(json.dumps(checksums))
-        # There may be one of the same step that was found to be damaged.
-        shutil.rmtree(directory, ignore_errors=True)
-        unfinished.rename(directory)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # its name for a full disk
-            raise OSError(str(error)) from error
-        raise
-    for old in list_checkpoints(run_dir)[:-KEPT]:
-        shutil.rmtree(old)
-
-
-def check_disk(root: Path, needed: int) -> None:
-    """Raise OSError before the disk is full: others write to it too. needed: bytes."""
-    free = shutil.disk_usage(root).free
-    if needed > free:
-        message = (
-            f"a checkpoint needs {needed / 2**20:.0f} MiB, {root} has {free / 2**20:.0f} MiB free"
-        )
-        raise OSError(errno.ENOSPC, message)
 
 
 def newest_whole(run_dir: str) -> tuple[Path | None, list[str]]:

@@ -75,8 +75,9 @@ class Run:
         self.board = Board([place.name for place in places])
         if resume:
             self.board.load_state_dict(checkpoint.load_state(resume)["board"])
-        # A checkpoint holds fp32 weights and two moments; the buffer and the model come with it.
-        self.save_seconds = SAVE_SECONDS + 20 * num_elements(shapes) / SAVE_BYTES_PER_SECOND
+        # A checkpoint holds fp32 weights and two moments, the one before may be under way; the
+        # buffer and the model come with it.
+        self.save_seconds = SAVE_SECONDS + 32 * num_elements(shapes) / SAVE_BYTES_PER_SECOND
         self.supervisor = Supervisor(
             config, places[1:], self.weights, self.board, config.output_dir, "searcher:run"
         )

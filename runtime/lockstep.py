@@ -124,7 +124,7 @@ class LockstepBatches:
 def arrays_of(groups: list[Group]) -> dict[str, np.ndarray]:
     """Plain arrays, fit for np.savez without pickle; for groups that are meant for a batch."""
     return {
-        f"{i}.{column.name}": np.asarray(getattr(group, column.name))
+        f"{i}.{column.name}": np.array(getattr(group, column.name))  # a copy
         for i, group in enumerate(groups)
         for column in dataclasses.fields(Group)
     }

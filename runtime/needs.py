@@ -155,12 +155,13 @@ class Needs:
             yield Need(MEMORY, place.name, "Python and libraries", taken)
         yield Need(MEMORY, "all", "copies of the weights in shared memory", self.shared())
         if not on_gpu:
-            yield Need(MEMORY, "trainer", "a checkpoint while it is written", self.checkpoint())
+            copy = "the copy that checkpoints are written from"
+            yield Need(MEMORY, "trainer", copy, self.checkpoint())
             return
         # At the start each policy is loaded here in fp32, one after the other on a single GPU.
         loading = len(self.places) if len({place.gpu for place in self.places}) > 1 else 1
         most = max(loading * self.size.parameters * torch.float32.itemsize, self.checkpoint())
-        yield Need(MEMORY, "all", "policies while they load, or a checkpoint", most)
+        yield Need(MEMORY, "all", "policies while they load, or a checkpoint's copy", most)
 
     def shared(self) -> int:
         """Bytes of shared memory."""
@@ -168,7 +169,10 @@ class Needs:
         return SharedWeights.required_bytes(shapes, self.dtype, resets)
 
     def checkpoint(self) -> int:
-        """Bytes of a checkpoint without the buffer, which has 12 bytes of a token it holds."""
+        """Bytes of a checkpoint, and of the copy that it is written from.
+
+        The buffer comes on top, which has 12 bytes of a token it holds, twice during a write.
+        """
         resets = self.config.reference_reset_period > 0
         reference = self.size.parameters * torch.float32.itemsize if resets else 0
         return 3 * self.masters + reference

@@ -31,14 +31,18 @@ class Waits:
         self.is_interruptible = is_interruptible
         self.seconds = 0.0
 
-    def until(self, succeeds: Callable[[], bool], what: Callable[[], str]) -> None:
+    def until(
+        self, succeeds: Callable[[], bool], what: Callable[[], str], even_at_end: bool = False
+    ) -> None:
         """Call succeeds() until it does. what: says what is awaited.
 
-        Raises TimeoutError after --searcher_timeout seconds in which no searcher was loading.
+        even_at_end: a shutdown does not end this wait. Raises TimeoutError after
+        --searcher_timeout seconds in which no searcher was loading.
         """
+        is_interruptible = self.is_interruptible and not even_at_end
         start = said = loaded = time.monotonic()
         with self.timeline.span("wait"):
-            while not succeeds() and not (self.is_interruptible and self.board.end):
+            while not succeeds() and not (is_interruptible and self.board.end):
                 now = time.monotonic()
                 self.board.beat("trainer")
                 if now - said > HEALTH_PERIOD:

@@ -524,9 +524,8 @@ def test_a_run_killed_at_twenty_random_moments_goes_on_from_its_last_whole_check
             else ({"step": 0}, {})
         )
         lost.append(reached - saved["step"])
-        assert lost[-1] <= 3 + 1, (
-            "at most the steps since the last checkpoint are lost, and the one that was under way"
-        )
+        # One that is being written may be lost, with the steps until the next, which waits for it.
+        assert lost[-1] <= 2 * 3, "no more is lost than the steps since the checkpoint before"
         unfinished += (run_dir / "checkpoints" / "unfinished").exists()
         metrics = run_dir / "metrics.jsonl"
         inode = metrics.stat().st_ino if newest else 0

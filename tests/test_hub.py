@@ -190,7 +190,7 @@ def fetched_files(directory: str) -> set[str]:
 
 
 def test_a_model_that_another_program_cached_is_taken_if_it_is_whole(hub, monkeypatch, tmp_path):
-    """Other programs leave out README.md, say; the hub's client calls such a snapshot incomplete."""
+    """Other programs leave out README.md, say; the hub's client takes that for incomplete."""
     in_process(hub, monkeypatch, tmp_path)
     cache = {"cache_dir": str(tmp_path / "cache"), "endpoint": hub.address}
     patterns = ["config.json", "model.safetensors", "tokenizer*"]

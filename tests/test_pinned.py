@@ -18,8 +18,8 @@ from config import Config
 from learner import Learner
 from models.engine import Engine
 from models.policy import load_policy, weight_shapes
-from runtime import checkpoint
 from runtime.board import Board
+from runtime.checkpoint_writer import CheckpointWriter
 from runtime.messages import Evaluation, Notice
 from runtime.report import Report
 from searcher import Searcher
@@ -292,14 +292,11 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
     def stepped(result, self, metrics) -> None:
         record(f"record { {name: metrics.get(name) for name in shown} }")
 
-    save = checkpoint.save
-
-    def saved(run_dir, step, tensors, arrays, state) -> None:
+    def saved(result, self, step, tensors, arrays, state) -> None:
         record(
             f"checkpoint at step {step}: evaluation_due {state['evaluation_due']}, "
             f"received {state['received']}, reference {state['reference_version']}"
         )
-        save(run_dir, step, tensors, arrays, state)
 
     watch(monkeypatch, SharedWeights, "publish", published)
     watch(monkeypatch, SharedWeights, "publish_reference", published_reference)
@@ -308,7 +305,7 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
     watch(monkeypatch, Learner, "update", updated)
     watch(monkeypatch, Report, "say", lambda result, self, text: record(f"say {text!r}"))
     watch(monkeypatch, Report, "step", stepped)
-    monkeypatch.setattr(checkpoint, "save", saved)
+    watch(monkeypatch, CheckpointWriter, "begin", saved)
     watch(monkeypatch, Learner, "save_model", lambda *_: record("save the model"))
     found.trainer = Trainer(config, weights, found, board, str(tmp_path))
     found.trainer.train()

@@ -1,0 +1,222 @@
+"""Checkpoints are written beside the training, and what goes wrong costs only one of them."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from test_trainer import make_rows, make_trainer
+
+from runtime import checkpoint, checkpoint_writer
+from runtime.checkpoint_writer import NICENESS, HashedFile, write_arrays, write_file, write_tensors
+from trainer import Trainer
+
+
+class Disk:
+    """The disk under all files of a checkpoint: it stands still until it may go on, or is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.may_go_on, self.is_full = threading.Event(), False
+        self.may_go_on.set()
+        write = HashedFile.write
+
+        def written(file: HashedFile, data) -> int:
+            if not self.may_go_on.wait(5):
+                self.may_go_on.set()  # nobody else will: the trainer waits for this write
+            if self.is_full and file.target.tell() > 1000:  # in the middle of a file
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(file, data)
+
+        monkeypatch.setattr(HashedFile, "write", written)
+
+    def go_on_after(self, seconds: float) -> None:
+        threading.Timer(seconds, self.may_go_on.set).start()
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def trainer(untied_model, tmp_path) -> Trainer:
+    return make_trainer(untied_model, tmp_path)
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_step(
+    trainer, disk, tmp_path
+):
+    rows = make_rows(4, 3)
+    trainer.learner.update(rows)
+    trainer.health.figures["reward"] = 1.0
+    before = {name: tensor.clone() for name, tensor in trainer.learner.state_dict().items()}
+    disk.may_go_on.clear()
+    trainer.save_checkpoint()
+    for _ in range(3):
+        trainer.learner.update(rows)
+        trainer.health.figures["reward"] = 2.0
+        trainer.save_checkpoint_if_due()
+    assert names(tmp_path) == ["unfinished"] and trainer.step == 4
+    disk.may_go_on.set()
+    trainer.checkpoints.wait()
+    assert names(tmp_path) == ["step-00000001"]
+    saved = checkpoint.load_tensors(tmp_path / "checkpoints" / "step-00000001", "learner")
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[name], before[name]) for name in before)
+    now = trainer.learner.state_dict()
+    assert not torch.equal(now["policy.lm_head.weight"], before["policy.lm_head.weight"])
+    state = checkpoint.load_state(tmp_path / "checkpoints" / "step-00000001")
+    assert (state["step"], state["fresh"]["reward"]) == (1, 1.0)
+
+
+def test_a_checkpoint_that_comes_during_a_write_waits_for_it_and_takes_its_memory(
+    trainer, disk, tmp_path
+):
+    rows = make_rows(4, 3)
+    for step in (1, 2):
+        trainer.learner.update(rows)
+        disk.may_go_on.clear()
+        disk.go_on_after(0.3)
+        trainer.save_checkpoint()
+        if step == 1:
+            first = {key: copy.data_ptr() for key, copy in trainer.checkpoints.copies.items()}
+    trainer.checkpoints.wait()
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert checkpoint.newest_whole(str(tmp_path))[1] == []
+    policies = [
+        checkpoint.load_tensors(directory, "learner")["policy.lm_head.weight"]
+        for directory in checkpoint.list_checkpoints(str(tmp_path))
+    ]
+    assert not torch.equal(*policies)
+    second = {key: copy.data_ptr() for key, copy in trainer.checkpoints.copies.items()}
+    assert second == first
+
+
+@pytest.mark.parametrize("is_shutdown", [False, True])
+def test_the_final_checkpoint_is_written_before_the_model_is_saved(
+    is_shutdown, trainer, disk, tmp_path, monkeypatch
+):
+    trainer.learner.update(make_rows(4, 3))
+    trainer.save_checkpoint()
+    trainer.learner.update(make_rows(4, 3))
+    disk.may_go_on.clear()
+    disk.go_on_after(0.3)
+    trainer.board.end = is_shutdown  # which ends other waits
+    at_save = []
+    monkeypatch.setattr(trainer.learner, "save_model", lambda _: at_save.extend(names(tmp_path)))
+    trainer.finish()
+    assert at_save == ["step-00000001", "step-00000002"]
+
+
+def test_a_full_disk_costs_one_checkpoint_and_leaves_those_before(
+    trainer, disk, tmp_path, monkeypatch
+):
+    said, rows = [], make_rows(4, 3)
+    monkeypatch.setattr(trainer.checkpoints, "say", said.append)
+    for _ in range(4):
+        trainer.learner.update(rows)
+        disk.is_full = trainer.step == 3
+        trainer.save_checkpoint()
+        trainer.checkpoints.wait()
+        if trainer.step == 3:
+            assert names(tmp_path) == ["step-00000001", "step-00000002"]
+            assert trainer.checkpoints.written_step == 2, "the end of a run tries again"
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+    assert said == [
+        "step 3: no checkpoint was written, the one before stays: "
+        "[Errno 28] No space left on device"
+    ]
+
+
+def test_an_error_of_the_writer_that_no_disk_explains_ends_the_run(trainer, monkeypatch):
+    def fail(*_) -> None:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(checkpoint_writer, "write_checkpoint", fail)
+    trainer.save_checkpoint()
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        trainer.checkpoints.wait()
+
+
+def test_files_are_on_the_disk_before_the_rename_and_the_new_name_before_the_old_ones_go(
+    trainer, tmp_path, monkeypatch
+):
+    synced, fsync, rename, remove = [], os.fsync, Path.rename, checkpoint_writer.shutil.rmtree
+
+    def name_of(number: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{number}")).name
+
+    monkeypatch.setattr(os, "fsync", lambda number: (synced.append(name_of(number)), fsync(number)))
+    monkeypatch.setattr(
+        Path, "rename", lambda path, to: (synced.append(f"rename to {to.name}"), rename(path, to))
+    )
+
+    def removed(path: Path, **keywords) -> None:
+        if path.exists():
+            synced.append(f"remove {path.name}")
+        remove(path, **keywords)
+
+    monkeypatch.setattr(checkpoint_writer.shutil, "rmtree", removed)
+    for step in (1, 2, 3):
+        trainer.learner.step = step
+        synced.clear()
+        trainer.save_checkpoint()
+        trainer.checkpoints.wait()
+    assert synced == [
+        "learner.safetensors",
+        "buffer.npz",
+        "torch.npz",
+        "state.json",
+        "checksums.json",
+        "unfinished",
+        "rename to step-00000003",
+        "checkpoints",
+        "remove step-00000001",
+    ]
+
+
+def test_tensors_are_as_the_safetensors_library_reads_them_and_begin_at_multiples_of_their_size(
+    tmp_path,
+):
+    path = tmp_path / "some.safetensors"
+    tensors = {
+        "odd ⟨1⟩": torch.randn(3, 5).bfloat16(),
+        "count": torch.tensor(7),
+        "turned": torch.randn(4, 3).t(),
+        "none": torch.empty(0, 2),
+        "one": torch.tensor(0.5),
+        "large": torch.randn(checkpoint_writer.CHUNK // 4 + 3),  # more than a chunk
+        "half": torch.randn(3).half(),
+    }
+    sha256 = write_file(path, lambda file: write_tensors(tensors, file))
+    assert sha256 == checkpoint.checksum(path)
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
+        assert loaded[name].data_ptr() % tensor.itemsize == 0
+    with safe_open(path, "pt") as file:
+        assert file.get_slice("turned").get_shape() == [3, 4]
+
+
+def test_arrays_have_the_checksum_of_their_file_and_numpy_reads_them(tmp_path):
+    path = tmp_path / "some.npz"
+    arrays = {"all_tokens": np.arange(3_000_000), "rng": np.array("{}"), "none": np.empty(0)}
+    assert write_file(path, lambda file: write_arrays(arrays, file)) == checkpoint.checksum(path)
+    loaded = checkpoint.load_arrays(tmp_path, "some")
+    assert loaded.keys() == arrays.keys()
+    assert all((loaded[name] == arrays[name]).all() for name in arrays)
+
+
+def test_the_writer_gives_way_to_the_trainer(trainer):
+    of_writer = trainer.checkpoints.thread.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
+    assert of_writer - os.getpriority(os.PRIO_PROCESS, 0) == NICENESS
