@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 
 from config import UserError
 
-ANSWER_SECONDS = 6.0  # that the hub has for its first answer
+ANSWER_SECONDS = 5.0  # that the hub has for its first answer
 NAME = re.compile(r"[^/@]+/[^/@]+(@[^@]+)?")
 # Other programs' formats, and what training left beside a model.
 NOT_NEEDED = ("*.pth", "*.pt", "*.ot", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.tflite", "*.md")
@@ -193,7 +193,7 @@ def explain(error: Exception, name: str) -> str:
         if isinstance(each, RepositoryNotFoundError):
             return "there is no such repository, or it is private: log in (hf auth login)"
         if isinstance(each, OSError) and each.errno == errno.ENOSPC:
-            return "the disk is full: make room, or set HF_HOME to another one"
+            return "the disk is full: make room, or set HF_HOME to a directory elsewhere"
         if isinstance(each, HfHubHTTPError) and each.response is not None:
             status = each.response.status_code
             advice = "log in (hf auth login)" if status in (401, 403) else "try again later"
@@ -206,15 +206,20 @@ def explain(error: Exception, name: str) -> str:
 def ended_by_signal() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end this process at once, in mid-download too.
 
-    The hub's client would wait for the files that its threads are at. What came stays in the cache.
+    The hub's client would wait for the files that its threads are at. Files that came whole stay in
+    its cache; it never goes on with a part of one, so parts are removed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, frame) -> None:
-        print("interrupted before the run began: what was fetched is kept", file=sys.stderr)
-        sys.stderr.flush()
+        for opened in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                if (part := opened.readlink()).suffix == ".incomplete":
+                    part.unlink()
+        message = "interrupted before the run began: files that were fetched whole are kept"
+        print(message, file=sys.stderr, flush=True)
         os._exit(128 + number)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}

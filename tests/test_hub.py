@@ -7,22 +7,21 @@ import errno
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pandas
 import pytest
-from conftest import read, start_tba, steps_of, tba
+from conftest import ROOT, read, start_tba, steps_of, tba
 from hub import Hub
-from huggingface_hub import HfApi, constants, snapshot_download
 from test_preset_starts import CUT, make
 from transformers import AutoTokenizer
 
 from config import UserError
-from models import hub as models_hub
 from models.classifier import Classifier, prepare_classifier
-from models.hub import explain, fetch_model, needed_files
-from tasks.support.data import read_rows
+from models.hub import explain, needed_files
 
 RHO = "realtreetune/rho-1b-sft-GSM8K"
 SHORT = [*CUT, "--max_response_tokens", 8, "--max_prompt_tokens", 300]
@@ -146,6 +145,7 @@ def test_what_cannot_be_fetched_is_one_line_with_its_cause_within_15_seconds(
     assert seconds < 15
 
 
+@pytest.mark.runs
 def test_redteam_starts_with_its_published_models_and_fetches_only_what_it_reads(hub, tmp_path):
     """The classifier is published with label2id: null, gpt2 in seven formats."""
     result = tba("redteam", *SHORT, "--victim_tokens", 4, "--output_dir", tmp_path / "run")
@@ -177,66 +177,74 @@ def test_of_a_repositorys_files_those_are_needed_that_transformers_reads():
     assert needed_files(tokenizer + safe + left, weights=True) == tokenizer + safe
 
 
-def in_process(hub, monkeypatch, tmp_path) -> None:
-    """Have this process ask the hub of the tests, with an empty cache."""
-    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models_hub, "HfApi", lambda: HfApi(endpoint=hub.address))
-    models_hub.ask_hub.cache_clear()
-
-
-def fetched_files(directory: str) -> set[str]:
-    return {path.name for path in Path(directory).iterdir()}
+def fetch(model: str, weights: bool = True) -> tuple[set[str], str]:
+    """Fetch a model in a process of its own. Returns the names of its files, or what is wrong."""
+    code = (
+        "import sys; from config import UserError; from models.hub import fetch_model\n"
+        f"try: print(fetch_model('--model', {model!r}, {weights}))\n"
+        "except UserError as error: sys.exit(str(error))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if result.returncode:
+        return set(), result.stderr.splitlines()[-1]
+    return {path.name for path in Path(result.stdout.strip()).iterdir()}, ""
 
 
 def test_a_model_that_another_program_cached_is_taken_if_it_is_whole(hub, monkeypatch, tmp_path):
     """Other programs leave out README.md, say; the hub's client takes that for incomplete."""
-    in_process(hub, monkeypatch, tmp_path)
-    cache = {"cache_dir": str(tmp_path / "cache"), "endpoint": hub.address}
-    patterns = ["config.json", "model.safetensors", "tokenizer*"]
-    snapshot = snapshot_download(RHO, allow_patterns=patterns, **cache)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetch_model("--model", RHO) == snapshot
-    (Path(snapshot) / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="not whole in the hub's cache .*HF_HUB_OFFLINE is set"):
-        fetch_model("--model", RHO)
-    assert fetch_model("--model", RHO, weights=False) == snapshot
+    fetch(RHO)
+    snapshots = (tmp_path / "cache" / "hub").glob("models--*/snapshots/*")
+    [snapshot] = snapshots
+    (snapshot / "generation_config.json").unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    files, problem = fetch(RHO)
+    assert not problem and {"config.json", "model.safetensors", "tokenizer.json"} <= files
+    (snapshot / "model.safetensors").unlink()
+    assert "is not whole in the hub's cache" in fetch(RHO)[1]
+    assert fetch(RHO)[1].endswith("and cannot be fetched: HF_HUB_OFFLINE is set")
+    assert not fetch(RHO, weights=False)[1]
 
 
-def test_a_branch_is_named_after_an_at_sign(hub, monkeypatch, tmp_path, repositories):
-    in_process(hub, monkeypatch, tmp_path)
+def test_a_branch_is_named_after_an_at_sign(hub, repositories):
     branch = repositories / "models" / f"{RHO}@seed-2"
     if not branch.exists():
         shutil.copytree(repositories / "models" / RHO, branch)
         (branch / "only_here.json").write_text("{}")
-    assert "only_here.json" in fetched_files(fetch_model("--model", f"{RHO}@seed-2"))
-    assert "only_here.json" not in fetched_files(fetch_model("--model", RHO))
-    with pytest.raises(UserError, match="it has no such branch"):
-        fetch_model("--model", f"{RHO}@seed-3")
-    with pytest.raises(UserError, match="there is no such repository, or it is private"):
-        fetch_model("--model", "nobody/nothing")
+    assert "only_here.json" in fetch(f"{RHO}@seed-2")[0]
+    assert "only_here.json" not in fetch(RHO)[0]
+    assert fetch(f"{RHO}@seed-3")[1].endswith("it has no such branch")
+    assert "there is no such repository, or it is private" in fetch("nobody/nothing")[1]
 
 
-def test_ctrl_c_ends_a_download_at_once_and_the_next_start_goes_on_from_there(
-    hub, gsm8k_data, tmp_path
+def test_ctrl_c_ends_a_download_at_once_and_keeps_the_files_that_are_whole(
+    hub, repositories, gsm8k_data, tmp_path
 ):
-    hub.faults[RHO] = 20e3  # bytes a second: the weights would take 20 s
-    process = start_tba("gsm8k", "--data_dir", gsm8k_data, "--output_dir", tmp_path / "run")
-    weights = wait_for(lambda: [r for r in hub.requests if r[1].endswith("model.safetensors")])
-    assert weights, "the download has begun"
-    time.sleep(3.0)
+    slow = repositories / "models" / "some" / "slow"
+    shutil.copytree(repositories / "models" / RHO, slow)
+    (slow / "large.json").write_bytes(bytes(30_000_000))
+    hub.faults["some/slow"] = 4e6  # bytes a second
+    flags = ["--data_dir", gsm8k_data, "--model", "some/slow", "--output_dir", tmp_path / "run"]
+
+    def gets() -> list[str]:
+        paths = [path for method, path, _ in hub.requests if method == "GET"]
+        return [path.split("/")[-1] for path in paths if "some/slow/resolve" in path]
+
+    process = start_tba("gsm8k", *flags)
+    assert wait_for(lambda: "large.json" in gets()), "the download has begun"
+    time.sleep(4.0)
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert time.monotonic() - start < 2 and process.returncode == 130
-    assert error.endswith("interrupted before the run began: what was fetched is kept\n")
-    hub.faults.clear()
+    assert error.endswith("files that were fetched whole are kept\n")
+    assert "config.json" in gets() and not list(tmp_path.rglob("*.incomplete"))
     hub.requests.clear()
-    again = start_tba("gsm8k", "--data_dir", gsm8k_data, "--output_dir", tmp_path / "run")
-    ranges = wait_for(lambda: [r[2] for r in hub.requests if r[0] == "GET" and r[2]])
+    again = start_tba("gsm8k", *flags)
+    assert wait_for(lambda: "large.json" in gets()) and "config.json" not in gets()
     again.send_signal(signal.SIGINT)
     again.communicate(timeout=60)
-    assert int(ranges[0].removeprefix("bytes=").rstrip("-")) > 20e3, "what came was kept"
 
 
 def wait_for(condition, seconds: float = 60.0):
@@ -294,6 +302,19 @@ def test_a_reward_model_without_a_tokenizer_is_refused_and_may_have_anothers(tmp
     assert scores[0] != scores[1]
 
 
+def test_a_classifier_that_is_published_without_label2id_is_read_by_its_id2label(tmp_path):
+    labels = {"id2label": {0: "nothate", 1: "hate"}}
+    model = Path(make(tmp_path, "RobertaForSequenceClassification", **labels))
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"label2id": None}))
+    prepare_classifier("--classifier", str(model), label="hate")
+    with pytest.raises(UserError, match="has no label 'toxic': it has nothate, hate"):
+        prepare_classifier("--classifier", str(model), label="toxic")
+    classifier = Classifier(str(model))
+    both = [classifier.probabilities(["some text"], label)[0] for label in ("nothate", "hate")]
+    assert sum(both) == pytest.approx(1.0)
+
+
 def test_a_damaged_data_file_is_one_line(hub, repositories, tmp_path):
     damaged = repositories / "datasets" / "openai" / "gsm8k" / "main"
     whole = (damaged / "test-00000-of-00001.parquet").read_bytes()
@@ -306,14 +327,17 @@ def test_a_damaged_data_file_is_one_line(hub, repositories, tmp_path):
     assert "error: openai/gsm8k train could not be loaded from the hub" in result.stderr
 
 
-def test_only_the_columns_that_are_asked_for_are_kept(tmp_path, hub, monkeypatch, repositories):
+def test_only_the_columns_that_are_asked_for_are_kept(tmp_path, hub, repositories):
     rows = tmp_path / "train.jsonl"
     rows.write_text(json.dumps({"query": "q", "reference_response": "r", "tokens": [1] * 999}))
     put_dataset(repositories, "some/wide", "default", [rows])
-    in_process(hub, monkeypatch, tmp_path)
-    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.address)
-    found = read_rows("", "train", ("query", "reference_response"), ("some/wide", None, "train"))
-    assert [row for _, row in found] == [{"query": "q", "reference_response": "r"}]
+    code = (
+        "from tasks.support.data import read_rows\n"
+        "columns, hub = ('query', 'reference_response'), ('some/wide', None, 'train')\n"
+        "print([row for _, row in read_rows('', 'train', columns, hub)])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == "[{'query': 'q', 'reference_response': 'r'}]\n", result.stderr
 
 
 def test_a_full_disk_is_said_to_be_full():
