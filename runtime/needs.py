@@ -141,7 +141,10 @@ class Needs:
         reference = self.size.parameters * torch.float32.itemsize if resets else 0
         size = 3 * self.masters + reference
         kept = KEPT + 1 if config.checkpoint_every else 1
-        yield Need(MEMORY, "trainer", "a checkpoint while it is written", size)
+        # What is in host memory is written from where it is; only a reset reference is copied.
+        copied = reference if self.device.type == "cpu" else size
+        if copied:
+            yield Need(MEMORY, "trainer", "a checkpoint while it is written", copied)
         yield Need(DISK, "trainer", f"checkpoints, at most {kept} at once", kept * size)
         yield Need(DISK, "trainer", "model/", self.masters)
 
