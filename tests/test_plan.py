@@ -13,7 +13,7 @@ from config import Config, UserError
 from models import logprobs, sizes
 from models.logprobs import response_logprobs, split_rows
 from models.sizes import Pass
-from runtime import checkpoint, plan
+from runtime import plan
 from runtime.memory_trial import largest_micro_batch
 from runtime.needs import DISK, GIB, MEMORY, SHARED
 from runtime.places import find_places, resolve
@@ -159,25 +159,6 @@ def test_the_plan_of_gsm8k_on_four_cards_has_every_part_in_its_place(shapes):
     assert made.total(DISK) == (3 * 12 + 4) * parameters
     assert bytes_of(made, "all", "policies while they load") == 4 * 4 * parameters
     assert bytes_of(made, "all", "copies of the weights in shared") == 6 * parameters
-
-
-def test_without_a_gpu_a_checkpoint_is_written_without_a_copy(shapes, tmp_path):
-    def resident(field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-    def planned(**settings) -> float:
-        config = Config(**GSM8K | settings, model=shapes["qwen"])
-        made = make_plan(config, load_task(config.task), find_places(config, []), {})
-        return sum(need.bytes for need in made.needs if need.purpose.startswith("a checkpoint"))
-
-    tensors = {f"layer {i}": torch.ones(2**24) for i in range(4)}  # 64 MiB each
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    before = resident("VmRSS")
-    checkpoint.save(str(tmp_path), 1, {"learner": tensors}, {}, {})
-    assert resident("VmHWM") - before < 2**25
-    assert planned() == 0
-    assert planned(reference_reset_period=50) == 4 * 494_032_768, "the reference is copied"
 
 
 def test_a_tasks_own_models_are_planned_for_beside_the_reference_policy(shapes, tmp_path):
