@@ -41,6 +41,13 @@ def list_checkpoints(run_dir: str) -> list[Path]:
     return sorted((Path(run_dir) / "checkpoints").glob("step-*"))
 
 
+def has_begun(run_dir: str) -> bool:
+    """Whether the run's newest checkpoint has anything to go on from: a step, or a response."""
+    checkpoints = list_checkpoints(run_dir)
+    state = load_state(checkpoints[-1]) if checkpoints else {"step": 0, "received": 0}
+    return state["step"] > 0 or state["received"] > 0
+
+
 def find_corruption(directory: Path) -> str | None:
     """Compare each file with its checksum; None if all is whole."""
     try:

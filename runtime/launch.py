@@ -238,8 +238,8 @@ def supervise(run: Run, metric: str) -> int:
 
     pictures.draw(run_dir, metric)
     if has_failed or interrupt.signal:
-        has_checkpoint = checkpoint.list_checkpoints(run_dir)
-        advice = f"; to go on: python tba.py --resume {run_dir}" if has_checkpoint else ""
+        has_begun = checkpoint.has_begun(run_dir)
+        advice = f"; to go on: python tba.py --resume {run_dir}" if has_begun else ""
         cause = ""
         if interrupt.signal:
             cause = f"stopped by {signal.Signals(interrupt.signal).name}: "

@@ -1,6 +1,7 @@
 """Checkpoints are written beside the training, and what goes wrong costs only one of them."""
 
 import errno
+import json
 import os
 import threading
 from pathlib import Path
@@ -220,3 +221,15 @@ def test_arrays_have_the_checksum_of_their_file_and_numpy_reads_them(tmp_path):
 def test_the_writer_gives_way_to_the_trainer(trainer):
     of_writer = trainer.checkpoints.thread.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
     assert of_writer - os.getpriority(os.PRIO_PROCESS, 0) == NICENESS
+
+
+@pytest.mark.parametrize(
+    "state, has_begun", [((0, 0), False), ((0, 12), True), ((3, 40), True), (None, False)]
+)
+def test_a_run_that_never_began_is_not_said_to_be_able_to_go_on(state, has_begun, tmp_path):
+    if state is not None:
+        directory = tmp_path / "checkpoints" / f"step-{state[0]:08}"
+        directory.mkdir(parents=True)
+        content = {"step": state[0], "received": state[1]}
+        (directory / "state.json").write_text(json.dumps(content))
+    assert checkpoint.has_begun(str(tmp_path)) == has_begun
