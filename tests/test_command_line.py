@@ -185,7 +185,10 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
         ("--plan --plan_gpus 0x80", "--plan_gpus is '0x80'"),
         ("--plan --plan_gpus 4x80GB", "--plan_gpus is '4x80GB'"),
         ("--plan_gpus 4x80", "--plan_gpus 4x80 is for --plan"),
-        ("--plan --plan_gpus 4x80 --searchers 4", "--searchers is 4, but 4 GPUs hold one trainer"),
+        (
+            "--plan --plan_gpus 4x80 --searchers 4 --model {model}",
+            "--searchers is 4, but 4 GPUs hold one trainer",
+        ),
         ("--plan --model {tmp}/absent", "absent' does not exist"),
         ("tldr --preset 1b --tiny", "--preset is '1b', but --tiny is a preset of its own"),
         ("--json", "--json is for --eval_only"),

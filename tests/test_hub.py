@@ -116,7 +116,7 @@ ERRORS = {
 }
 
 
-QUICK = {("gated", True), ("silent", True), (503, False), ("refused", False)}
+QUICK = {("gated", True), (503, False), ("refused", False)}
 CASES = [
     pytest.param(fault, is_there, marks=[] if (fault, is_there) in QUICK else [pytest.mark.runs])
     for fault in ERRORS

@@ -100,8 +100,8 @@ def peak_bytes(model: torch.nn.Module, *arguments) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("vocabulary", [1000, 20_000])
-@pytest.mark.parametrize("hidden, layers", [(64, 2), (256, 6)])
-@pytest.mark.parametrize("kind", [LlamaConfig, GPTNeoXConfig])
+@pytest.mark.parametrize("hidden, layers", [pytest.param(64, 2, marks=pytest.mark.runs), (256, 6)])
+@pytest.mark.parametrize("kind", [LlamaConfig, pytest.param(GPTNeoXConfig, marks=pytest.mark.runs)])
 def test_counted_activations_are_within_15_percent_of_what_a_step_keeps_and_its_peak_is_near(
     kind, hidden, layers, vocabulary, dtype, tmp_path, monkeypatch, record_property
 ):
