@@ -84,9 +84,12 @@ def fetch_model(flag: str, model: str, weights: bool = True) -> str:
             what = f"{len(missing)} files, {megabytes:,.1f} MB"
             print(f"fetching {model} from the hub: {what}", file=sys.stderr, flush=True)
         with ended_by_signal():
-            return snapshot_download(name, revision=branch or None, allow_patterns=needed)
+            directory = snapshot_download(name, revision=branch or None, allow_patterns=needed)
     except Exception as error:  # the many ways of having no network
         return cached_model(flag, model, weights, explain(error, name), error)
+    if weights and not has_weights(Path(directory)):
+        raise UserError(f"{flag} {model!r} has no weights that transformers reads: it has {needed}")
+    return directory
 
 
 def cached_model(

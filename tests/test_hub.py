@@ -218,6 +218,15 @@ def test_a_branch_is_named_after_an_at_sign(hub, repositories):
     assert "there is no such repository, or it is private" in fetch("nobody/nothing")[1]
 
 
+def test_a_repository_without_weights_is_named_with_what_it_has(hub, repositories):
+    bare = repositories / "models" / "some" / "bare"
+    bare.mkdir(parents=True)
+    (bare / "config.json").write_text("{}")
+    (bare / "model.onnx").write_text("")
+    problem = fetch("some/bare")[1]
+    assert problem.endswith("has no weights that transformers reads: it has ['config.json']")
+
+
 def test_ctrl_c_ends_a_download_at_once_and_keeps_the_files_that_are_whole(
     hub, repositories, gsm8k_data, tmp_path
 ):
