@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from config import UserError
 from models.classifier import Classifier, prepare_classifier
 from models.hub import explain, needed_files
+from runtime import processes
 
 RHO = "realtreetune/rho-1b-sft-GSM8K"
 SHORT = [*CUT, "--max_response_tokens", 8, "--max_prompt_tokens", 300]
@@ -98,6 +99,9 @@ def test_gsm8k_is_fetched_trained_evaluated_by_id_and_started_again_offline(
     assert "fetching realtreetune/rho-1b-sft-GSM8K from the hub: 1 files, 0." in result.stderr
     settings = json.loads((tmp_path / "run" / "config.json").read_text())
     assert settings["model"] == RHO
+    assert hub.requests[-1][1].endswith("model.safetensors"), (
+        "the processes of the run asked nothing"
+    )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.requests.clear()
     again = tba("gsm8k", "--eval_only", "--json", *SHORT, "--model", RHO)
@@ -309,6 +313,30 @@ def test_a_reward_model_without_a_tokenizer_is_refused_and_may_have_anothers(tmp
     prepare_classifier("--reward_model", str(reward), labels=1, tokenizer=str(other))
     scores = Classifier(str(reward), str(other)).rewards(["one text", "quite another one"])
     assert scores[0] != scores[1]
+
+
+def test_a_reward_model_with_code_of_its_own_is_refused_and_nobody_is_asked(tmp_path, capsys):
+    model = Path(make(tmp_path, "GPTNeoXForSequenceClassification", num_labels=1))
+    settings = json.loads((model / "config.json").read_text())
+    settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (model / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="--reward_model .* brings code of its own"):
+        prepare_classifier("--reward_model", str(model), labels=1)
+    assert "[y/N]" not in capsys.readouterr().out
+
+
+def test_the_end_of_a_log_is_shown_without_what_says_nothing(tmp_path):
+    path = processes.log_path(str(tmp_path), "searcher 0")
+    path.parent.mkdir()
+    noise = [
+        "nanobind: leaked 2 functions!",
+        ' - leaked function "add"',
+        " - ... skipped remainder",
+    ]
+    path.write_text("\n".join(["ValueError: what went wrong", *noise * 20]))
+    assert processes.log_tail(str(tmp_path), "searcher 0").splitlines()[1:] == [
+        "ValueError: what went wrong"
+    ]
 
 
 def test_a_classifier_that_is_published_without_label2id_is_read_by_its_id2label(tmp_path):
