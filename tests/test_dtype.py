@@ -17,6 +17,7 @@ from learner import Learner
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy, weight_shapes
+from runtime.reference import hold_as_multiplied
 from weights import SharedWeights
 
 BF16 = dict(dtype="bfloat16")
@@ -68,6 +69,21 @@ def test_the_gradient_in_bf16_points_where_that_in_fp32_does(
     cosine = torch.cosine_similarity(gradient(learner, rows).float(), expected, dim=0).item()
     record_property("cosine of the gradients in bf16 and fp32", round(cosine, 5))
     assert 0.99 < cosine < 1 - 1e-7, "bf16 it was"
+
+
+@pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
+def test_the_reference_policy_of_half_the_size_gives_the_same_numbers(kind, request):
+    """Its linear layers are held in bf16, where the trainer's policy is cast to it each time."""
+    model = load_policy(Config(model=str(request.getfixturevalue(kind))), torch.device("cpu"))
+    rows = make_rows(queries=7, per_query=3)
+    prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
+    with torch.no_grad():
+        cast = response_logprobs(model, prompts, tokens, 0.7, torch.bfloat16)
+        before = sum(p.nbytes for p in model.parameters())
+        hold_as_multiplied(model, torch.bfloat16)
+        held = response_logprobs(model, prompts, tokens, 0.7, torch.bfloat16)
+    assert torch.equal(held, cast)
+    assert sum(p.nbytes for p in model.parameters()) < 0.8 * before
 
 
 def test_logits_are_fp32_also_where_weights_and_states_are_bf16(tied_model):
