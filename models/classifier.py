@@ -27,7 +27,7 @@ def prepare_classifier(
     tokenizer: the model that has its tokenizer, "" for itself. Raises UserError if it cannot be had
     or is not as it must be.
     """
-    found = fetch_model(flag, find_model(flag, model), weights=False)
+    found = prepare_model(flag, model, weights=False)
     try:
         config = AutoConfig.from_pretrained(found, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -53,9 +53,12 @@ def prepare_classifier(
     prepare_model(flag, model)
 
 
-def prepare_model(flag: str, model: str, weights: bool = True) -> None:
-    """Find a model of a task and fetch it, before anything starts. Raises UserError."""
-    fetch_model(flag, find_model(flag, model), weights)
+def prepare_model(flag: str, model: str, weights: bool = True) -> str:
+    """Find a task's model and fetch it, before anything starts. Returns its directory.
+
+    Raises UserError.
+    """
+    return fetch_model(flag, find_model(flag, model), weights)
 
 
 def embeddings(model: str, texts: list[str]) -> np.ndarray:

@@ -96,6 +96,13 @@ def first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
+def linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
+    """List the linear layers of a model, an output embedding that is the input's aside."""
+    embedding = model.get_input_embeddings().weight
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    return [layer for layer in layers if layer.weight is not embedding]
+
+
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, a tied one once, with nothing loaded.
 

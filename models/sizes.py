@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from config import Config, UserError
 from models.hub import fetch_model
 from models.logprobs import POSITIONS_PER_LOGITS, response_states
-from models.policy import first_line, policy_without_weights
+from models.policy import first_line, linear_layers, policy_without_weights
 
 ENGINE_ROWS = 256  # responses that vLLM generates at a time
 
@@ -63,12 +63,7 @@ def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return PolicySize(
         parameters=sum(parameter.numel() for parameter in policy.parameters()),
-        linear=sum(
-            module.weight.numel()
-            for module in policy.modules()
-            if isinstance(module, torch.nn.Linear)
-            and module.weight is not policy.get_input_embeddings().weight
-        ),
+        linear=sum(layer.weight.numel() for layer in linear_layers(policy)),
         output_embedding=head.weight.numel(),
         vocabulary=policy.get_input_embeddings().num_embeddings,
         layers=text.num_hidden_layers,

@@ -9,8 +9,7 @@ import torch
 
 from config import Config, UserError
 
-# Of a GPU's memory, for vLLM. Alone it has the reference policy beside it, and a task's models;
-# a trainer of GSM8K's size needs 52 GiB of 80.
+# Of a GPU's memory, for vLLM. Alone it has the reference policy beside it, and a task's models.
 MEMORY_ALONE, MEMORY_BESIDE_TRAINER = 0.55, 0.15
 SHARED_AHEAD = 2  # syncs that a searcher may be ahead of the trainer whose GPU it shares
 

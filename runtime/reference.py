@@ -11,7 +11,7 @@ from buffer import Row
 from config import Config
 from models.device import compute_dtype, device
 from models.logprobs import response_logprobs, response_logprobs_under
-from models.policy import load_policy
+from models.policy import linear_layers, load_policy
 from weights import WRITING, SharedWeights
 
 
@@ -50,12 +50,11 @@ class Reference:
 def hold_as_multiplied(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Hold the matrices of linear layers in the dtype in which autocast multiplies by them.
 
-    They take half of the memory in bf16, and no casts. The products are the same.
+    They take half of the memory in bf16, and no casts. The products are the same. The input
+    embedding stays as it is: it is read in fp32.
     """
-    embedding = model.get_input_embeddings().weight  # it is read in fp32
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module.weight is not embedding:
-            module.to(dtype)
+    for layer in linear_layers(model):
+        layer.to(dtype)
 
 
 class ReferenceResets:
