@@ -214,8 +214,8 @@ class Trainer:
         if period and self.step % period == 0:
             self.save_checkpoint()
 
-    def save_checkpoint(self) -> None:
-        """Copy all that a resumed run needs. It is written while the training goes on."""
+    def save_checkpoint(self, is_last: bool = False) -> None:
+        """Save all that a resumed run needs. Of a copy, while the training goes on, if it does."""
         self.checkpoints.wait()
         self.wait_until_settled()
         tensors = {"learner": self.learner.state_dict()}
@@ -233,7 +233,7 @@ class Trainer:
             "board": self.board.state_dict(),
         }
         with self.timeline.span("checkpoint"):
-            self.checkpoints.begin(self.step, tensors, arrays, state)
+            self.checkpoints.begin(self.step, tensors, arrays, state, is_last)
         self.board.beat("trainer")
 
     def wait_until_settled(self) -> None:
@@ -272,7 +272,7 @@ class Trainer:
         is_needed = self.step > 0 or not self.batches.is_exact
         self.checkpoints.wait()
         if self.step != self.checkpoints.written_step and is_needed:
-            self.save_checkpoint()
+            self.save_checkpoint(is_last=True)
             self.checkpoints.wait()
         self.learner.save_model(Path(self.run_dir) / "model")
         self.wait_for_evaluation()

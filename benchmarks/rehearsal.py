@@ -1,16 +1,16 @@
 """Rehearse a whole GSM8K run at the size of Qwen2.5-0.5B, without a GPU.
 
-    python benchmarks/rehearsal.py --data_dir DIR         # bf16, then fp32; 10 minutes, 23 GiB
-    python benchmarks/rehearsal.py --dtype float32        # only that one
-    python benchmarks/rehearsal.py --quick                # a tiny model, in two minutes
+    python benchmarks/rehearsal.py --data_dir DIR         # 12 minutes, 23 GiB
+    python benchmarks/rehearsal.py --quick                # tiny models, in three minutes
 
 GSM8K comes from the hub without --data_dir.
 
-The model is random; half of its layers are stored in fp32, the rest in bf16. The run is one of the
-command line. It is interrupted (SIGINT) behind a checkpoint in mid-run and resumed with more steps;
-then the saved model is evaluated. So it shows whether each part works at such a size, what each
-takes, and whether the plan of memory (--plan) is right. It shows nothing of learning: the model
-never answers right.
+The model is random; half of its layers are stored in fp32, the rest in bf16. It runs in bf16 and in
+fp32, and a third time with half its layers, for checkpoints in mid-run: they come every other step
+where the plan has room for their copy. The run is one of the command line. It is interrupted
+(SIGINT) in mid-run and resumed with more steps; then the saved model is evaluated. So it shows
+whether each part works at such a size, what each takes, and whether the plan of memory (--plan) is
+right. It shows nothing of learning: the model never answers right.
 
 Seconds come from the run's own spans, or from when its processes begin and end. Memory is what
 /proc/PID/status says, read every 0.1 s.
@@ -19,7 +19,6 @@ Writes benchmarks/results/rehearsal.md; with --quick benchmarks/results/quick/.
 
 import json
 import multiprocessing
-import shutil
 import signal
 import subprocess
 import sys
@@ -46,7 +45,8 @@ from tasks import load_task
 from tasks.support.data import read_rows
 from weights import num_elements
 
-DTYPES = ("bfloat16", "float32")  # the one that needs less memory first
+# Computed in, and with what share of the layers.
+RUNS = (("bfloat16", 1.0), ("float32", 1.0), ("bfloat16", 0.5))
 SHAPE = dict(
     vocab_size=151_936,
     hidden_size=896,
@@ -71,10 +71,9 @@ SETTINGS = dict(
     search_ahead=2,
     max_prompt_tokens=96,
     max_response_tokens=48,
-    checkpoint_every=2,
     low_memory="off",
 )
-STEPS, RESUMED_STEPS = 4, 6
+STEPS, RESUMED_STEPS, CHECKPOINT_EVERY = 4, 6, 2
 INTERRUPTED = 3  # the step behind which the run is interrupted
 TOKENIZER_VOCABULARY = 8192
 ROWS = {"train": 64, "test": 4}
@@ -173,10 +172,10 @@ def processes_of(pid: int) -> dict[int, str]:
     return {pid: COMMAND_LINE} | own
 
 
-def make_files(directory: Path, data_dir: str) -> None:
-    """Write a tokenizer into directory/model and a few rows of each split into directory/data."""
+def make_files(directory: Path, model: Path, data_dir: str) -> None:
+    """Write a tokenizer beside the model and a few rows of each split into directory/data."""
     _, _, tokenizer = gsm8k(data_dir, TOKENIZER_VOCABULARY)
-    tokenizer.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(model)
     (directory / "data").mkdir()
     for split, count in ROWS.items():
         hub = ("openai/gsm8k", "main", split)
@@ -222,19 +221,21 @@ def step_lines(run_dir: Path) -> list[dict]:
 class Rehearsal:
     """One run, from its start to its interruption and from its resumption to its end.
 
-    directory: has model/ and data/; dtype: what it computes in.
+    directory: has data/; model: its directory; dtype: what it computes in.
     """
 
-    def __init__(self, directory: Path, dtype: str):
-        self.run_dir, self.log = directory / dtype, directory / f"{dtype}.log"
-        where = as_flags(
-            model=directory / "model", data_dir=directory / "data", output_dir=self.run_dir
-        )
-        self.flags = ["gsm8k", *where, *as_flags(dtype=dtype, steps=STEPS, **SETTINGS)]
+    def __init__(self, directory: Path, model: Path, dtype: str):
+        self.run_dir, self.log = directory / "run", directory / "log"
+        where = as_flags(model=model, data_dir=directory / "data", output_dir=self.run_dir)
         self.watch = Watch()
         self.spans: dict[str, list[Span]] = defaultdict(list)  # by process
         self.begins: list[float] = []  # of the two command lines
-        self.plan = self.make_plan()
+        for period in (CHECKPOINT_EVERY, 0):
+            settings = SETTINGS | dict(dtype=dtype, steps=STEPS, checkpoint_every=period)
+            self.flags = ["gsm8k", *where, *as_flags(**settings)]
+            self.plan = self.make_plan()
+            if not self.plan.is_short(MEMORY):
+                break
 
     def make_plan(self) -> Plan:
         """Make the plan that the start of the run makes."""
@@ -287,7 +288,7 @@ class Rehearsal:
             self.repeated("a trainer's step", "step", "trainer"),
             self.repeated("a publish", "publish", "trainer"),
             self.repeated("a load into vLLM", "load", "searcher 0"),
-            self.repeated("a checkpoint", "checkpoint", "trainer"),
+            self.repeated("a checkpoint begun (its copy)", "checkpoint", "trainer"),
             self.once("SIGINT to the end: the step, a checkpoint, model/", "trainer", interrupt),
             self.once("the resume: start to first step", "trainer", resume),
             self.once("model/", "trainer", self.model_saved()),
@@ -336,9 +337,12 @@ class Rehearsal:
 
     def model_saved(self) -> Span:
         """Find when model/ was written: from the last checkpoint's end to that of its last file."""
-        checkpoint = [span for span in self.spans["trainer"] if span.name == "checkpoint"][-1]
+        clock = time.monotonic() - time.time()
+        checkpoint = max(
+            path.stat().st_mtime for path in self.run_dir.glob("checkpoints/*/checksums.json")
+        )
         written = max(file.stat().st_mtime for file in (self.run_dir / "model").iterdir())
-        return Span("model", checkpoint.end, written - time.time() + time.monotonic())
+        return Span("model", checkpoint + clock, written + clock)
 
     def against_plan(self) -> list[list[str]]:
         """Make the rows of a table: process, what the plan says, and what was measured."""
@@ -367,32 +371,31 @@ class Rehearsal:
 
 
 def main() -> None:
-    options = arguments(__doc__, ("--data_dir", ""), ("--dtype", ""))
-    dtypes = [options.dtype] if options.dtype else list(DTYPES)
+    options = arguments(__doc__, ("--data_dir", ""), ("--layers", 24))
     shape = SHAPE_QUICK if options.quick else SHAPE
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        make_files(directory, options.data_dir)
-        model = str(directory / "model")
-        alone = [
-            measure_alone("making the model", make_model, model, shape),
-            measure_alone("loading it with transformers, in fp32", load_model, model),
-        ]
-        parameters = num_elements(weight_shapes(Config(model=model)))
-        parts, rows = {}, []
-        for dtype in dtypes:
-            rehearsal = Rehearsal(directory, dtype)
-            parts[dtype] = [*alone, *rehearsal.parts()]
-            rows += [[dtype, *row] for row in rehearsal.against_plan()]
-            report(options.quick, parameters, parts, rows)  # the next may be refused
-            shutil.rmtree(rehearsal.run_dir)
+    parts, rows = {}, []
+    for dtype, share in RUNS:
+        layers = int(share * shape["num_hidden_layers"])
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            model = directory / "model"
+            make_files(directory, model, options.data_dir)
+            changed = shape | dict(num_hidden_layers=layers)
+            alone = [
+                measure_alone("making the model", make_model, str(model), changed),
+                measure_alone("loading it with transformers, in fp32", load_model, str(model)),
+            ]
+            parameters = num_elements(weight_shapes(Config(model=str(model))))
+            run = f"{parameters / 1e6:.3g} M, {dtype}"
+            rehearsal = Rehearsal(directory, model, dtype)
+            parts[run] = [*alone, *rehearsal.parts()]
+            rows += [[run, *row] for row in rehearsal.against_plan()]
+        report(options.quick, parts, rows)  # the next may be refused
 
 
-def report(
-    quick: bool, parameters: int, parts: dict[str, list[Part]], rows: list[list[str]]
-) -> None:
-    """Save the tables. parts: by dtype; rows: of Rehearsal.against_plan(), with the dtype."""
-    header = ["", *(f"{dtype}, {unit}" for dtype in parts for unit in ("seconds", "GiB"))]
+def report(quick: bool, parts: dict[str, list[Part]], rows: list[list[str]]) -> None:
+    """Save the tables. parts: by run; rows: of Rehearsal.against_plan(), with the run."""
+    header = ["", *(f"{run}, {unit}" for run in parts for unit in ("seconds", "GiB"))]
     lines = []
     for same in zip(*parts.values()):
         cells = [cell for part in same for cell in (part.time, f"{part.gib:.2f}")]
@@ -400,7 +403,7 @@ def report(
     save(
         "rehearsal",
         quick,
-        f"{parameters / 1e6:.1f} M parameters. {STEPS} steps, then {RESUMED_STEPS}, of "
+        f"{STEPS} steps, then {RESUMED_STEPS}, of "
         f"{SETTINGS['queries_per_batch']} queries × {SETTINGS['responses_per_query']} responses of "
         f"at most {SETTINGS['max_prompt_tokens']} + {SETTINGS['max_response_tokens']} tokens; "
         f"{ROWS['test']} test queries.",

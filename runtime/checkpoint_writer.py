@@ -51,19 +51,21 @@ class CheckpointWriter:
         tensors: dict[str, dict[str, Tensor]],
         arrays: dict[str, dict[str, np.ndarray]],
         state: dict,
+        is_last: bool = False,
     ) -> None:
         """Copy the named tensors and plain values, and have them written, with the named arrays.
 
         Call wait() before: the copies are those of the checkpoint before. The arrays must not
-        change afterwards.
+        change afterwards. is_last: nor do the tensors, so they are written as they are, uncopied.
         """
-        copies = {
-            part: {name: self.copy(part, name, tensor) for name, tensor in named.items()}
-            for part, named in tensors.items()
-        }
+        if not is_last:
+            tensors = {
+                part: {name: self.copy(part, name, tensor) for name, tensor in named.items()}
+                for part, named in tensors.items()
+            }
         self.begun_step = step
         self.under_way = self.thread.submit(
-            write_checkpoint, self.run_dir, step, copies, arrays, json.dumps(state)
+            write_checkpoint, self.run_dir, step, tensors, arrays, json.dumps(state)
         )
 
     def copy(self, part: str, name: str, tensor: Tensor) -> Tensor:
@@ -186,7 +188,9 @@ def write_arrays(arrays: dict[str, np.ndarray], file: HashedFile) -> None:
 
 
 def write_tensors(tensors: dict[str, Tensor], file: HashedFile) -> None:
-    """Write tensors in the safetensors format, none of them copied: a header, then their bytes.
+    """Write tensors in the safetensors format: a header, then their bytes.
+
+    None is copied but, one at a time, those on a GPU.
 
     The library would make a second copy of all, or write to a path, where nothing can be hashed.
     """
@@ -201,7 +205,7 @@ def write_tensors(tensors: dict[str, Tensor], file: HashedFile) -> None:
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for _, tensor in ordered:
-        file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        file.write(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def sync_directory(directory: Path) -> None:

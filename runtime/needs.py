@@ -156,11 +156,11 @@ class Needs:
         yield Need(MEMORY, "all", "copies of the weights in shared memory", self.shared())
         if not on_gpu:
             copy = "the copy that checkpoints are written from"
-            yield Need(MEMORY, "trainer", copy, self.checkpoint())
+            yield Need(MEMORY, "trainer", copy, self.checkpoint_copy())
             return
         # At the start each policy is loaded here in fp32, one after the other on a single GPU.
         loading = len(self.places) if len({place.gpu for place in self.places}) > 1 else 1
-        most = max(loading * self.size.parameters * torch.float32.itemsize, self.checkpoint())
+        most = max(loading * self.size.parameters * torch.float32.itemsize, self.checkpoint_copy())
         yield Need(MEMORY, "all", "policies while they load, or a checkpoint's copy", most)
 
     def shared(self) -> int:
@@ -169,13 +169,18 @@ class Needs:
         return SharedWeights.required_bytes(shapes, self.dtype, resets)
 
     def checkpoint(self) -> int:
-        """Bytes of a checkpoint, and of the copy that it is written from.
+        """Bytes of a checkpoint.
 
         The buffer comes on top, which has 12 bytes of a token it holds, twice during a write.
         """
         resets = self.config.reference_reset_period > 0
         reference = self.size.parameters * torch.float32.itemsize if resets else 0
         return 3 * self.masters + reference
+
+    def checkpoint_copy(self) -> int:
+        """Bytes of the copy that a checkpoint is written from while the training goes on."""
+        period = self.config.checkpoint_every
+        return self.checkpoint() if 0 < period <= self.config.steps else 0
 
     def files(self) -> Iterator[Need]:
         """Yield what is needed of shared memory and of the disk."""

@@ -147,12 +147,13 @@ def remedies(plan: Plan, place: str) -> Iterator[tuple[str, Config]]:
         flags = " ".join(f"--{name} {value}" for name, value in settings.items())
         return flags, dataclasses.replace(config, **settings)
 
-    if config.checkpoint_every and place == DISK:
-        yield changed(checkpoint_every=0)
     if config.low_memory == "off":
         yield changed(low_memory="on")
     if config.queries_per_micro_batch > 1:
         yield changed(queries_per_micro_batch=1)
+    if config.checkpoint_every and place in (DISK, MEMORY):
+        flags, without = changed(checkpoint_every=0)
+        yield f"{flags} (one comes at the end, or at an interrupt)", without
     if place.startswith("GPU") and config.gpu_memory_utilization is not None:
         spare = 1 - plan.total(place) / plan.available[place]
         share = int(20 * (config.gpu_memory_utilization + spare)) / 20

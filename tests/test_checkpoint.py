@@ -118,6 +118,16 @@ def test_the_final_checkpoint_is_written_before_the_model_is_saved(
     assert at_save == ["step-00000001", "step-00000002"]
 
 
+def test_the_final_checkpoint_needs_no_copy_of_what_does_not_change_any_more(trainer, tmp_path):
+    trainer.learner.update(make_rows(4, 3))
+    trainer.finish()
+    assert trainer.checkpoints.copies == {}
+    saved = checkpoint.load_tensors(tmp_path / "checkpoints" / "step-00000001", "learner")
+    trained = trainer.learner.state_dict()
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(saved[name], trained[name]) for name in saved)
+
+
 def test_a_full_disk_costs_one_checkpoint_and_leaves_those_before(
     trainer, disk, tmp_path, monkeypatch
 ):

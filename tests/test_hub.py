@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pandas
 import pytest
+import safetensors.torch
+import torch
 from conftest import ROOT, read, start_tba, steps_of, tba
 from hub import Hub
 from test_preset_starts import CUT, make
@@ -25,6 +27,9 @@ from models.hub import explain, needed_files
 from runtime import processes
 
 RHO = "realtreetune/rho-1b-sft-GSM8K"
+TLDR = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+GOLD = "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
+STRAY = "model-00001-of-00003.safetensors"  # beside a complete .bin file
 SHORT = [*CUT, "--max_response_tokens", 8, "--max_prompt_tokens", 300]
 
 
@@ -56,7 +61,33 @@ def repositories(tmp_path_factory, gsm8k_data) -> Path:
     settings = json.loads((hate / "config.json").read_text())
     (hate / "config.json").write_text(json.dumps(settings | {"label2id": None}))
     publish("sentence-transformers/all-MiniLM-L6-v2", "BertModel")
+
+    publish("mnoukhov/pythia410m-sft-tldr", "GPTNeoXForCausalLM")
+    reward = publish(
+        "mnoukhov/pythia410m-rm-tldr6.9b", "GPTNeoXForSequenceClassification", num_labels=1
+    )
+    (reward / "checkpoint-500").mkdir()
+    for name in ("model.safetensors", "optimizer.pt"):
+        (reward / "checkpoint-500" / name).write_bytes(bytes(1000))
+    gold = publish(GOLD, "GPTNeoXForSequenceClassification", num_labels=1)
+    weights = safetensors.torch.load_file(gold / "model.safetensors")
+    torch.save(weights, gold / "pytorch_model.bin")
+    (gold / "model.safetensors").rename(gold / STRAY)
+    rows = tmp_path_factory.mktemp("tldr")
+    for split in ("train", "validation", "test"):
+        write_posts(rows / f"{split}.jsonl", split)
+    put_dataset(root, TLDR, "default", sorted(rows.iterdir()))
     return root
+
+
+def write_posts(path: Path, split: str) -> None:
+    """Write rows with the columns of the real TL;DR data, tokens included."""
+    post = {"id": "t3", "subreddit": "farm", "title": "a", "post": split, "summary": " b"}
+    texts = {"query": f"POST: {split}\n\nTL;DR:", "reference_response": " a b<eos>"}
+    texts["query_reference_response"] = "".join(texts.values())
+    tokens = {f"{name}_token": [0] * 512 for name in texts}
+    lengths = {f"{name}_token_len": 512 for name in tokens}
+    path.write_text((json.dumps(post | texts | tokens | lengths) + "\n") * 4)
 
 
 def put(root: Path, name: str, model: Path) -> Path:
@@ -162,6 +193,25 @@ def test_redteam_starts_with_its_published_models_and_fetches_only_what_it_reads
     }
     began = read(tmp_path / "run", "metrics.jsonl")
     assert any(name.startswith("final_") for name in began[-1])
+
+
+@pytest.mark.runs
+def test_tldr_starts_with_its_published_models_and_fetches_only_what_it_reads(hub, tmp_path):
+    """The reward model is published with its checkpoints, the gold model with a stray shard."""
+    result = tba("tldr", *SHORT, "--output_dir", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    assert len(steps_of(tmp_path / "run")) == 2
+    fetched = {
+        path.split("/main/")[-1].split("/", 5)[-1]
+        for command, path, _ in hub.requests
+        if command == "GET" and path.startswith(("/mnoukhov", "/cleanrl"))
+    }
+    assert "pytorch_model.bin" in fetched
+    assert not any(name.startswith(("checkpoint-", STRAY)) for name in fetched), fetched
+    final = read(tmp_path / "run", "metrics.jsonl")[-1]
+    assert {"final_win_rate", "final_perplexity", "final_reward"} <= set(final)
+    prompts = {sample["prompt"] for sample in read(tmp_path / "run", "samples.jsonl")}
+    assert prompts <= {"POST: train\n\nTL;DR:", "POST: validation\n\nTL;DR:"}
 
 
 def test_of_a_repositorys_files_those_are_needed_that_transformers_reads():

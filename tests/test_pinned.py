@@ -292,7 +292,7 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
     def stepped(result, self, metrics) -> None:
         record(f"record { {name: metrics.get(name) for name in shown} }")
 
-    def saved(result, self, step, tensors, arrays, state) -> None:
+    def saved(result, self, step, tensors, arrays, state, is_last) -> None:
         record(
             f"checkpoint at step {step}: evaluation_due {state['evaluation_due']}, "
             f"received {state['received']}, reference {state['reference_version']}"

@@ -285,12 +285,19 @@ def test_a_start_is_checked_against_memory_shared_memory_and_disk(shapes, monkey
     ):
         with pytest.raises(UserError, match=f"^{place} is short: .* there are 0.25; {advice}"):
             check(config, {place: GIB / 4})
-    with pytest.raises(UserError, match="--checkpoint_every 0 would do"):
+    with pytest.raises(UserError, match="--checkpoint_every 0 .* would do"):
         check(config, {DISK: total(DISK) / 2})
     little = {MEMORY: total(MEMORY, low_memory="on") + GIB / 10}
     with pytest.raises(UserError, match="--low_memory on would do"):
         check(config, little)
     assert check(Config(**own), little).low_memory == "on", "auto"
+    without = dict(low_memory="on", checkpoint_every=0)
+    with pytest.raises(
+        UserError, match=r"--checkpoint_every 0 \(one comes at the end, or at an in"
+    ):
+        check(Config(**own), {MEMORY: total(MEMORY, **without) + GIB / 10})
+    late = dict(low_memory="on", checkpoint_every=10**6)
+    assert total(MEMORY, **late) == total(MEMORY, **without), "the last one needs no copy"
 
 
 def test_a_model_that_no_machine_holds_is_refused_before_anything_is_loaded(tmp_path):
