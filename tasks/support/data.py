@@ -39,11 +39,12 @@ def _load_hub(
 
     from models import hub
 
-    problem, before = None, constants.HF_HUB_OFFLINE
+    problem = None
     try:
         hub.ask_hub(name, "dataset")
     except Exception as error:  # the many ways of having no network
         problem = error
+    before = constants.HF_HUB_OFFLINE  # from now on, where the hub does not answer at all
     # What is in the cache will do then: neither library is to ask once more.
     datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = problem is not None
     try:
