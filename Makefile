@@ -35,7 +35,12 @@ test-gpu: setup
 
 setup: $(INSTALLED)
 
-setup-tests: $(TEST_VENV)/requirements-cpu.txt.installed
+setup-tests: $(TEST_VENV)/requirements-lora.txt.installed
+
+# What is optional, for the tests.
+$(TEST_VENV)/requirements-lora.txt.installed: requirements-lora.txt $(TEST_VENV)/requirements-cpu.txt.installed
+	$(uv_install)
+	touch $@
 
 .venv/%.installed: %
 	$(install)
@@ -66,8 +71,10 @@ define install
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec > $(@D)/overrides.txt
-	export UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(@D)/bin/python -m pip config get global.find-links 2>/dev/null)}"; \
-	pip="$(@D)/bin/uv pip install --quiet --compile-bytecode --system-certs --python $(@D)/bin/python -r $<"; \
-	$(if $(findstring cpu,$<),cpu="$$pip --overrides $(@D)/overrides.txt"; $$cpu || $$cpu --torch-backend=cpu,$$pip)
+	cpu="--overrides $(@D)/overrides.txt"; \
+	$(if $(findstring cpu,$<),$(uv_install) $$cpu || $(uv_install) $$cpu --torch-backend=cpu,$(uv_install))
 	touch $@
 endef
+
+uv_install = UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(@D)/bin/python -m pip config get global.find-links 2>/dev/null)}" \
+	$(@D)/bin/uv pip install --quiet --compile-bytecode --system-certs --python $(@D)/bin/python -r $<

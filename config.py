@@ -88,6 +88,10 @@ class ModelSettings:
     """Where the run writes. Empty: runs/<task>-<time>."""
     seed: NonNegativeInt = 0
     """Seeds the order of queries, the sampling of responses and the draws from the buffer."""
+    lora_rank: NonNegativeInt = 0
+    """Train adapters of this rank beside all linear layers but the head. 0: train all weights."""
+    lora_alpha: PositiveFloat | None = None
+    """LoRA adds alpha / rank times the adapters' product to a weight. None: twice the rank."""
     trust_remote_code: bool = False
     """Let the model's repository run its own code."""
 
@@ -202,7 +206,8 @@ class ProcessSettings:
     """What forward passes, published weights and vLLM compute in: float32 or bfloat16.
     auto: bfloat16 on a GPU, float32 without one."""
     master_dtype: MasterDType = "float32"
-    """Of the trainer's weights and AdamW's two moments. bfloat16: with --dtype bfloat16 only."""
+    """Of the trainer's weights, with LoRA its adapters, and AdamW's two moments.
+    bfloat16: with --dtype bfloat16 only."""
     low_memory: Switch = "auto"
     """Make the trainer's step in two passes: the memory of a few rows, a third more work, the same
     gradient. auto: if the largest batch does not fit otherwise (--plan)."""
@@ -354,6 +359,11 @@ def check_modes(config: Config) -> None:
     if config.master_dtype == "bfloat16" and config.dtype != "bfloat16":
         raise UserError(
             f"--master_dtype bfloat16 needs --dtype bfloat16, and that is {config.dtype}"
+        )
+    if config.lora_alpha is not None and not config.lora_rank:
+        raise UserError(
+            f"--lora_alpha is {config.lora_alpha}, but --lora_rank 0 trains all weights: "
+            "give a rank, or --lora_alpha None"
         )
     if config.json and not config.eval_only:
         raise UserError("--json is for --eval_only: a run writes metrics.jsonl")

@@ -18,7 +18,15 @@ from config import Config
 from loss import LOSSES, LossInputs, Metrics
 from models.device import compute_dtype, device
 from models.logprobs import TOKENS_IN_LOW_MEMORY, response_logprobs, split_rows
-from models.policy import load_policy, load_tokenizer
+from models.lora import (
+    check_base,
+    fingerprint,
+    load_trained_policy,
+    save_adapter,
+    save_policy,
+    trained_parameters,
+)
+from models.policy import load_tokenizer
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
 
@@ -29,10 +37,12 @@ class Learner:
     def __init__(self, config: Config, say: Callable[[str], None]):
         self.config, self.say = config, say
         torch.manual_seed(config.seed)
-        self.policy, self.dtype = load_policy(config, device()), compute_dtype(config)
+        self.dtype = compute_dtype(config)
+        self.policy, self.adapted = load_trained_policy(config, device(), self.dtype)
+        self.trained = trained_parameters(self.policy)
         # fp32 masters, unless asked for otherwise: a step of 1e-5 on a bf16 weight rounds away.
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(),
+            self.trained.values(),
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
             betas=(0.9, config.adam_beta2),
@@ -102,7 +112,7 @@ class Learner:
         Raises FloatingPointError at BAD_STEPS of those in a row.
         """
         max_norm = self.config.max_grad_norm or float("inf")
-        grad_norm = float(clip_grad_norm_(self.policy.parameters(), max_norm))
+        grad_norm = float(clip_grad_norm_(self.trained.values(), max_norm))
         if np.isfinite(grad_norm):
             self.optimizer.step()
             self.bad_steps_in_a_row = 0
@@ -148,13 +158,15 @@ class Learner:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Policy and optimizer by name, and three counters.
+        """What is trained and its moments, by name, and three counters.
 
         The learning rate's schedule is a function of the step.
         """
         counters = [self.step, self.bad_steps, self.bad_steps_in_a_row]
         state = {"counters": torch.tensor(counters)}
-        for name, parameter in self.policy.named_parameters():
+        if self.adapted:
+            state["base"] = fingerprint(self.policy)
+        for name, parameter in self.trained.items():
             state[f"policy.{name}"] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
                 state[f"optimizer.{name}.{key}"] = value
@@ -162,7 +174,9 @@ class Learner:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, parameter in self.policy.named_parameters():
+        if self.adapted:
+            check_base(self.policy, state["base"])
+        for name, parameter in self.trained.items():
             parameter.copy_(state[f"policy.{name}"])
             prefix = f"optimizer.{name}."
             moments = {
@@ -178,15 +192,20 @@ class Learner:
         self.lr_schedule.step()
 
     def save_model(self, directory: Path) -> None:
-        """Save the policy for from_pretrained and for vLLM: written beside, then renamed."""
+        """Save the policy for from_pretrained and for vLLM: written beside, then renamed.
+
+        With LoRA it is merged, and its adapter is saved in adapter/ next to it.
+        """
         # Some base models have these; without do_sample they are refused on saving.
         for setting in ("temperature", "top_p", "top_k"):
             setattr(self.policy.generation_config, setting, None)
         unfinished = directory.with_suffix(".unfinished")
-        self.policy.save_pretrained(unfinished)
+        save_policy(self.policy, self.adapted, unfinished)
         load_tokenizer(self.config).save_pretrained(unfinished)
         shutil.rmtree(directory, ignore_errors=True)
         unfinished.rename(directory)
+        if self.adapted:
+            save_adapter(self.adapted, directory.with_name("adapter"))
 
 
 def beta_at(config: Config, step: int) -> float:

@@ -16,6 +16,7 @@ from buffer import Group, Row
 from config import Config
 from learner import Learner
 from loss import Metrics
+from models.merged import merged
 from runtime import checkpoint
 from runtime.board import Board
 from runtime.checkpoint_writer import CheckpointWriter
@@ -143,8 +144,8 @@ class Trainer:
         # First the reference: whoever sees a new version finds the reference that goes with it.
         self.resets.publish(self.step)
         with self.timeline.span("publish"):
-            parameters = self.learner.policy.named_parameters()
-            done = self.weights.publish(self.step, parameters, evaluate=self.evaluations.is_due)
+            weights = merged(self.learner.policy)
+            done = self.weights.publish(self.step, weights, evaluate=self.evaluations.is_due)
         self.evaluations.is_due &= not done
         return done
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from buffer import Group, rows_of
+from models.merged import under_names_of
 
 # Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
 # keep the device busy.
@@ -145,7 +146,8 @@ class TokenLogprobs(torch.autograd.Function):
         slices = zip(*(tensor.split(size) for tensor in (states, targets, normalizers, grad)))
         grad_states = []
         full = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=full)
+        is_trained = ctx.needs_input_grad[1]  # not with LoRA
+        grad_weight = torch.zeros_like(weight, dtype=full) if is_trained else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         for state, target, normalizer, g in slices:
             pi = _logits(state, cast, bias).sub_(normalizer[:, None]).exp_()
@@ -154,8 +156,10 @@ class TokenLogprobs(torch.autograd.Function):
                 grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(states.dtype)
             grad_states.append(grad_logits @ cast)
-            grad_weight += _product(grad_logits.T, state)
-        return torch.cat(grad_states), grad_weight.to(weight.dtype), grad_bias, None
+            if is_trained:
+                grad_weight += _product(grad_logits.T, state)
+        grad_weight = grad_weight.to(weight.dtype) if is_trained else None
+        return torch.cat(grad_states), grad_weight, grad_bias, None
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -197,11 +201,10 @@ def response_logprobs_under(
 ) -> Tensor:
     """response_logprobs(model, *arguments) as if the model had other weights than its own.
 
-    weights: by name, of any dtype and device.
+    weights: by name, of any dtype and device, of a model without adapters.
     """
-    own = next(model.parameters())
-    cast = {f"model.{name}": tensor.to(own.device, own.dtype) for name, tensor in weights.items()}
-    return functional_call(_Scorer(model), cast, arguments)
+    own = {f"model.{name}": tensor for name, tensor in under_names_of(model, weights).items()}
+    return functional_call(_Scorer(model), own, arguments)
 
 
 class _Scorer(torch.nn.Module):

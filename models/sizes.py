@@ -11,12 +11,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel
 
 from config import Config, UserError
 from models.hub import fetch_model
 from models.logprobs import POSITIONS_PER_LOGITS, response_states
-from models.policy import first_line, linear_layers, policy_without_weights
+from models.lora import add_adapters, trained_parameters
+from models.policy import first_line, hold_as_multiplied, linear_layers, policy_without_weights
 
 ENGINE_ROWS = 256  # responses that vLLM generates at a time
 
@@ -107,17 +108,19 @@ def pass_bytes(
 ) -> PassBytes:
     """Count what response_logprobs keeps and needs, up to the last hidden states.
 
-    dtype: what is computed in; has_gradient: whether a backward pass follows. Casts of the weights
-    are part of it, gradients are not.
+    dtype: what is computed in; has_gradient: whether a backward pass follows, and with LoRA there
+    are adapters. Casts of the weights are part of it, gradients are not.
     """
     lengths = config.max_prompt_tokens, config.max_response_tokens
-    model = config.model, config.trust_remote_code, getattr(torch, config.master_dtype)
+    rank = config.lora_rank if has_gradient else 0
+    model = config.model, config.trust_remote_code, config.master_dtype, rank
     try:
         return _count(model, lengths, tuple(passes), dtype, has_gradient)
     except Exception:  # a model may look at numbers, and here are none: that must not stop a run
         size = policy_size(config.model, config.trust_remote_code)
+        masters = getattr(torch, config.master_dtype)
         tokens = sum(one.rows * lengths[1] + one.queries * lengths[0] for one in passes)
-        casts = size.parameters * dtype.itemsize if dtype != model[2] else 0
+        casts = size.parameters * dtype.itemsize if dtype != masters else 0
         layers = size.layers if has_gradient else 1
         bytes_ = casts + 2 * tokens * layers * size.layer_values_per_token * dtype.itemsize
         return PassBytes(bytes_, bytes_, is_counted=False)
@@ -125,7 +128,7 @@ def pass_bytes(
 
 @cache
 def _count(
-    model: tuple[str, bool, torch.dtype],
+    model: tuple[str, bool, str, int],
     lengths: tuple[int, int],
     passes: tuple[Pass, ...],
     dtype: torch.dtype,
@@ -136,17 +139,24 @@ def _count(
     Passes of one shape are alike, so each shape runs once; where there are several of one, the
     first runs twice, for in the first pass of all the weights are cast.
     """
-    name, trust_remote_code, masters = model
-    architecture = policy_without_weights(
-        Config(model=name, trust_remote_code=trust_remote_code)
-    ).config
+    name, trust_remote_code, master_dtype, lora_rank = model
+    config = Config(
+        model=name,
+        trust_remote_code=trust_remote_code,
+        master_dtype=master_dtype,
+        lora_rank=lora_rank,
+    )
+    policy, masters = policy_without_weights(config).eval(), getattr(torch, master_dtype)
+    for parameter in policy.parameters():
+        parameter.data = parameter.data.to(masters)
+    if lora_rank:
+        hold_as_multiplied(policy, dtype)
+        add_adapters(policy, config)
     shapes, prompt = Counter(passes), np.arange(lengths[0])
     is_repeated = len(shapes) < len(passes)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        policy = AutoModelForCausalLM.from_config(
-            architecture, dtype=masters, trust_remote_code=trust_remote_code
-        ).eval()
-        for parameter in policy.parameters():
+        bring_to_cpu(policy)
+        for parameter in trained_parameters(policy).values():
             parameter.grad = torch.zeros_like(parameter)
         live, kept, states = LiveBytes(), [], []
         with live, torch.set_grad_enabled(has_gradient):
@@ -156,7 +166,7 @@ def _count(
                     ids = torch.zeros(shape.rows, lengths[1], dtype=torch.long)
                     states.append(response_states(policy, prompts, ids).to(dtype))
                     kept.append(live.now)
-            beyond = live.peak - live.now
+                beyond = live.peak - live.now
             if has_gradient:
                 live.peak = live.now
                 torch.autograd.backward(states, [torch.zeros_like(state) for state in states])
@@ -166,6 +176,24 @@ def _count(
         each = np.diff(kept)  # without casts
         total = kept[0] - each[0] + sum(count * size for count, size in zip(shapes.values(), each))
     return PassBytes(int(total), int(total + beyond), is_counted=True)
+
+
+def bring_to_cpu(model: torch.nn.Module) -> None:
+    """Replace a model's tensors on the meta device by new ones on a CPU; tied ones stay one.
+
+    In a FakeTensorMode, where Module.to_empty does not work.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, meta in tensors.items():
+                if meta is None:
+                    continue
+                if id(meta) not in made:
+                    made[id(meta)] = torch.empty_like(meta, device="cpu")
+                    if isinstance(meta, torch.nn.Parameter):
+                        made[id(meta)] = torch.nn.Parameter(made[id(meta)], meta.requires_grad)
+                tensors[name] = made[id(meta)]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -201,11 +229,17 @@ def _place(value: object) -> int | None:
 
 
 def head_bytes(
-    size: PolicySize, dtype: torch.dtype, device: torch.device, positions: int, passes: int
+    size: PolicySize,
+    dtype: torch.dtype,
+    device: torch.device,
+    positions: int,
+    passes: int,
+    is_trained: bool = True,
 ) -> int:
     """Count the bytes of logits while log-probabilities are taken, and of the head's copies.
 
-    positions: response tokens in a pass; passes: that have a backward pass, or 0. Logits are there
+    positions: response tokens in a pass; passes: that have a backward pass, or 0; is_trained:
+    whether the head has a gradient, as it has without LoRA. Logits are there
     twice: as they are and as terms of the normalizer, or of one slice and the next. The gradient of
     the head is there of the slice at hand, of its pass, and of the passes before.
     """
@@ -213,7 +247,9 @@ def head_bytes(
     copies, cast = 2.0, 0
     if dtype == torch.bfloat16:
         cast = size.output_embedding * dtype.itemsize
+        if device.type == "cpu":  # which multiplies it in fp32 (_product)
+            cast += size.output_embedding * torch.float32.itemsize
         # Their gradient in bf16; a CPU multiplies it in fp32.
         copies += (passes > 0) * (0.5 if device.type == "cuda" else 1.0)
-    gradients = (1 + min(passes, 2)) * size.output_embedding if passes else 0
+    gradients = (1 + min(passes, 2)) * size.output_embedding if passes and is_trained else 0
     return int((logits * copies + gradients) * torch.float32.itemsize) + cast

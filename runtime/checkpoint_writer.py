@@ -27,7 +27,13 @@ from runtime.waiting import Waits
 CHUNK = 1 << 22  # bytes that are hashed and then written, while a core's cache still has them
 NICENESS = 14  # of the thread: where the trainer keeps its cores busy, it takes 4 % of one
 # As the safetensors library calls them.
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.float64: "F64",
+}
 
 
 class CheckpointWriter:

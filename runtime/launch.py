@@ -16,6 +16,7 @@ import torch.multiprocessing
 from config import Config, UserError
 from models.device import compute_dtype
 from models.hub import fetch_model, find_model
+from models.lora import trained_shapes
 from models.policy import weight_shapes
 from runtime import checkpoint, preflight, processes
 from runtime.board import Board
@@ -149,8 +150,9 @@ def run(config: Config) -> int:
     shapes = weight_shapes(config)
     preflight.check_tokenizer(config, chats)
     config, dtype = check_plan(config, task, places), compute_dtype(config)
-    describe(config, places, sizes, num_elements(shapes))
-    if resume and (mismatch := checkpoint.shape_mismatch(resume, shapes)):
+    trained = trained_shapes(config)
+    describe(config, places, sizes, num_elements(shapes), num_elements(trained))
+    if resume and (mismatch := checkpoint.shape_mismatch(resume, trained)):
         raise UserError(
             f"--resume {config.resume!r}: --model {config.model!r} has changed since: {mismatch}"
         )
@@ -180,12 +182,16 @@ def fetch(config: Config, task: Task) -> Config:
     return config
 
 
-def describe(config: Config, places: list[Place], sizes: dict[str, int], parameters: int) -> None:
-    """Say what is about to happen, before it happens."""
+def describe(
+    config: Config, places: list[Place], sizes: dict[str, int], parameters: int, trained: int
+) -> None:
+    """Say what is about to happen, before it happens. parameters, trained: how many."""
     options = "".join(f", {name} {value}" for name, value in config.options.items())
     queries = f"{sizes['train']} queries to train on, {sizes['test']} to test on"
     print(f"task {config.task}{options}: {queries}")
     print(f"model {config.model}, {parameters / 1e6:.1f} M parameters")
+    if config.lora_rank:
+        print(f"LoRA of rank {config.lora_rank}: {trained / 1e6:.2f} M parameters are trained")
     for place in places:
         print(f"{place.name} on {place}")
     mode = f"asynchronous, sync every {config.sync_period} steps"

@@ -14,6 +14,7 @@ class LearnerLike(Protocol):
     """What the trial needs of a Learner."""
 
     policy: torch.nn.Module
+    trained: dict[str, torch.nn.Parameter]
     low_memory: bool
 
     def backward(self, rows: list[Row], beta: float) -> object: ...
@@ -60,7 +61,7 @@ def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
 
 def fits(config: Config, learner: LearnerLike, rows: list[Row]) -> bool:
     """Whether a step on these rows fits into memory, gradients and moments included."""
-    parameters = list(learner.policy.parameters())
+    parameters = list(learner.trained.values())
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)

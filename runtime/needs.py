@@ -16,11 +16,12 @@ from config import Config
 from models import sizes
 from models.device import compute_dtype
 from models.logprobs import TOKENS_IN_LOW_MEMORY, TOKENS_PER_FORWARD, split_rows
+from models.lora import trained_shapes
 from models.sizes import ENGINE_ROWS, Pass
 from runtime.checkpoint import KEPT
 from runtime.places import Place
 from runtime.processes import environment
-from weights import SharedWeights
+from weights import SharedWeights, num_elements
 
 GIB = 2**30
 MEMORY, SHARED, DISK = "host memory", "shared memory", "disk"
@@ -49,7 +50,14 @@ class Needs:
         self.size = sizes.policy_size(config.model, config.trust_remote_code)
         self.device = torch.device("cpu" if places[0].gpu is None else "cuda")
         self.dtype = compute_dtype(config, self.device)
-        self.masters = self.size.parameters * getattr(torch, config.master_dtype).itemsize
+        master_bytes = getattr(torch, config.master_dtype).itemsize
+        self.masters = self.size.parameters * master_bytes
+        # Of a policy that is not trained, linear layers are held in what is computed in.
+        self.linear = self.size.linear * self.dtype.itemsize
+        self.frozen = self.linear + (self.size.parameters - self.size.linear) * master_bytes
+        self.trained = self.masters
+        if config.lora_rank:
+            self.trained = num_elements(trained_shapes(config)) * master_bytes
         self.published = self.size.parameters * self.dtype.itemsize
         self.usual_tokens = TOKENS_PER_FORWARD[self.device.type]
 
@@ -72,14 +80,18 @@ class Needs:
     def trainer(self, place: Place) -> Iterator[Need]:
         """Yield what the trainer needs in its largest step."""
         config, where, name = self.config, place_of(place), place.name
-        yield Need(where, name, f"weights, {config.master_dtype}", self.masters)
-        yield Need(where, name, "gradients", self.masters)
-        yield Need(where, name, "AdamW's two moments", 2 * self.masters)
+        if config.lora_rank:
+            yield Need(where, name, "base policy", self.frozen)
+            yield Need(where, name, f"LoRA's adapters, {config.master_dtype}", self.trained)
+        else:
+            yield Need(where, name, f"weights, {config.master_dtype}", self.trained)
+        yield Need(where, name, "gradients", self.trained)
+        yield Need(where, name, "AdamW's two moments", 2 * self.trained)
         micro_batch = config.queries_per_micro_batch, config.responses_per_query
         passes, before = self.passes(*micro_batch, self.usual_tokens), 0
         if config.low_memory == "on":
             # First a pass without a graph, as large as usual.
-            before = sizes.pass_bytes(config, passes[:1], self.dtype, has_gradient=False).peak
+            before = self.forward(passes[0], is_frozen=config.lora_rank > 0)
             passes = self.passes(*micro_batch, TOKENS_IN_LOW_MEMORY)[:1]
         taken = sizes.pass_bytes(config, passes, self.dtype, has_gradient=True)
         rows = sum(one.rows for one in passes)
@@ -90,6 +102,12 @@ class Needs:
         # Logits are there when all passes are kept; a layer's gradients, when logits are gone.
         most = max(taken.kept + head, taken.peak, before)
         yield Need(where, name, "logits, and what the backward pass adds", most - taken.kept)
+        if config.lora_rank:
+            # For the mismatch, and rows of an earlier reference. Without LoRA the gradients and
+            # activations, which are gone by then, leave more room than it takes.
+            other = self.frozen + self.forward(passes[0]) - most
+            if other > 0:
+                yield Need(where, name, "weights of an earlier version, beyond that", other)
         yield from self.process(place)
 
     def searcher(self, place: Place, models: list[str]) -> Iterator[Need]:
@@ -99,25 +117,27 @@ class Needs:
         yield Need(where, name, "vLLM: weights and temporary memory", min(fixed, vllm))
         purpose = f"vLLM: {responses(self.responses(place))} of full length at once"
         yield Need(where, name, purpose, max(0.0, vllm - fixed))
-        # Linear layers are held in what is computed in (runtime/reference.py).
-        held = self.size.linear * self.dtype.itemsize
-        other = (1 - self.size.linear / self.size.parameters) * self.masters
-        yield Need(where, name, "reference policy", held + other)
+        yield Need(where, name, "reference policy", self.frozen)
         # All that finished together is scored together.
         groups = max(1, ENGINE_ROWS // config.samples_per_query)
-        largest = self.passes(groups, config.samples_per_query, self.usual_tokens)[:1]
-        taken = sizes.pass_bytes(config, largest, self.dtype, has_gradient=False).peak
-        if self.published != self.masters:
-            taken -= held  # no casts of them
-        head = self.head(largest[0].rows * config.max_response_tokens, passes=0)
-        yield Need(where, name, "reference policy's largest forward pass", taken + head)
+        largest = self.passes(groups, config.samples_per_query, self.usual_tokens)[0]
+        taken = self.forward(largest)
+        yield Need(where, name, "reference policy's largest forward pass", taken)
         for model in models:
             yield Need(where, name, f"the task's {Path(model).name}", sizes.loaded_bytes(model))
         yield from self.process(place)
 
+    def forward(self, one: Pass, is_frozen: bool = True) -> int:
+        """Bytes of a forward pass without a gradient; a frozen policy needs no casts."""
+        taken = sizes.pass_bytes(self.config, [one], self.dtype, has_gradient=False)
+        head = self.head(one.rows * self.config.max_response_tokens, passes=0)
+        most = max(taken.peak, taken.kept + head)
+        return most - self.linear if is_frozen and self.published != self.masters else most
+
     def head(self, positions: int, passes: int) -> int:
         """Bytes of the logits of so many response tokens a pass; passes: with a gradient."""
-        return sizes.head_bytes(self.size, self.dtype, self.device, positions, passes)
+        is_trained = not self.config.lora_rank
+        return sizes.head_bytes(self.size, self.dtype, self.device, positions, passes, is_trained)
 
     def vllm(self, place: Place) -> float:
         """Bytes that vLLM takes: a share of a GPU, whatever it needs of that."""
@@ -155,13 +175,17 @@ class Needs:
             yield Need(MEMORY, place.name, "Python and libraries", taken)
         yield Need(MEMORY, "all", "copies of the weights in shared memory", self.shared())
         if not on_gpu:
-            copy = "the copy that checkpoints are written from"
-            yield Need(MEMORY, "trainer", copy, self.checkpoint_copy())
+            if copy := self.checkpoint_copy():
+                purpose = "the copy that checkpoints are written from"
+                yield Need(MEMORY, "trainer", purpose, copy)
+            if self.config.lora_rank:
+                yield Need(MEMORY, "trainer", "merged weights, for model/", self.masters)
             return
         # At the start each policy is loaded here in fp32, one after the other on a single GPU.
         loading = len(self.places) if len({place.gpu for place in self.places}) > 1 else 1
-        most = max(loading * self.size.parameters * torch.float32.itemsize, self.checkpoint_copy())
-        yield Need(MEMORY, "all", "policies while they load, or a checkpoint's copy", most)
+        written = self.checkpoint_copy() + (self.masters if self.config.lora_rank else 0)
+        most = max(loading * self.size.parameters * torch.float32.itemsize, written)
+        yield Need(MEMORY, "all", "policies while they load, or what is written", most)
 
     def shared(self) -> int:
         """Bytes of shared memory."""
@@ -175,7 +199,7 @@ class Needs:
         """
         resets = self.config.reference_reset_period > 0
         reference = self.size.parameters * torch.float32.itemsize if resets else 0
-        return 3 * self.masters + reference
+        return 3 * self.trained + reference
 
     def checkpoint_copy(self) -> int:
         """Bytes of the copy that a checkpoint is written from while the training goes on."""

@@ -11,7 +11,8 @@ from buffer import Row
 from config import Config
 from models.device import compute_dtype, device
 from models.logprobs import response_logprobs, response_logprobs_under
-from models.policy import linear_layers, load_policy
+from models.merged import merged
+from models.policy import load_policy
 from weights import WRITING, SharedWeights
 
 
@@ -21,8 +22,7 @@ class Reference:
     def __init__(self, config: Config, weights: SharedWeights, pin: int):
         self.temperature, self.dtype = config.temperature, compute_dtype(config)
         self.weights, self.pin = weights, pin
-        self.model = load_policy(config, device())
-        hold_as_multiplied(self.model, self.dtype)
+        self.model = load_policy(config, device(), frozen=self.dtype)
         self.version = 0  # config.model is version 0
 
     @torch.no_grad()
@@ -47,16 +47,6 @@ class Reference:
         return [row[: len(response)] for row, response in zip(rows, responses)]
 
 
-def hold_as_multiplied(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Hold the matrices of linear layers in the dtype in which autocast multiplies by them.
-
-    They take half of the memory in bf16, and no casts. The products are the same. The input
-    embedding stays as it is: it is read in fp32.
-    """
-    for layer in linear_layers(model):
-        layer.to(dtype)
-
-
 class ReferenceResets:
     """The trainer's side: publishes a reset, and renews rows that an earlier reference scored."""
 
@@ -78,8 +68,7 @@ class ReferenceResets:
     def publish(self, step: int) -> None:
         """Make the policy the reference, if that is due and no searcher reads the old one."""
         if self.is_due:
-            tensors = self.policy.named_parameters()
-            self.is_due = not self.weights.publish_reference(step, tensors)
+            self.is_due = not self.weights.publish_reference(step, merged(self.policy))
 
     def renew(self, rows: list[Row]) -> None:
         """Give rows that an earlier reference scored their log-probabilities under the present one.

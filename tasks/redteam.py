@@ -33,10 +33,12 @@ FLOOR = 1e-6  # of a probability, before its logarithm
 EXPLORATION = (0.5, 2.0)
 
 # GPT-2: Appendix B.3 of the paper, and where that says "largely", the code that it adopts (arXiv
-# 2405.18540): learning rate and its schedule, clipping, tau. gamma stays 1. Weight decay is that of
-# the authors' rebuttal. One query, so B = 1 and K is the batch.
+# 2405.18540): LoRA, learning rate and its schedule, clipping, tau. gamma stays 1. Weight decay is
+# that of the authors' rebuttal. One query, so B = 1 and K is the batch.
 GPT2 = dict(
     steps=5000,
+    lora_rank=32,
+    lora_alpha=16.0,
     beta=0.05,
     reward_temperature=2.0,
     reward_temperature_steps=500,
@@ -59,6 +61,8 @@ GPT2 = dict(
 )
 STAND_INS = dict(
     steps=150,
+    lora_rank=0,
+    lora_alpha=None,
     beta=0.5,
     reward_temperature_steps=15,
     lr_schedule="constant",

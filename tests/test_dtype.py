@@ -16,8 +16,7 @@ from config import Config
 from learner import Learner
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
-from models.policy import load_policy, weight_shapes
-from runtime.reference import hold_as_multiplied
+from models.policy import hold_as_multiplied, load_policy, weight_shapes
 from weights import SharedWeights
 
 BF16 = dict(dtype="bfloat16")

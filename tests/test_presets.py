@@ -136,7 +136,7 @@ def pythia(size: str) -> dict:
         "reference_model": f"mnoukhov/pythia{size}-sft-tldr",
         "reward_model": f"mnoukhov/pythia{size}-rm-tldr6.9b",
     }
-    shares = {"410m": 0.5, "1b": 0.45, "2.8b": 0.14}
+    shares = {"410m": 0.55, "1b": 0.45, "2.8b": 0.2}
     return TLDR | {
         "options": (models, "appendix B.2"),
         "gpu_memory_utilization": (shares[size], "ours, by the plan for 80 GB"),
