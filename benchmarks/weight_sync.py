@@ -10,6 +10,8 @@ publish   SharedWeights.publish of a Llama's tensors, beside 0, 1, 3 and 7 proce
 load      Engine.load into vLLM, and the engine step after it, less a step without a load: the time
           in which a searcher generates nothing; that model has an output embedding of its own
           besides
+LoRA      a publish of weights that are merged with adapters of rank 32 on the way, against one of
+          the same model without (only where peft is installed)
 copy      one tensor of the same bytes, copied
 
 All in fp32, medians, taken in turns.
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -34,7 +37,9 @@ from torch import Tensor
 
 import models.device
 from config import Config
-from models.policy import load_policy
+from models.lora import load_trained_policy
+from models.merged import merged
+from models.policy import load_policy, weight_shapes
 from runtime import processes
 from runtime.locked_pages import lock_pages
 from runtime.places import Place, find_places
@@ -45,6 +50,7 @@ ENGINE_SIZES = ("10 M", "100 M")  # 1 B: slots, source and vLLM's two copies do 
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}  # of what is published, as in a run
 READERS = (0, 1, 3, 7)
 PUBLISHES = 10
+LORA_RANK = 32
 
 
 def llama_shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
@@ -168,14 +174,7 @@ def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, fl
     from models.engine import Engine
 
     with tempfile.TemporaryDirectory() as directory:
-        byte_model(
-            directory,
-            hidden_size=hidden,
-            intermediate_size=11 * hidden // 4,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 64,
-            vocab_size=10_000,
-        )
+        make_model(directory, hidden, layers)
         config = Config(
             model=directory,
             max_prompt_tokens=64,
@@ -215,6 +214,39 @@ def load_seconds(hidden: int, layers: int, device: torch.device) -> dict[str, fl
     return {"stall": load + step_after - step, "load": load, "copy": copy}
 
 
+def make_model(directory: str, hidden: int, layers: int) -> None:
+    """Make a Llama of that size, on the disk."""
+    byte_model(
+        directory,
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        vocab_size=10_000,
+    )
+
+
+def merged_publish(hidden: int, layers: int, device: torch.device) -> str:
+    """Measure a publish with LoRA against one without, medians taken in turns: their ratio."""
+    if not find_spec("peft"):
+        return ""
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(directory, hidden, layers)
+        config = Config(model=directory, lora_rank=LORA_RANK, max_response_tokens=400)
+        weights = SharedWeights(weight_shapes(config), DTYPE[device.type], readers=1)
+        plain = load_policy(config, device)
+        adapted, _ = load_trained_policy(config, device, DTYPE[device.type])
+    times: dict[str, list[float]] = {"plain": [], "adapted": []}
+    for version in range(2 * (PUBLISHES + 2)):
+        kind, policy = ("adapted", adapted) if version % 2 else ("plain", plain)
+        compute(0.5)
+        start = time.perf_counter()
+        weights.publish(version, merged(policy))
+        times[kind].append(time.perf_counter() - start)
+    # The first two of each fill slots for the first time.
+    return f"{np.median(times['adapted'][2:]) / np.median(times['plain'][2:]):.2f}"
+
+
 def main() -> None:
     quick = arguments(__doc__).quick
     device, gpu = models.device.device(), find_places(Config())[0].gpu
@@ -237,8 +269,9 @@ def main() -> None:
         if name in ENGINE_SIZES:
             load = load_seconds(hidden, layers, device)
             line += [f"{load['stall'] * 1000:.0f}", f"{load['stall'] / load['copy']:.1f}"]
+            line += [merged_publish(hidden, layers, device)]
         else:
-            line += ["", ""]
+            line += ["", "", ""]
         lines.append(line)
         print(lines[-1], flush=True)
     os.sched_setaffinity(0, [own, *others])  # the machine is all of them
@@ -250,6 +283,7 @@ def main() -> None:
         *(f"beside {n} reader{'s' if n > 1 else ''}, of alone" for n in READERS[1:]),
         "searcher's stall, ms",
         "of copy",
+        "publish with LoRA, of without",
     ]
     save("weight_sync", quick, table(header, lines))
 
