@@ -101,7 +101,7 @@ class ObjectiveSettings:
     """The objective."""
 
     loss: str = "tb"
-    """The objective, a key of LOSSES in loss.py: tb, or one of those it is compared with."""
+    """The objective, a key of LOSSES in objectives.py: tb, or one of those it is compared with."""
     beta: PositiveFloat = 0.01
     """Strength of the pull towards the reference policy, at step 0."""
     beta_final: PositiveFloat | None = None

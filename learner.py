@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from buffer import Row
 from config import Config
-from loss import LOSSES, LossInputs, Metrics
+from loss import LossInputs, Metrics
 from models.device import compute_dtype, device
 from models.logprobs import TOKENS_IN_LOW_MEMORY, response_logprobs, split_rows
 from models.lora import (
@@ -27,6 +27,7 @@ from models.lora import (
     trained_parameters,
 )
 from models.policy import load_tokenizer
+from objectives import LOSSES
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
 

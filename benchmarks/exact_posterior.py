@@ -18,7 +18,8 @@ import matplotlib.pyplot as plt
 import torch
 from common import RESULTS
 
-from loss import LOSSES, LossInputs
+from loss import LossInputs
+from objectives import LOSSES
 
 LETTERS, LENGTH, QUERIES, K, BETA = 2, 4, 3, 16, 0.5
 EOS = LETTERS

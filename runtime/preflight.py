@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from config import Config, UserError
-from loss import LOSSES
 from models.policy import encode_prompt, load_tokenizer, policy_without_weights
+from objectives import LOSSES
 from runtime import checkpoint
 from tasks import Messages, Task, load_task, sampling_for_tests
 

@@ -10,6 +10,7 @@ from conftest import ROOT
 # From the ground up. A file may import what lies below its own layer, or its own layer.
 LAYERS = [
     ("loss", "buffer", "weights"),
+    ("objectives",),
     ("config",),
     ("models",),
     ("tasks",),

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from loss import LOSSES, LossInputs, trajectory_balance
+from loss import LossInputs, trajectory_balance
+from objectives import LOSSES
 
 
 def ragged_inputs(

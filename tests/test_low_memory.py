@@ -7,8 +7,8 @@ from test_trainer import gradient, make_rows
 
 from config import Config
 from learner import Learner
-from loss import LOSSES
 from models import logprobs
+from objectives import LOSSES
 from runtime.memory_trial import try_largest_batch
 
 ROWS = make_rows(queries=4, per_query=3)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from loss import LOSSES, LossInputs
+from loss import LossInputs
+from objectives import LOSSES, WITHOUT_REFERENCE
 
 torch.set_num_threads(1)
 
@@ -39,6 +40,16 @@ NAMES = [
     "dr_grpo_ratio",
     "online_dpo",
     "raft",
+    "tb_behavior",
+    "kimi_k2",
+    "oapl",
+    "opmd",
+    "asymre",
+    "topr",
+    "gspo",
+    "cispo",
+    "tis",
+    "icepop",
 ]
 NEED_BEHAVIOR = [
     "tba_prime_ratio",
@@ -49,7 +60,17 @@ NEED_BEHAVIOR = [
     "grpo",
     "dr_grpo",
     "dr_grpo_ratio",
+    "tb_behavior",
+    "kimi_k2",
+    "oapl",
+    "topr",
+    "gspo",
+    "cispo",
+    "tis",
+    "icepop",
 ]
+# Stay bounded, or are defined, where policy and behaviour policy are e^50 apart.
+STAND_EXTREMES = ["tb_behavior", "kimi_k2", "oapl", "topr", "gspo", "cispo", "tis", "icepop"]
 REWARDS = {
     "mixed": [1.0, 0.3, -0.5, 0.7, -0.2, 0.9, 0.4, -1.1, 0.1, 0.6, 1.4, 0.2],
     "all equal": [0.7] * 4 + [-0.2] * 4 + [1.5] * 4,
@@ -82,8 +103,8 @@ class Example:
         return Example(*([column[row] for row in rows] for column in columns))
 
 
-def make_example(pattern, far=False):
-    """Make rows near to and far from the behaviour policy.
+def make_example(pattern, far=False, extreme=False):
+    """Make rows near to and far from the behaviour policy; with `extreme` e^50 and e^-50.
 
     `far` adds two tokens on which policy and reference differ by more than the KL clamp.
     """
@@ -94,6 +115,10 @@ def make_example(pattern, far=False):
         policy.append([-rng.uniform(1.0, 3.0) for _ in range(length)])
         behavior.append([p + rng.gauss(0.0, spread) for p in policy[row]])
         reference.append([p + rng.gauss(0.0, 0.5) for p in policy[row]])
+    if extreme:  # of tokens and of a response; the ratios of a row balance where one is e^50
+        behavior[0][1], behavior[0][2] = policy[0][1] - 50.0, policy[0][2] + 50.0
+        behavior[4][0] = policy[4][0] + 50.0
+        return Example(policy, behavior, reference, REWARDS[pattern], PROMPTS)
     behavior[0][1] = policy[0][1] - 2.5  # a ratio above 8
     behavior[9][2] = policy[9][2] - 2.3
     behavior[7][0] = policy[7][0] + 0.6  # a whole row with a ratio below 0.8
@@ -299,6 +324,80 @@ def reference_dr_grpo_ratio(e):
     return released_policy_gradient(e, minus_group_mean(e, e.rewards))
 
 
+def regression(e, values):
+    """Average (l - b - r / beta - V)^2 over the rows; values: V of each query."""
+
+    def loss(policy):
+        residuals = [
+            sum(row) - sum(e.behavior[i]) - e.rewards[i] / BETA - values[i // K]
+            for i, row in enumerate(policy)
+        ]
+        return mean(residual**2 for residual in residuals)
+
+    return loss
+
+
+def reference_tb_behavior(e):
+    residuals = [sum(p) - sum(b) - r / BETA for p, b, r in zip(e.policy, e.behavior, e.rewards)]
+    return regression(e, [mean(residuals[row] for row in rows) for rows in e.groups()])
+
+
+def reference_kimi_k2(e):
+    return regression(e, [-mean(e.rewards[row] for row in rows) / BETA for rows in e.groups()])
+
+
+def reference_oapl(e):
+    sums = [mean(math.exp(e.rewards[row] / BETA) for row in rows) for rows in e.groups()]
+    return regression(e, [-math.log(value) for value in sums])
+
+
+def reference_opmd(e):
+    return policy_gradient(e, minus_group_mean(e, e.rewards), divisor=1.0 + BETA)
+
+
+def reference_asymre(e):
+    return policy_gradient(e, [a + 0.1 for a in minus_group_mean(e, e.rewards)])
+
+
+def reference_topr(e):
+    advantages = minus_group_mean(e, e.rewards)
+    ratios = [math.exp(sum(p) - sum(b)) for p, b in zip(e.policy, e.behavior)]
+    weights = [1.0 if a > 0.0 else min(ratio, 1.0) for a, ratio in zip(advantages, ratios)]
+    return policy_gradient(e, [w * a for w, a in zip(weights, advantages)])
+
+
+def reference_gspo(e):
+    advantages = grpo_advantages(e)
+
+    def row_loss(advantage, row, behavior):
+        s = math.exp(mean(p - b for p, b in zip(row, behavior)))
+        return max(-advantage * s, -advantage * clamp(s, 1.0 - 3e-4, 1.0 + 4e-4))
+
+    def loss(policy):
+        return mean(row_loss(*row) for row in zip(advantages, policy, e.behavior))
+
+    return loss
+
+
+def weighted_tokens(e, weight):
+    """Policy gradient with A = r - mean r; each token is weighted by a function of its ratio."""
+    rows = zip(e.policy, e.behavior)
+    weights = [[weight(math.exp(p - b)) for p, b in zip(*row)] for row in rows]
+    return policy_gradient(e, minus_group_mean(e, e.rewards), weights)
+
+
+def reference_cispo(e):
+    return weighted_tokens(e, lambda ratio: min(ratio, 1.2))
+
+
+def reference_tis(e):
+    return weighted_tokens(e, lambda ratio: min(ratio, 2.0))
+
+
+def reference_icepop(e):
+    return weighted_tokens(e, lambda ratio: ratio if 0.5 <= ratio <= 5.0 else 0.0)
+
+
 def best_and_worst(e, rows):
     """Find the best and the worst row, each the lowest of its ties.
 
@@ -342,6 +441,16 @@ REFERENCES = {
     "dr_grpo_ratio": reference_dr_grpo_ratio,
     "online_dpo": reference_online_dpo,
     "raft": reference_raft,
+    "tb_behavior": reference_tb_behavior,
+    "kimi_k2": reference_kimi_k2,
+    "oapl": reference_oapl,
+    "opmd": reference_opmd,
+    "asymre": reference_asymre,
+    "topr": reference_topr,
+    "gspo": reference_gspo,
+    "cispo": reference_cispo,
+    "tis": reference_tis,
+    "icepop": reference_icepop,
 }
 
 
@@ -364,7 +473,7 @@ def test_the_registry_holds_exactly_these_objectives_and_each_says_what_it_needs
     assert sorted(LOSSES) == sorted(NAMES)
     for name, objective in LOSSES.items():
         needs = "Needs behaviour" if name in NEED_BEHAVIOR else "Needs no behaviour"
-        assert needs in (objective.__doc__ or ""), name
+        assert needs in " ".join((objective.__doc__ or "").split()), name
 
 
 @every_objective
@@ -378,6 +487,76 @@ def test_an_objective_has_the_value_and_the_gradient_of_its_formula(name, patter
     differences = central_differences(expected, example.policy)
     expected_gradient = torch.tensor(differences, dtype=torch.float64)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", STAND_EXTREMES)
+@pytest.mark.parametrize("pattern", REWARDS)
+def test_a_ratio_of_e_to_50_or_to_minus_50_leaves_an_objective_at_its_formula(name, pattern):
+    example = make_example(pattern, extreme=True)
+    value, gradient = value_and_gradient(name, to_inputs(example))
+    expected = REFERENCES[name](example)
+    assert value.item() == pytest.approx(expected(example.policy), rel=1e-5, abs=1e-7)
+    differences = central_differences(expected, example.policy)
+    expected_gradient = torch.tensor(differences, dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+@every_objective
+@pytest.mark.parametrize("pattern", REWARDS)
+def test_extreme_ratios_leave_value_and_gradient_finite_in_fp32(name, pattern):
+    inputs = to_inputs(make_example(pattern, extreme=True))
+    tensors = {
+        field: getattr(inputs, field).detach().float()
+        for field in ("logprobs", "ref_logprobs", "behavior_logprobs", "rewards")
+    }
+    tensors["logprobs"].requires_grad_()
+    value, gradient = value_and_gradient(name, replace(inputs, **tensors))
+    assert value.isfinite() and gradient.isfinite().all()
+
+
+@every_objective
+def test_an_objective_said_to_need_no_reference_reads_none_and_every_other_does(name):
+    inputs = to_inputs(make_example("mixed"))
+    value, gradient = value_and_gradient(name, inputs)
+    other = replace(inputs, ref_logprobs=inputs.ref_logprobs * torch.linspace(0.1, 2.0, WIDTH))
+    other_value, other_gradient = value_and_gradient(name, other)
+    is_the_same = torch.equal(value, other_value) and torch.equal(gradient, other_gradient)
+    assert is_the_same == (name in WITHOUT_REFERENCE)
+
+
+@pytest.mark.parametrize("pattern", REWARDS)
+def test_the_gradient_of_tb_is_that_of_gvpo(pattern):
+    """GVPO (arXiv 2504.19599): ((beta D - mean beta D) - (r - mean r))^2 / 2, D = l - f."""
+    example = make_example(pattern)
+    rewards = minus_group_mean(example, example.rewards)
+
+    def gvpo(policy):
+        shifts = [BETA * (sum(p) - sum(f)) for p, f in zip(policy, example.reference)]
+        rows = zip(minus_group_mean(example, shifts), rewards)
+        return mean(0.5 * (shift - reward) ** 2 for shift, reward in rows)
+
+    _, gradient = value_and_gradient("tb", to_inputs(example))
+    differences = central_differences(gvpo, example.policy)
+    expected = torch.tensor(differences, dtype=torch.float64)
+    assert torch.cosine_similarity(gradient.flatten(), expected.flatten(), dim=0) > 0.999999
+    torch.testing.assert_close(gradient * BETA**2 / 2, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("pattern", REWARDS)
+def test_tb_behavior_and_kimi_k2_coincide_on_policy_and_differ_by_mean_delta_off_policy(pattern):
+    example = make_example(pattern)
+    fresh = to_inputs(replace(example, behavior=example.policy))
+    for one, other in zip(
+        *(value_and_gradient(name, fresh) for name in ("tb_behavior", "kimi_k2"))
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    stale, _ = value_and_gradient("tb_behavior", to_inputs(example))
+    shifts = [sum(p) - sum(b) for p, b in zip(example.policy, example.behavior)]
+    means = [mean(shifts[row] for row in rows) for rows in example.groups()]
+    # The residuals of tb_behavior have mean 0 in each query: squares of their sum just add.
+    expected = stale + mean(value**2 for value in means)
+    kimi, _ = value_and_gradient("kimi_k2", to_inputs(example))
+    torch.testing.assert_close(kimi, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("pattern", ["mixed", "one right", "another pattern in each group"])
@@ -468,7 +647,7 @@ def test_a_group_without_a_best_response_adds_exactly_zero(name, pattern):
     assert value == 0.0 and not gradient.any()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "reinforce"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("reinforce", "asymre")])
 @identical_rewards
 def test_identical_rewards_move_nothing_where_policy_reference_and_behaviour_agree(name, pattern):
     example = make_example(pattern)

@@ -45,6 +45,14 @@ QWEN_05B = Qwen2Config(
     num_key_value_heads=2,
     tie_word_embeddings=True,
 )
+QWEN_7B = Qwen2Config(
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+)
 SHALLOW = LlamaConfig(hidden_size=1024, num_hidden_layers=2)
 GSM8K = dict(task="gsm8k", max_prompt_tokens=512, max_response_tokens=512)
 
@@ -294,6 +302,16 @@ def test_the_small_preset_fits_on_one_card_of_24_gib(shapes):
     made, problem = plan_on("1x24", **settings)
     assert problem is None and made.responses >= 50
     assert plan_on("1x22", **settings)[1] is None, "some cards of 24 GB have less"
+
+
+@pytest.mark.runs
+def test_the_lora_preset_of_math_fits_on_one_card_of_80_gib(tmp_path):
+    pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
+    QWEN_7B.save_pretrained(tmp_path)
+    settings = find_presets("competition_math")["lora"] | {"model": str(tmp_path)}
+    made, problem = plan_on("1x80", **settings, task="competition_math")
+    assert problem is None and made.responses >= 50
+    assert plan_on("1x80", **settings | {"lora_rank": 0}, task="competition_math")[1]
 
 
 def test_a_start_is_checked_against_memory_shared_memory_and_disk(shapes, monkeypatch):

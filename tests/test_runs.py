@@ -157,7 +157,7 @@ def test_a_fork_with_the_readmes_objective_trains_until_ctrl_c_and_ends_within_1
     assert len(code.splitlines()) < 10
     fork, run_dir = tmp_path / "fork", tmp_path / "run"
     shutil.copytree(ROOT, fork, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))
-    with open(fork / "loss.py", "a") as file:
+    with open(fork / "objectives.py", "a") as file:
         file.write("\n\n" + code)
     name = re.search(r'LOSSES\["(\w+)"\]', code)[1]
     flags = ["--loss", name, "--max_staleness", 4, "--reference_reset_period", 10]
