@@ -50,10 +50,11 @@ class Row:
     ref_logprobs: np.ndarray  # (T,)
     behavior_logprobs: np.ndarray  # (T,)
     reward: float
+    received_step: int = 0  # trainer step at which it arrived
 
 
-def rows_of(group: Group) -> list[Row]:
-    """Cut a group into its S rows."""
+def rows_of(group: Group, step: int = 0) -> list[Row]:
+    """Cut a group into its S rows. step: at which it arrived."""
     ends = np.cumsum(group.lengths).tolist()
     rows = []
     for start, end, reward in zip([0, *ends], ends, group.rewards.tolist()):
@@ -66,6 +67,7 @@ def rows_of(group: Group) -> list[Row]:
             group.ref_logprobs[start:end],
             group.behavior_logprobs[start:end],
             reward,
+            step,
         )
         rows.append(row)
     return rows
@@ -217,6 +219,7 @@ class Pool:
             "versions": np.array([row.version for row in rows], np.int64),
             "reference_versions": np.array([row.reference_version for row in rows], np.int64),
             "rewards": np.array([row.reward for row in rows], np.float64),
+            "received_steps": np.array([row.received_step for row in rows], np.int64),
         }
         for name in self.ARRAYS:
             arrays = [getattr(row, name) for row in rows]
@@ -232,11 +235,13 @@ class Pool:
         }
         counts, versions = state["counts"].tolist(), state["versions"].tolist()
         reference_versions, rewards = state["reference_versions"].tolist(), state["rewards"]
+        received_steps = state["received_steps"].tolist()
         start = 0
         for query, count in zip(state["cards"].tolist(), counts):
             for i in range(start, start + count):
                 arrays = [columns[name][i] for name in self.ARRAYS]
-                row = Row(query, versions[i], reference_versions[i], *arrays, float(rewards[i]))
+                last = float(rewards[i]), received_steps[i]
+                row = Row(query, versions[i], reference_versions[i], *arrays, *last)
                 self.add(row, row.tokens.tobytes(), count)
             # add() filled rows in the saved order. Restore the order of age as well, so that the
             # same rows leave first.
@@ -288,7 +293,7 @@ class ReplayBuffer:
             capacity = self.capacity_per_query
             if self.growth_steps is not None and step >= self.growth_steps:
                 capacity = max(self.all.count(group.query_id), len(group.lengths))
-            for row in rows_of(group):
+            for row in rows_of(group, step):
                 key = row.tokens.tobytes()
                 self.all.add(row, key, capacity)
                 self.recent.add(row, key, self.capacity_per_query)

@@ -28,6 +28,7 @@ from models.lora import (
 )
 from models.policy import load_tokenizer
 from objectives import LOSSES
+from runtime.importance import Importance
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
 
@@ -53,6 +54,7 @@ class Learner:
         self.low_memory = config.low_memory == "on"  # or set by the largest-batch trial
         self.step = 0  # optimizer steps done; the version of the weights
         self.bad_steps = self.bad_steps_in_a_row = 0
+        self.importance = Importance()
 
     def update(self, rows: list[Row]) -> Metrics:
         """Make one optimizer step on B x K rows, a few queries at a time.
@@ -63,6 +65,7 @@ class Learner:
         beta = beta_at(config, step)
         tau, gamma = reward_temperature_at(config, step), reference_temperature_at(config, step)
         size = config.queries_per_micro_batch * config.responses_per_query
+        self.importance = Importance()  # of this batch
         totals: Metrics = {"loss": 0.0}
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
@@ -79,6 +82,7 @@ class Learner:
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "beta": beta,
+            **self.importance.figures(),
         }
 
     def backward(
@@ -92,6 +96,7 @@ class Learner:
         """
         with torch.set_grad_enabled(not self.low_memory):
             inputs = self.loss_inputs(rows, beta, reference_temperature)
+        self.importance.add(inputs)
         inputs.logprobs.requires_grad_()
         loss, metrics = LOSSES[self.config.loss](inputs)
         (loss * weight).backward()

@@ -25,7 +25,7 @@ from runtime.board import Board
 from runtime.evaluation import EvaluationRun, EvaluationService
 from runtime.lockstep import LockstepWorkload
 from runtime.messages import Evaluation
-from runtime.reference import Reference
+from runtime.reference import load_reference
 from runtime.samples import SampleLog
 from runtime.scoring import FailureLimit, Responses, Scorer, decode
 from runtime.timeline import WorkTimeline
@@ -83,7 +83,7 @@ class Searcher:
         self.version = 0  # of the weights in the engine: config.model is the trainer's version 0
         # Kept here to spare the trainer's memory. Loaded after vLLM, which reserves a share of what
         # is free.
-        self.reference = Reference(config, weights, pin)
+        self.reference = load_reference(config, weights, pin)
         self.scorer = Scorer(config, self.task)
         self.failures = FailureLimit(board, row)
         self.samples = SampleLog(run_dir, self.task)

@@ -184,9 +184,12 @@ class Trainer:
         self.board.beat("trainer")
         board, version = self.board, self.step - 1  # of the weights that the step started from
         staleness = version - np.array([row.version for row in rows])
+        in_buffer = version - np.array([row.received_step for row in rows])
         figures = {
             "staleness_mean": float(staleness.mean()),
             "staleness_max": int(staleness.max()),
+            "staleness_in_flight": float((staleness - in_buffer).mean()),
+            "staleness_in_buffer": float(in_buffer.mean()),
             **self.rates.measure(self.waits.seconds),
             "queue_depth": self.rollout_queue.qsize(),
             **self.batches.figures(),

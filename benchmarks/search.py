@@ -10,6 +10,7 @@ GSM8K comes from the hub without --data_dir.
 
 searcher      Searcher.search() itself: generation, scores, reference log-probabilities, groups into
               the queue; another process empties that
+no reference  the same, as it is for an objective that reads no reference log-probabilities
 streaming     the same engine and requests and nothing else: a group of 24 joins as soon as there is
               room
 barrier       the same engine, as many groups as there is room for, the next when all have finished:
@@ -43,6 +44,7 @@ from models.engine import ENGINE_ROWS
 from models.policy import weight_shapes
 from runtime import processes
 from runtime.board import Board
+from runtime.reference import NoReference, Reference
 from runtime.timeline import read_spans
 from searcher import Searcher
 from weights import SharedWeights, num_elements
@@ -69,7 +71,7 @@ class Measurement:
             config, 0, 0, "searcher 0", self.weights, found, self.board, run_dir
         )
         self.searcher.evaluation.started_version = 0  # no evaluation of the base model
-        self.engine = self.searcher.engine
+        self.engine, self.reference = self.searcher.engine, self.searcher.reference
         queries = self.searcher.workload.queries
         self.prompts = [self.searcher.tokenizer(query.prompt).input_ids for query in queries]
         self.sampling = dict(
@@ -83,9 +85,9 @@ class Measurement:
         self.tokens += min(self.engine.rows, ENGINE_ROWS)
         return self.engine_step()
 
-    def searching(self) -> dict[str, float]:
+    def searching(self, reference: Reference | NoReference) -> dict[str, float]:
         """Measure the searcher: tokens per second, and each kind of span's share of the time."""
-        marks = []
+        self.searcher.reference, marks = reference, []
 
         def watch() -> None:
             for pause in (self.warm_up, self.seconds):
@@ -108,7 +110,7 @@ class Measurement:
 
         load_every: engine steps between two loads of new weights; 0: none are loaded.
         """
-        tensors, steps = dict(self.searcher.reference.model.named_parameters()), itertools.count(1)
+        tensors, steps = dict(self.reference.model.named_parameters()), itertools.count(1)
 
         def step() -> None:
             while self.engine.rows < ENGINE_ROWS:
@@ -166,8 +168,9 @@ def measure(
     rates: dict[str, list[float]] = {}
     shares = []
     for _ in range(2):  # in turns, since the machine may be faster now than then
-        shares.append(m.searching())
+        shares.append(m.searching(m.reference))
         rates.setdefault("searcher", []).append(shares[-1].pop("rate"))
+        rates.setdefault("no reference", []).append(m.searching(NoReference())["rate"])
         rates.setdefault("streaming", []).append(m.streaming())
         rates.setdefault("barrier", []).append(m.barrier())
         for every in LOAD_EVERY:

@@ -88,7 +88,7 @@ class LockstepBatches:
         groups = self.arrived.pop(step)
         groups.sort(key=lambda group: (group.query_id, group.tokens.tobytes()))
         self.unobserved = groups
-        return [row for group in groups for row in rows_of(group)]
+        return [row for group in groups for row in rows_of(group, step)]
 
     def num_missing(self, step: int) -> int:
         return self.config.queries_per_batch - len(self.arrived.get(step, []))

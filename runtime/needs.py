@@ -18,6 +18,7 @@ from models.device import compute_dtype
 from models.logprobs import TOKENS_IN_LOW_MEMORY, TOKENS_PER_FORWARD, split_rows
 from models.lora import trained_shapes
 from models.sizes import ENGINE_ROWS, Pass
+from objectives import WITHOUT_REFERENCE
 from runtime.checkpoint import KEPT
 from runtime.places import Place
 from runtime.processes import environment
@@ -117,15 +118,17 @@ class Needs:
         yield Need(where, name, "vLLM: weights and temporary memory", min(fixed, vllm))
         purpose = f"vLLM: {responses(self.responses(place))} of full length at once"
         yield Need(where, name, purpose, max(0.0, vllm - fixed))
+        for model in models:
+            yield Need(where, name, f"the task's {Path(model).name}", sizes.loaded_bytes(model))
+        yield from self.process(place)
+        if config.loss in WITHOUT_REFERENCE:
+            return
         yield Need(where, name, "reference policy", self.frozen)
         # All that finished together is scored together.
         groups = max(1, ENGINE_ROWS // config.samples_per_query)
         largest = self.passes(groups, config.samples_per_query, self.usual_tokens)[0]
         taken = self.forward(largest)
         yield Need(where, name, "reference policy's largest forward pass", taken)
-        for model in models:
-            yield Need(where, name, f"the task's {Path(model).name}", sizes.loaded_bytes(model))
-        yield from self.process(place)
 
     def forward(self, one: Pass, is_frozen: bool = True) -> int:
         """Bytes of a forward pass without a gradient; a frozen policy needs no casts."""

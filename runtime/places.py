@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from config import Config, UserError
+from objectives import WITHOUT_REFERENCE
 
 # Of a GPU's memory, for vLLM. Alone it has the reference policy beside it, and a task's models.
 MEMORY_ALONE, MEMORY_BESIDE_TRAINER = 0.55, 0.15
@@ -88,9 +89,11 @@ def split_cores(cores: list[int], searchers: int) -> list[list[int]]:
 
 
 def resolve(config: Config, places: list[Place]) -> Config:
-    """Fill in what these places decide."""
+    """Fill in what these places decide, and leave out resets of a reference that is not read."""
+    resets = 0 if config.loss in WITHOUT_REFERENCE else config.reference_reset_period
     return dataclasses.replace(
         config,
+        reference_reset_period=resets,
         searchers=len(places) - 1,
         gpu_memory_utilization=gpu_memory(config, places),
         search_ahead=search_ahead(config, places),

@@ -13,6 +13,7 @@ from models.device import compute_dtype, device
 from models.logprobs import response_logprobs, response_logprobs_under
 from models.merged import merged
 from models.policy import load_policy
+from objectives import WITHOUT_REFERENCE
 from weights import WRITING, SharedWeights
 
 
@@ -45,6 +46,25 @@ class Reference:
         )
         rows = padded.cpu().numpy()
         return [row[: len(response)] for row, response in zip(rows, responses)]
+
+
+class NoReference:
+    """In its place where the objective reads no reference log-probabilities: they are NaN."""
+
+    version = 0
+
+    def update(self) -> None:
+        pass
+
+    def logprobs(self, prompts: list[np.ndarray], responses: list[np.ndarray]) -> list[np.ndarray]:
+        return [np.full(len(response), np.nan, np.float32) for response in responses]
+
+
+def load_reference(config: Config, weights: SharedWeights, pin: int) -> Reference | NoReference:
+    """Load the reference policy, if the objective has one."""
+    if config.loss in WITHOUT_REFERENCE:
+        return NoReference()
+    return Reference(config, weights, pin)
 
 
 class ReferenceResets:

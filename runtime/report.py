@@ -111,17 +111,19 @@ class Rates:
 def describe(groups: list[Group]) -> dict[str, float]:
     """What the trainer received, in figures.
 
-    KL (nats a response, against the reference policy) and entropy (nats a token) are estimates for
-    the policy that sampled; KL contains the mismatch with vLLM. Ends that were appended are left
-    out.
+    KL (nats a response, against the reference policy, if there is one) and entropy (nats a token)
+    are estimates for the policy that sampled; KL contains the mismatch with vLLM. Ends that were
+    appended are left out.
     """
     was_sampled = np.concatenate([sampled(group) for group in groups])
     behavior = np.concatenate([group.behavior_logprobs for group in groups])[was_sampled]
     reference = np.concatenate([group.ref_logprobs for group in groups])[was_sampled]
     lengths = np.concatenate([group.lengths for group in groups])
+    has_reference = not np.isnan(reference).all()
+    kl = {"kl": float((behavior - reference).sum() / len(lengths))} if has_reference else {}
     return {
         "reward": float(np.concatenate([group.rewards for group in groups]).mean()),
-        "kl": float((behavior - reference).sum() / len(lengths)),
+        **kl,
         "entropy": float(-behavior.mean()),
         "response_tokens": float(was_sampled.sum() / len(lengths)),
         "finished": float(np.concatenate([group.finished for group in groups]).mean()),

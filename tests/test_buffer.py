@@ -95,7 +95,7 @@ def softmax(rewards: list[float], inverse_temperature: float) -> np.ndarray:
 def assert_same_rows(rows: list[Row], expected: list[Row]) -> None:
     assert len(rows) == len(expected)
     for row, other in zip(rows, expected):
-        for field in ("query_id", "version", "reference_version", "reward"):
+        for field in ("query_id", "version", "reference_version", "reward", "received_step"):
             assert getattr(row, field) == getattr(other, field)
         for field in ("prompt", "tokens", "ref_logprobs", "behavior_logprobs"):
             array, wanted = getattr(row, field), getattr(other, field)
@@ -264,6 +264,7 @@ def test_a_row_carries_what_its_group_said_of_it():
             ref_logprobs=sent.ref_logprobs[part],
             behavior_logprobs=sent.behavior_logprobs[part],
             reward=float(sent.rewards[i]),
+            received_step=8,
         )
         assert_same_rows([row], [wanted])
 

@@ -1,0 +1,109 @@
+"""The figures that say how far a batch is from on-policy, and runs without a reference policy."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import read, steps_of, tba
+from test_objectives import make_example, to_inputs
+from test_plan import plan_on
+from test_trainer import make_rows, make_trainer
+from transformers import LlamaConfig
+
+from config import Config
+from objectives import WITHOUT_REFERENCE
+from runtime.importance import Importance, effective_share
+from runtime.places import find_places, resolve
+from runtime.reference import NoReference, Reference, load_reference
+
+
+def test_the_effective_share_is_1_of_equal_weights_and_1_in_n_where_one_outweighs_all():
+    assert effective_share(torch.full((8,), -3.0).double()) == pytest.approx(1.0)
+    assert effective_share(torch.tensor([400.0] + [-400.0] * 7).double()) == pytest.approx(1 / 8)
+    log_w = [math.log(w) for w in (1.0, 2.0, 3.0)]
+    expected = (1 + 2 + 3) ** 2 / (1 + 4 + 9) / 3
+    assert effective_share(torch.tensor(log_w).double()) == pytest.approx(expected)
+
+
+def test_figures_do_not_depend_on_the_micro_batch_and_leave_padding_out():
+    example = make_example("mixed")
+    whole, parts = Importance(), Importance()
+    whole.add(to_inputs(example, filler=math.nan))
+    for rows in example.groups():
+        parts.add(to_inputs(example.only(rows), width=8))
+    assert whole.figures() == pytest.approx(parts.figures())
+    log_w = [sum(p) - sum(b) for p, b in zip(example.policy, example.behavior)]
+    figures, w = whole.figures(), np.exp(log_w)
+    assert figures["ess_responses"] == pytest.approx(w.sum() ** 2 / (w**2).sum() / len(w))
+    assert figures["log_w_5"] == pytest.approx(np.quantile(log_w, 0.05))
+    assert figures["log_w_95"] == pytest.approx(np.quantile(log_w, 0.95))
+    fresh = Importance()
+    fresh.add(to_inputs(replace(example, behavior=example.policy)))
+    assert fresh.figures() == {
+        "ess_responses": 1.0,
+        "ess_tokens": 1.0,
+        "log_w_5": 0.0,
+        "log_w_95": 0.0,
+    }
+
+
+def test_a_step_has_the_figures_of_its_own_batch(untied_model, tmp_path):
+    learner = make_trainer(untied_model, tmp_path).learner
+    first, again = (learner.update(make_rows(4, 3, seed)) for seed in (0, 1))
+    alone = make_trainer(untied_model, tmp_path / "alone", low_memory="on").learner
+    alone.update(make_rows(4, 3, 0))
+    expected = alone.update(make_rows(4, 3, 1))
+    for name in ("ess_responses", "ess_tokens", "log_w_5", "log_w_95"):
+        assert again[name] == pytest.approx(expected[name], rel=1e-3)
+        assert again[name] != first[name]
+
+
+def test_staleness_is_split_at_the_step_at_which_a_response_arrived(untied_model, tmp_path):
+    trainer = make_trainer(untied_model, tmp_path)
+    trainer.learner.step = 10
+    rows = make_rows(1, 2)
+    for row, version, received in zip(rows, (2, 4), (5, 8)):
+        row.version, row.received_step = version, received
+    lines = []
+    trainer.report = SimpleNamespace(step=lines.append, seconds=0.0)
+    trainer.record({"step": 10}, rows)
+    assert lines[0]["staleness_mean"] == 9 - 3
+    assert lines[0]["staleness_in_flight"] == (3 + 4) / 2
+    assert lines[0]["staleness_in_buffer"] == (4 + 1) / 2
+
+
+def test_where_no_reference_is_read_none_is_loaded_reset_or_planned_for(tmp_path, untied_model):
+    config = Config(model=str(untied_model), loss="kimi_k2", reference_reset_period=50)
+    none = load_reference(config, weights=None, pin=0)
+    assert isinstance(none, NoReference)
+    tokens = [np.arange(3), np.arange(5)]
+    assert [row.shape for row in none.logprobs([], tokens)] == [(3,), (5,)]
+    assert all(np.isnan(row).all() for row in none.logprobs([], tokens)), "a reader would show"
+    assert isinstance(load_reference(replace(config, loss="tb"), None, 0), Reference)
+    assert resolve(config, find_places(config, [])).reference_reset_period == 0
+    kept = resolve(replace(config, loss="tba_prime"), find_places(config, []))
+    assert kept.reference_reset_period == 50
+    LlamaConfig(hidden_size=1024, num_hidden_layers=2).save_pretrained(tmp_path)
+    purposes = {
+        loss: {need.purpose for need in plan_on("2x20", model=str(tmp_path), loss=loss)[0].needs}
+        for loss in ("tb", "kimi_k2")
+    }
+    gone = purposes["tb"] - purposes["kimi_k2"]
+    assert gone == {"reference policy", "reference policy's largest forward pass"}
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("loss", sorted(WITHOUT_REFERENCE))
+def test_a_run_without_a_reference_policy_learns_and_has_no_kl(loss, tmp_path):
+    flags = ["--loss", loss, "--steps", 150, "--output_dir", tmp_path / "run"]
+    result = tba("arithmetic", *flags)
+    assert result.returncode == 0, result.stderr
+    lines = steps_of(tmp_path / "run")
+    assert len(lines) == 150 and not any("kl" in line for line in lines)
+    assert all(math.isfinite(line[name]) for line in lines for name in ("loss", "grad_norm"))
+    assert all(0 < line["ess_responses"] <= 1 for line in lines)
+    final = read(tmp_path / "run", "metrics.jsonl")[-1]["final_accuracy"]
+    assert final > 0.4, "it begins at 0.29"
