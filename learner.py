@@ -18,14 +18,7 @@ from config import Config
 from loss import LossInputs, Metrics
 from models.device import compute_dtype, device
 from models.logprobs import TOKENS_IN_LOW_MEMORY, response_logprobs, split_rows
-from models.lora import (
-    check_base,
-    fingerprint,
-    load_trained_policy,
-    save_adapter,
-    save_policy,
-    trained_parameters,
-)
+from models.lora import base_state, check_base, load_trained_policy, save, trained_parameters
 from models.policy import load_tokenizer
 from objectives import LOSSES
 from runtime.importance import Importance
@@ -169,9 +162,7 @@ class Learner:
         The learning rate's schedule is a function of the step.
         """
         counters = [self.step, self.bad_steps, self.bad_steps_in_a_row]
-        state = {"counters": torch.tensor(counters)}
-        if self.adapted:
-            state["base"] = fingerprint(self.policy)
+        state = {"counters": torch.tensor(counters), **base_state(self.policy)}
         for name, parameter in self.trained.items():
             state[f"policy.{name}"] = parameter.detach()
             for key, value in self.optimizer.state[parameter].items():
@@ -180,8 +171,7 @@ class Learner:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if self.adapted:
-            check_base(self.policy, state["base"])
+        check_base(self.policy, state)
         for name, parameter in self.trained.items():
             parameter.copy_(state[f"policy.{name}"])
             prefix = f"optimizer.{name}."
@@ -206,12 +196,10 @@ class Learner:
         for setting in ("temperature", "top_p", "top_k"):
             setattr(self.policy.generation_config, setting, None)
         unfinished = directory.with_suffix(".unfinished")
-        save_policy(self.policy, self.adapted, unfinished)
+        save(self.policy, self.adapted, unfinished)
         load_tokenizer(self.config).save_pretrained(unfinished)
         shutil.rmtree(directory, ignore_errors=True)
         unfinished.rename(directory)
-        if self.adapted:
-            save_adapter(self.adapted, directory.with_name("adapter"))
 
 
 def beta_at(config: Config, step: int) -> float:

@@ -6,6 +6,7 @@ policy at the start is the base model.
 """
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,19 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from config import Config, UserError
-from models.merged import merged
-from models.policy import load_policy, policy_without_weights
+from models.merged import BASE, merged
+from models.policy import first_line, load_policy, policy_without_weights
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+
+def check_peft(config: Config) -> None:
+    """Raise UserError where --lora_rank wants peft and it is not installed."""
+    if config.lora_rank and not find_spec("peft"):
+        raise UserError(
+            f"--lora_rank {config.lora_rank} needs peft: pip install -r requirements-lora.txt"
+        )
 
 
 def load_trained_policy(
@@ -29,7 +38,7 @@ def load_trained_policy(
     """
     if not config.lora_rank:
         return load_policy(config, device), None
-    policy = load_policy(config, device, frozen=dtype)
+    policy = load_policy(config, device, linear_dtype=dtype)
     return policy, add_adapters(policy, config)
 
 
@@ -37,75 +46,87 @@ def add_adapters(policy: torch.nn.Module, config: Config) -> "PeftModel":
     """Freeze a policy and put an adapter beside each of its linear layers, the head aside.
 
     B is 0 at first: the policy stays what it was. Adapters are held in --master_dtype. Returns
-    peft's view of the same policy. Raises UserError without peft, or without a linear layer.
+    peft's view of the same policy. Raises UserError for a policy without a linear layer, or with
+    experts, which are none and which merged() does not know.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError(
-            f"--lora_rank {config.lora_rank} needs peft: pip install -r requirements-lora.txt"
-        ) from error
+    import peft
+
     settings = peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha or 2 * config.lora_rank,
         target_modules="all-linear",
+        # As GPT-2 has it; peft would say in a warning that it sets this itself.
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in policy.modules()),
     )
+    model = f"--lora_rank {config.lora_rank}: --model {config.model!r}, a {type(policy).__name__},"
     try:
         adapted = peft.get_peft_model(policy, settings)
     except ValueError as error:
-        raise UserError(
-            f"--lora_rank {config.lora_rank}: --model {config.model!r}, a {type(policy).__name__}, "
-            "has no linear layer besides its head: train all weights (--lora_rank 0)"
-        ) from error
-    for parameter in policy.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
+        problem = f"has no linear layer besides its head ({first_line(error)})"
+        raise UserError(f"{model} {problem}: train all weights (--lora_rank 0)") from error
+    if any(BASE + BASE in name for name, _ in policy.named_parameters()):
+        problem = "has experts, whose adapters could not be merged"
+        raise UserError(f"{model} {problem}: train all weights (--lora_rank 0)")
+    for parameter in trained_parameters(policy).values():
+        parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
     return adapted
 
 
 def trained_parameters(policy: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """All parameters that are trained, by name: of a policy with adapters, theirs."""
+    """Return the parameters that are trained, by name: the adapters' where there are any."""
     named = policy.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
-def fingerprint(policy: torch.nn.Module) -> torch.Tensor:
-    """Sum up each frozen parameter: by that a base model is known again. (frozen ones,) float64."""
-    frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
-    return torch.stack([parameter.sum(dtype=torch.float64).cpu() for parameter in frozen])
-
-
-def check_base(policy: torch.nn.Module, expected: torch.Tensor) -> None:
-    """Raise ValueError for another base model than that of the fingerprint."""
-    found = fingerprint(policy)
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
-        raise ValueError(
-            "--model has changed since the checkpoint, whose adapters belong to what it was: "
-            "name the model of that time, a branch by org/name@branch"
-        )
-
-
 def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of all that is trained, with nothing loaded. Raises UserError."""
+    """Return names and shapes of the parameters to train. Nothing is loaded. Raises UserError."""
     policy = policy_without_weights(config)
     if config.lora_rank:
         add_adapters(policy, config)
     return {name: tuple(value.shape) for name, value in trained_parameters(policy).items()}
 
 
-def save_policy(policy: torch.nn.Module, adapted: "PeftModel | None", directory: Path) -> None:
-    """Save a policy for from_pretrained and for vLLM; one with adapters merged, in their dtype."""
+def base_state(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint of adapters says of their base, to recognise it; else nothing.
+
+    Of each frozen parameter the sum of its rows, each times its number: (frozen ones,) float64.
+    """
+    frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
+    if not frozen:
+        return {}
+    rows = [p.reshape(len(p), -1).sum(dim=1, dtype=torch.float64).cpu() for p in frozen]
+    return {"base": torch.stack([row @ torch.arange(1.0, len(row) + 1).double() for row in rows])}
+
+
+def check_base(policy: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError where a checkpoint's adapters belong to another base model than this."""
+    found, expected = base_state(policy).get("base"), state.get("base")
+    if expected is None:
+        return
+    # Sums in float64 differ by far less between machines.
+    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-6, atol=1e-6):
+        raise ValueError(
+            "--model has changed since the checkpoint, whose adapters belong to what it was, or "
+            "--dtype auto means another one on this machine: put back what there was"
+        )
+
+
+def save(policy: torch.nn.Module, adapted: "PeftModel | None", directory: Path) -> None:
+    """Save a policy for from_pretrained and for vLLM; one with adapters merged, in their dtype.
+
+    adapted: then its adapters too, beside it in adapter/, for peft's PeftModel.from_pretrained.
+    """
     weights = None
     if adapted:
         dtype = next(iter(trained_parameters(policy).values())).dtype
+        parameters = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
         weights = {name: tensor.to("cpu", dtype) for name, tensor in merged(policy)}
+        weights |= {  # its buffers
+            name: tensor for name, tensor in policy.state_dict().items() if name not in parameters
+        }
+        adapter = directory.with_name("adapter")
+        unfinished = adapter.with_suffix(".unfinished")
+        adapted.save_pretrained(unfinished, save_embedding_layers=False)
+        shutil.rmtree(adapter, ignore_errors=True)
+        unfinished.rename(adapter)
     policy.save_pretrained(directory, state_dict=weights)
-
-
-def save_adapter(adapted: "PeftModel", directory: Path) -> None:
-    """Save adapters for peft's PeftModel.from_pretrained: written beside, then renamed."""
-    unfinished = directory.with_suffix(".unfinished")
-    adapted.save_pretrained(unfinished, save_embedding_layers=False)
-    shutil.rmtree(directory, ignore_errors=True)
-    unfinished.rename(directory)

@@ -14,11 +14,12 @@ from models.logprobs import check_architecture
 
 
 def load_policy(
-    config: Config, device: torch.device, frozen: torch.dtype | None = None
+    config: Config, device: torch.device, linear_dtype: torch.dtype | None = None
 ) -> torch.nn.Module:
     """Load config.model in --master_dtype and evaluation mode: pi is without dropout.
 
-    frozen: what is computed in, for a policy whose weights are not trained (hold_as_multiplied).
+    linear_dtype: for a policy whose weights are not trained, what is computed in
+    (hold_as_multiplied).
     Raises ValueError for an architecture that response_logprobs does not know.
     """
     model = AutoModelForCausalLM.from_pretrained(
@@ -29,8 +30,8 @@ def load_policy(
     model.eval()
     check_architecture(model)  # in fp32, to compare to 1e-3
     model.to(getattr(torch, config.master_dtype))
-    if frozen:
-        hold_as_multiplied(model, frozen)
+    if linear_dtype:
+        hold_as_multiplied(model, linear_dtype)
     return model.to(device)
 
 

@@ -16,7 +16,7 @@ import torch.multiprocessing
 from config import Config, UserError
 from models.device import compute_dtype
 from models.hub import fetch_model, find_model
-from models.lora import trained_shapes
+from models.lora import check_peft, trained_shapes
 from models.policy import weight_shapes
 from runtime import checkpoint, preflight, processes
 from runtime.board import Board
@@ -76,8 +76,8 @@ class Run:
         self.board = Board([place.name for place in places])
         if resume:
             self.board.load_state_dict(checkpoint.load_state(resume)["board"])
-        # A checkpoint holds fp32 weights and two moments, the one before may be under way; the
-        # buffer and the model come with it.
+        # A checkpoint holds fp32 weights and two moments at most, the one before may be under way;
+        # the buffer and the model come with it.
         self.save_seconds = SAVE_SECONDS + 32 * num_elements(shapes) / SAVE_BYTES_PER_SECOND
         self.supervisor = Supervisor(
             config, places[1:], self.weights, self.board, config.output_dir, "searcher:run"
@@ -134,6 +134,7 @@ class Run:
 
 def run(config: Config) -> int:
     """Train. Returns the exit code; raises UserError while nothing has started."""
+    check_peft(config)
     task, sizes, chats = preflight.load_data(config)
     resume = preflight.find_checkpoint(config) if config.resume else None
     if not (resume and config.output_dir == config.resume):

@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from config import Config, UserError
 from models.hub import fetch_model, find_model
+from models.lora import check_peft
 from models.policy import weight_shapes
 from runtime.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
 from runtime.places import Place, find_places, resolve
@@ -62,6 +64,7 @@ def check_plan(config: Config, task: Task, places: list[Place]) -> Config:
 
 def show_plan(config: Config) -> int:
     """--plan: print a run's plan. Returns the exit code; raises UserError if it does not fit."""
+    check_peft(config)
     task = load_task(config.task, **config.options)
     model = find_model("--model", config.model or task.base_model())
     config = dataclasses.replace(config, model=model)
@@ -169,6 +172,9 @@ def remedies(plan: Plan, place: str) -> Iterator[tuple[str, Config]]:
     if config.master_dtype == "float32":
         flags, smaller = changed(dtype="bfloat16", master_dtype="bfloat16")
         yield f"{flags} (steps below a weight's precision are lost then)", smaller
+    if place.startswith("GPU") and not config.lora_rank and find_spec("peft"):
+        flags, smaller = changed(lora_rank=32)
+        yield f"{flags} (adapters are trained then, not all weights)", smaller
 
 
 def print_plan(plan: Plan) -> None:

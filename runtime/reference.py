@@ -23,7 +23,7 @@ class Reference:
     def __init__(self, config: Config, weights: SharedWeights, pin: int):
         self.temperature, self.dtype = config.temperature, compute_dtype(config)
         self.weights, self.pin = weights, pin
-        self.model = load_policy(config, device(), frozen=self.dtype)
+        self.model = load_policy(config, device(), linear_dtype=self.dtype)
         self.version = 0  # config.model is version 0
 
     @torch.no_grad()

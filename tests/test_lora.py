@@ -1,16 +1,18 @@
 """LoRA: adapters are trained, merged weights are published, saved and become the reference."""
 
+import dataclasses
 import json
-import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_model, read, steps_of, tba
+from safetensors import safe_open
 from test_plan import peak_bytes, saved_bytes
 from test_preset_starts import make
 from test_trainer import make_rows, make_trainer
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from config import Config, UserError
 from models import lora, sizes
@@ -18,9 +20,12 @@ from models.logprobs import response_logprobs, response_logprobs_under
 from models.merged import merged
 from models.policy import hold_as_multiplied, load_policy, weight_shapes
 from models.sizes import Pass
-from runtime.memory_trial import largest_micro_batch
+from runtime.command_line import build_config
+from runtime.launch import run
+from runtime.memory_trial import largest_micro_batch, try_largest_batch
 from runtime.needs import Needs
 from runtime.places import find_places
+from runtime.plan import show_plan
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
 KINDS = ("tied", "untied", "conv1d")
@@ -77,10 +82,13 @@ def test_the_base_never_changes_and_only_adapters_have_gradients_and_moments(mod
     assert trainer.learner.trained.keys() == lora.trained_shapes(trainer.config).keys()
 
 
-def test_the_gradient_is_that_of_the_whole_policy_on_its_way_to_the_adapters(tmp_path):
+@pytest.mark.parametrize("alpha, factor", [(None, 2.0), (6.0, 1.5)])
+def test_the_gradient_is_that_of_the_whole_policy_on_its_way_to_the_adapters(
+    alpha, factor, tmp_path
+):
     """d loss / d A = alpha / rank B^T G, where G is the gradient of W, and likewise for B."""
     model = str(make_model(tmp_path / "model", tied=False))
-    with_adapters = trained(model, tmp_path / "adapters", beta=1.0).learner
+    with_adapters = trained(model, tmp_path / "adapters", beta=1.0, lora_alpha=alpha).learner
     whole = make_trainer(model, tmp_path / "whole", beta=1.0).learner
     with torch.no_grad():
         for (name, own), (merged_name, value) in zip(
@@ -94,7 +102,7 @@ def test_the_gradient_is_that_of_the_whole_policy_on_its_way_to_the_adapters(tmp
     layer = with_adapters.policy.model.layers[1].mlp.up_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     gradient = whole.policy.model.layers[1].mlp.up_proj.weight.grad
-    for own, expected in ((a.grad, 2 * b.T @ gradient), (b.grad, 2 * gradient @ a.T)):
+    for own, expected in ((a.grad, factor * b.T @ gradient), (b.grad, factor * gradient @ a.T)):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-5 * float(own.abs().max()))
 
 
@@ -158,11 +166,38 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(model, tmp_path):
 
 
 def test_adapters_are_not_resumed_on_another_base_model(tmp_path):
-    models = [str(make_model(tmp_path / str(seed), tied=True, seed=seed)) for seed in (0, 1)]
-    state = trained(models[0], tmp_path / "run").learner.state_dict()
-    trained(models[0], tmp_path / "same", steps=0).learner.load_state_dict(state)
+    model = str(make_model(tmp_path / "model", tied=True))
+    state = trained(model, tmp_path / "run").learner.state_dict()
+    other = trained(model, tmp_path / "other", steps=0).learner
+    other.load_state_dict(state)
+    embedding = other.policy.get_input_embeddings().weight
+    embedding.data = embedding.data.flip(0)  # the same numbers, elsewhere
     with pytest.raises(ValueError, match="--model has changed since the checkpoint, whose adapt"):
-        trained(models[1], tmp_path / "other", steps=0).learner.load_state_dict(state)
+        other.load_state_dict(state)
+
+
+def test_buffers_of_the_model_are_saved_too(tmp_path):
+    learner = trained(str(make_model(tmp_path / "model", tied=True)), tmp_path / "run").learner
+    learner.policy.register_buffer("scale", torch.tensor([0.5]))
+    learner.save_model(tmp_path / "run" / "model")
+    with safe_open(tmp_path / "run" / "model" / "model.safetensors", "pt") as file:
+        assert file.get_tensor("scale").item() == 0.5
+
+
+def test_the_largest_batch_trial_gives_the_base_no_gradient(tmp_path):
+    model = str(make_model(tmp_path / "model", tied=True))
+    learner = trained(model, tmp_path / "run", steps=0).learner
+    seen = []
+    backward = learner.backward
+
+    def watched(rows, beta):
+        seen.append({name for name, p in learner.policy.named_parameters() if p.grad is not None})
+        return backward(rows, beta)
+
+    learner.backward = watched
+    config = replace(learner.config, max_prompt_tokens=20, max_response_tokens=20)
+    try_largest_batch(config, learner, print)
+    assert seen == [set(learner.trained)]
 
 
 @pytest.mark.runs
@@ -192,8 +227,10 @@ def test_in_bf16_the_base_takes_half_and_masters_are_the_adapters(masters, tmp_p
     assert layer.base_layer.weight.dtype == torch.bfloat16
     assert {p.dtype for p in learner.trained.values()} == {getattr(torch, masters)}
     learner.save_model(tmp_path / "run" / "model")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert saved.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, masters)
+    with safe_open(tmp_path / "run" / "model" / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+        assert {file.get_tensor(name).dtype for name in names} == {getattr(torch, masters)}
+    assert set(names) == weight_shapes(learner.config).keys()
 
 
 def test_two_passes_of_low_memory_give_the_same_adapters(tmp_path):
@@ -233,30 +270,53 @@ def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(
     counted = sizes.pass_bytes(config, [Pass(5, 1)], dtype, has_gradient=True)
     assert counted.is_counted
     kept = counted.kept / saved_bytes(policy, *inputs)
-    needs = Needs(config, find_places(config, []), {})
+    places = find_places(config, [])
+    needs = Needs(config, places, {})
     head = needs.head(5 * 50, passes=1)
     peak = max(counted.kept + head, counted.peak) / peak_bytes(policy, *inputs)
     record_property("counted / measured, kept and at the peak", (round(kept, 3), round(peak, 3)))
     assert 0.85 < kept < 1.15 and 0.9 < peak < 1.35
     numbers = sum(parameter.numel() for parameter in lora.trained_parameters(policy).values())
-    parts = {need.purpose: need.bytes for need in needs.trainer(find_places(config, [])[0])}
+    parts = {need.purpose: need.bytes for need in needs.trainer(places[0])}
     assert parts["gradients"] == 4 * numbers
     assert parts["AdamW's two moments"] == 8 * numbers
     base = sum(p.nbytes for p in policy.parameters() if not p.requires_grad)
     assert parts["base policy"] == base
+    host = [need.purpose for need in needs.host_memory()]
+    assert "merged weights, for model/" in host
+    assert needs.checkpoint() == 12 * numbers
+    assert needs.head(100, passes=1) < Needs(replace(config, lora_rank=0), places, {}).head(100, 1)
+    short = Needs(replace(config, max_response_tokens=1, max_prompt_tokens=1), places, {})
+    purposes = [need.purpose for need in short.trainer(places[0])]
+    assert any(purpose.startswith("weights of an earlier version") for purpose in purposes)
 
 
-def test_what_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_had_is_one_line(tmp_path, monkeypatch):
     model = str(make_model(tmp_path / "model", tied=True))
     config = Config(model=model, lora_rank=8)
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "peft", None)
-        with pytest.raises(UserError, match=r"^--lora_rank 8 needs peft: pip install -r req"):
-            lora.trained_shapes(config)
+        patch.setattr(lora, "find_spec", lambda name: None)
+        for start in (run, show_plan):  # before data or models are looked for
+            with pytest.raises(UserError, match=r"^--lora_rank 8 needs peft: pip install -r req"):
+                start(replace(config, task="no such task"))
     assert lora.trained_shapes(config).keys() != weight_shapes(config).keys()
     no_linear = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.LayerNorm(4))
     with pytest.raises(UserError, match="a Sequential, has no linear layer besides its head"):
         lora.add_adapters(no_linear, config)
+    shape = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    experts = Qwen3MoeConfig(**shape, num_experts=4, num_key_value_heads=2, head_dim=16)
+    with pytest.raises(UserError, match="has experts, whose adapters could not be merged"):
+        lora.add_adapters(AutoModelForCausalLM.from_config(experts), config)
+
+
+def test_a_run_with_adapters_is_resumed_with_their_rank(tmp_path):
+    settings = dataclasses.asdict(Config(lora_rank=4))
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert build_config(["--resume", str(tmp_path)]).lora_rank == 4
+    with pytest.raises(UserError, match="--lora_rank is 8, but the run to resume has 4"):
+        build_config(["--resume", str(tmp_path), "--lora_rank", "8"])
+    again = ["--config", str(tmp_path / "config.json"), "--lora_rank", "0"]
+    assert build_config(again).lora_rank == 0
 
 
 def test_alpha_without_a_rank_is_one_line():
