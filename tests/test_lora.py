@@ -233,6 +233,35 @@ def test_in_bf16_the_base_takes_half_and_masters_are_the_adapters(masters, tmp_p
     assert set(names) == weight_shapes(learner.config).keys()
 
 
+@pytest.mark.runs
+def test_in_bf16_part_of_a_small_update_is_lost_on_its_way_to_the_searchers(
+    tmp_path, record_property
+):
+    """W + alpha / rank B A is rounded as a whole, which the trainer's own policy is not."""
+    model = str(make_model(tmp_path / "model", tied=False))
+    learner = make_trainer(
+        model, tmp_path / "run", lora_rank=32, learning_rate=1e-5, dtype="bfloat16"
+    ).learner
+    layer, rows = learner.policy.model.layers[0].mlp.up_proj, make_rows(4, 3)
+    inputs = [row.prompt for row in rows], [row.tokens for row in rows], 0.7, torch.bfloat16
+    kept = {}
+    for step in range(1, 201):
+        learner.update(make_rows(4, 3, seed=step))
+        if step in (5, 200):
+            base, update = layer.base_layer.weight.float(), layer.get_delta_weight("default")
+            arrived = (base + update).to(torch.bfloat16) - base
+            kept[step] = round(float((arrived * update).sum() / update.square().sum()), 2)
+    published = {name: value.to(torch.bfloat16) for name, value in merged(learner.policy)}
+    found = response_logprobs_under(published, learner.policy, *inputs)
+    with torch.no_grad():
+        own = response_logprobs(learner.policy, *inputs)
+    apart = float((found - own).abs().sum() / sum(len(row.tokens) for row in rows))
+    record_property("share of the update that is published, by step", kept)
+    record_property("nats a token between what trains and what samples", round(apart, 4))
+    assert kept[5] < kept[200] <= 1.1
+    assert 0 < apart < 0.1
+
+
 def test_two_passes_of_low_memory_give_the_same_adapters(tmp_path):
     model = str(make_model(tmp_path / "model", tied=True))
     one, two = (
