@@ -71,8 +71,7 @@ define install
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec > $(@D)/overrides.txt
-	cpu="--overrides $(@D)/overrides.txt"; \
-	$(if $(findstring cpu,$<),$(uv_install) $$cpu || $(uv_install) $$cpu --torch-backend=cpu,$(uv_install))
+	$(if $(findstring cpu,$<),cpu="--overrides $(@D)/overrides.txt"; $(uv_install) $$cpu || $(uv_install) $$cpu --torch-backend=cpu,$(uv_install))
 	touch $@
 endef
 
