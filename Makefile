@@ -21,7 +21,7 @@ lint: setup-tests
 test: setup-tests
 	$(TEST_VENV)/bin/python -m pytest -q -m "not faults and not runs" tests
 
-# What kills, stops, fills up and lasts long: about a quarter of an hour.
+# What kills, stops, fills up and lasts long: 25 minutes.
 test-faults: setup-tests
 	$(TEST_VENV)/bin/python -m pytest -q -m faults tests
 

@@ -17,6 +17,9 @@ class UserError(Exception):
     """Something the user can put right. Shown as one line; exit code 2."""
 
 
+LOAD_SECONDS = 600.0  # that a process may take to load its model
+
+
 class Bound(NamedTuple):
     """Which values a setting takes, and the words for it."""
 
@@ -211,8 +214,11 @@ class ProcessSettings:
     low_memory: Switch = "auto"
     """Make the trainer's step in two passes: the memory of a few rows, a third more work, the same
     gradient. auto: if the largest batch does not fit otherwise (--plan)."""
+    trainer_processes: PositiveInt = 1
+    """Trainer processes, a GPU or a share of the cores each, that hold a share of the policy each
+    (FSDP2) and compute a share of each batch."""
     searchers: PositiveInt | None = None
-    """Searcher processes. None: one per GPU besides the trainer's, and at least one."""
+    """Searcher processes. None: one per GPU that no trainer process has, and at least one."""
     gpu_memory_utilization: Share | None = None
     """Share of its GPU's memory for a searcher's vLLM. None: most, less beside the trainer."""
     searcher_timeout: PositiveFloat = 600.0
@@ -267,6 +273,12 @@ class Config(
     def lockstep(self) -> bool:
         """Whether each batch is made by one version, and the trainer waits for it."""
         return self.constant_staleness is not None
+
+    @property
+    def queries_per_pass(self) -> int:
+        """Queries that a trainer process computes at once: a micro-batch, or its share of B."""
+        share = math.ceil(self.queries_per_batch / self.trainer_processes)
+        return min(self.queries_per_micro_batch, share)
 
 
 # In the order in which --help shows them.
@@ -326,6 +338,11 @@ def check_batch(config: Config) -> None:
             f"--queries_per_batch {config.queries_per_batch} is not divisible by "
             f"--queries_per_micro_batch {config.queries_per_micro_batch}"
         )
+    if config.trainer_processes > config.queries_per_batch:
+        raise UserError(
+            f"--trainer_processes is {config.trainer_processes}, more than --queries_per_batch "
+            f"{config.queries_per_batch}: each takes whole queries, for log Z of a query"
+        )
 
 
 def check_schedules(config: Config) -> None:
@@ -364,6 +381,11 @@ def check_modes(config: Config) -> None:
         raise UserError(
             f"--lora_alpha is {config.lora_alpha}, but --lora_rank 0 trains all weights: "
             "give a rank, or --lora_alpha None"
+        )
+    if config.lora_rank and config.trainer_processes > 1:
+        raise UserError(
+            f"--lora_rank {config.lora_rank} and --trainer_processes {config.trainer_processes} "
+            "are both given, and adapters are not sharded: give one of the two"
         )
     if config.json and not config.eval_only:
         raise UserError("--json is for --eval_only: a run writes metrics.jsonl")

@@ -4,7 +4,7 @@ The Trainer around it moves batches in and weights out.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,24 +16,33 @@ from transformers import get_scheduler
 from buffer import Row
 from config import Config
 from loss import LossInputs, Metrics
-from models.device import compute_dtype, device
-from models.logprobs import TOKENS_IN_LOW_MEMORY, response_logprobs, split_rows
+from models.device import compute_dtype
+from models.logprobs import TOKENS_IN_LOW_MEMORY, split_rows
 from models.lora import base_state, check_base, load_trained_policy, save, trained_parameters
+from models.merged import merged
 from models.policy import load_tokenizer
+from models.sharding import OneProcess, Rank
 from objectives import LOSSES
+from runtime.board import Board
 from runtime.importance import Importance
+from runtime.memory_trial import try_largest_batch
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
 
 
 class Learner:
-    """The policy and its optimizer. say: shows the user a line."""
+    """The policy and its optimizer.
 
-    def __init__(self, config: Config, say: Callable[[str], None]):
-        self.config, self.say = config, say
+    say: shows the user a line. ranks: the trainer's processes (models/sharding.py). A method that
+    needs them all calls itself on the others first.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None], ranks: OneProcess | None = None):
+        self.config, self.say, self.ranks = config, say, ranks or OneProcess()
         torch.manual_seed(config.seed)
         self.dtype = compute_dtype(config)
-        self.policy, self.adapted = load_trained_policy(config, device(), self.dtype)
+        self.policy, self.adapted = load_trained_policy(config, self.dtype)  # on the CPU
+        self.scorer = self.ranks.shard(self.policy, self.dtype)
         self.trained = trained_parameters(self.policy)
         # fp32 masters, unless asked for otherwise: a step of 1e-5 on a bf16 weight rounds away.
         self.optimizer = torch.optim.AdamW(
@@ -50,33 +59,40 @@ class Learner:
         self.importance = Importance()
 
     def update(self, rows: list[Row]) -> Metrics:
-        """Make one optimizer step on B x K rows, a few queries at a time.
+        """Make one optimizer step on B x K rows. Returns the metrics of the step."""
+        self.ranks.call("update", rows)
+        metrics = self.accumulate(rows)
+        learning_rate = self.lr_schedule.get_last_lr()[0]
+        grad_norm = self.step_optimizer()
+        beta = beta_at(self.config, self.step)
+        self.lr_schedule.step()
+        self.step += 1
+        own = {"grad_norm": grad_norm, "learning_rate": learning_rate, "beta": beta}
+        return {"step": self.step, **metrics, **own}
 
-        Each row weighs the same whatever the micro-batch. Returns the metrics of the step.
+    def accumulate(self, rows: list[Row]) -> Metrics:
+        """Add up the gradient of a batch, a few queries at a time. Returns its loss and metrics.
+
+        Each row weighs the same, whatever the micro-batch and the rank that it falls to.
         """
         config, step = self.config, self.step
         beta = beta_at(config, step)
         tau, gamma = reward_temperature_at(config, step), reference_temperature_at(config, step)
+        own = self.ranks.share(rows, config.responses_per_query)
         size = config.queries_per_micro_batch * config.responses_per_query
-        self.importance = Importance()  # of this batch
+        parts = [own[start : start + size] for start in range(0, len(own), size)]
+        self.importance = Importance()  # of this rank's rows
         totals: Metrics = {"loss": 0.0}
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            loss, metrics = self.backward(part, beta * tau, gamma * tau, len(part) / len(rows))
+        for part, is_counted in self.ranks.keep_step(parts):
+            weight = is_counted * len(part) / len(rows)
+            loss, metrics = self.backward(part, beta * tau, gamma * tau, weight)
             for name, value in {"loss": loss, **metrics}.items():
-                totals[name] = totals.get(name, 0.0) + value * len(part) / len(rows)
-        learning_rate = self.lr_schedule.get_last_lr()[0]
-        grad_norm = self.step_optimizer()
-        self.lr_schedule.step()
-        self.step += 1
-        return {
-            "step": self.step,
-            **{name: float(value) for name, value in totals.items()},
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "beta": beta,
-            **self.importance.figures(),
-        }
+                totals[name] = totals.get(name, 0.0) + value * weight
+        totals = {name: float(value) for name, value in totals.items()}
+        of_ranks = self.ranks.gather((totals, self.importance))
+        importance = Importance.of([collected for _, collected in of_ranks])
+        sums = {name: sum(others[name] for others, _ in of_ranks) for name in totals}
+        return sums | importance.figures()
 
     def backward(
         self, rows: list[Row], beta: float, reference_temperature: float = 1.0, weight: float = 1.0
@@ -89,21 +105,46 @@ class Learner:
         """
         with torch.set_grad_enabled(not self.low_memory):
             inputs = self.loss_inputs(rows, beta, reference_temperature)
-        self.importance.add(inputs)
+        if weight:
+            self.importance.add(inputs)
         inputs.logprobs.requires_grad_()
         loss, metrics = LOSSES[self.config.loss](inputs)
         (loss * weight).backward()
         if self.low_memory:
             prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-            for few in split_rows(prompts, tokens, TOKENS_IN_LOW_MEMORY):
+            parts = split_rows(prompts, tokens, TOKENS_IN_LOW_MEMORY)
+            for few, is_counted in self.ranks.keep_step(parts):
                 logprobs = self.logprobs([rows[i] for i in few])  # (rows, T of these)
-                logprobs.backward(inputs.logprobs.grad[few, : logprobs.shape[1]])
+                logprobs.backward(is_counted * inputs.logprobs.grad[few, : logprobs.shape[1]])
         return loss.detach(), metrics
 
-    def logprobs(self, rows: list[Row]) -> Tensor:
-        """Compute log pi of the rows' tokens: (N, T)."""
+    def logprobs(self, rows: list[Row], temperature: float | None = None) -> Tensor:
+        """Compute log pi of the rows' tokens: (N, T). temperature: None for --temperature."""
         prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-        return response_logprobs(self.policy, prompts, tokens, self.config.temperature, self.dtype)
+        if temperature is None:
+            temperature = self.config.temperature
+        return self.scorer(prompts, tokens, temperature, self.dtype)
+
+    @torch.no_grad()
+    def logprobs_under(
+        self, weights: dict[str, Tensor] | None, rows: list[Row], temperature: float | None = None
+    ) -> list[np.ndarray]:
+        """Compute log pi of each row's tokens, (T,), as if the policy had other weights.
+
+        weights: by name, whole, of a model without adapters; only rank 0 needs them.
+        """
+        self.ranks.call("logprobs_under", None, rows, temperature)
+        own = self.ranks.share(rows, group_size=1)
+        with self.ranks.under(self.policy, weights):
+            logprobs = self.logprobs(own or rows[:1], temperature).cpu().numpy()  # keep in step
+        found = [padded[: len(row.tokens)] for padded, row in zip(logprobs, own)]
+        return [one for part in self.ranks.gather(found) for one in part]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and value of each weight, whole and without adapters, one at a time."""
+        self.ranks.call("weights")
+        for name, tensor in merged(self.policy):
+            yield name, self.ranks.full(tensor.detach())
 
     def step_optimizer(self) -> float:
         """Clip the gradient, apply it, and return its norm. One that is not finite is left out.
@@ -111,7 +152,7 @@ class Learner:
         Raises FloatingPointError at BAD_STEPS of those in a row.
         """
         max_norm = self.config.max_grad_norm or float("inf")
-        grad_norm = float(clip_grad_norm_(self.trained.values(), max_norm))
+        grad_norm = float(self.ranks.full(clip_grad_norm_(self.trained.values(), max_norm)))
         if np.isfinite(grad_norm):
             self.optimizer.step()
             self.bad_steps_in_a_row = 0
@@ -156,33 +197,39 @@ class Learner:
             prompt_lengths=torch.tensor([len(row.prompt) for row in rows], device=logprobs.device),
         )
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What is trained and its moments, by name, and three counters.
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is trained and its moments, whole, by name, one at a time; three counters.
 
         The learning rate's schedule is a function of the step.
         """
-        counters = [self.step, self.bad_steps, self.bad_steps_in_a_row]
-        state = {"counters": torch.tensor(counters), **base_state(self.policy)}
+        self.ranks.call("state")
+        yield "counters", torch.tensor([self.step, self.bad_steps, self.bad_steps_in_a_row])
+        yield from base_state(self.policy).items()
         for name, parameter in self.trained.items():
-            state[f"policy.{name}"] = parameter.detach()
+            yield f"policy.{name}", self.ranks.full(parameter.detach())
             for key, value in self.optimizer.state[parameter].items():
-                state[f"optimizer.{name}.{key}"] = value
-        return state
+                yield f"optimizer.{name}.{key}", self.ranks.full(value) if value.ndim else value
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        check_base(self.policy, state)
+    def load_state(self, state: dict[str, Tensor] | None) -> None:
+        """Take over what state() gave, of any number of ranks. Only rank 0 needs it."""
+        self.ranks.call("load_state", None)
+        whole = state or {}
+        if whole:
+            check_base(self.policy, whole)
+        numbers = {name: value for name, value in whole.items() if value.ndim == 0}
+        counters, numbers = self.ranks.gather((whole.get("counters"), numbers))[0]
         for name, parameter in self.trained.items():
-            parameter.copy_(state[f"policy.{name}"])
-            prefix = f"optimizer.{name}."
-            moments = {
-                key.removeprefix(prefix): value.to(parameter.device)
-                for key, value in state.items()
-                if key.startswith(prefix)
-            }
-            if moments:  # there are none before the first step
-                self.optimizer.state[parameter] = moments
-        self.step, self.bad_steps, self.bad_steps_in_a_row = state["counters"].tolist()
+            self.ranks.fill(parameter, whole.get(f"policy.{name}"))
+            prefix = f"optimizer.{name}"
+            if f"{prefix}.step" not in numbers:  # there are no moments before the first step
+                continue
+            moments = {"step": numbers[f"{prefix}.step"].to(parameter.device)}
+            for key in ("exp_avg", "exp_avg_sq"):
+                moments[key] = torch.empty_like(parameter)
+                self.ranks.fill(moments[key], whole.get(f"{prefix}.{key}"))
+            self.optimizer.state[parameter] = moments
+        self.step, self.bad_steps, self.bad_steps_in_a_row = counters.tolist()
         schedule = self.lr_schedule.state_dict() | {"last_epoch": self.step - 1}
         self.lr_schedule.load_state_dict(schedule)
         self.lr_schedule.step()
@@ -192,14 +239,24 @@ class Learner:
 
         With LoRA it is merged, and its adapter is saved in adapter/ next to it.
         """
+        is_plain = not self.adapted and self.ranks.size == 1
         # Some base models have these; without do_sample they are refused on saving.
         for setting in ("temperature", "top_p", "top_k"):
             setattr(self.policy.generation_config, setting, None)
         unfinished = directory.with_suffix(".unfinished")
-        save(self.policy, self.adapted, unfinished)
+        save(self.policy, self.adapted, None if is_plain else self.weights(), unfinished)
         load_tokenizer(self.config).save_pretrained(unfinished)
         shutil.rmtree(directory, ignore_errors=True)
         unfinished.rename(directory)
+
+
+def follow(config: Config, ranks: Rank, board: Board, row: str) -> None:
+    """Run a trainer process other than rank 0: repeat what rank 0 calls on its learner."""
+    with board.note_failure(row):
+        learner = Learner(config, print, ranks)
+        try_largest_batch(config, learner, print)
+        board.loaded(row)
+        ranks.follow(learner, beat=lambda: board.beat(row))
 
 
 def beta_at(config: Config, step: int) -> float:

@@ -16,7 +16,7 @@ from buffer import Group, Row
 from config import Config
 from learner import Learner
 from loss import Metrics
-from models.merged import merged
+from models.sharding import OneProcess
 from runtime import checkpoint
 from runtime.board import Board
 from runtime.checkpoint_writer import CheckpointWriter
@@ -39,7 +39,7 @@ class Trainer:
     """The trainer process.
 
     rollout_queue: of groups, evaluations and notices. resume: directory of a checkpoint to go
-    on from.
+    on from. ranks: of the trainer's processes, this one the first.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Trainer:
         board: Board,
         run_dir: str,
         resume: str | None = None,
+        ranks: OneProcess | None = None,
     ):
         self.config, self.weights, self.rollout_queue = config, weights, rollout_queue
         self.board, self.run_dir = board, run_dir
@@ -57,13 +58,13 @@ class Trainer:
         self.timeline = Timeline(run_dir, "trainer")
         self.metric = load_task(config.task, **config.options).metric
         self.report = Report(run_dir, config.steps)
-        self.learner = Learner(config, self.report.say)
+        self.learner = Learner(config, self.report.say, ranks)
         lock_pages_for_gpu(weights, self.report.say)
         try_largest_batch(config, self.learner, self.report.say)
         self.batches = LockstepBatches(config, board) if config.lockstep else ReplayBatches(config)
         self.evaluations = EvaluationRequests(config, weights)
-        self.resets = ReferenceResets(config, weights, self.learner.policy)
-        self.health = Health(weights, self.learner.policy, self.learner.dtype)
+        self.resets = ReferenceResets(config, weights, self.learner)
+        self.health = Health(weights, self.learner)
         self.waits = Waits(
             config, board, self.report, self.timeline, is_interruptible=not self.batches.is_exact
         )
@@ -144,7 +145,7 @@ class Trainer:
         # First the reference: whoever sees a new version finds the reference that goes with it.
         self.resets.publish(self.step)
         with self.timeline.span("publish"):
-            weights = merged(self.learner.policy)
+            weights = self.learner.weights()
             done = self.weights.publish(self.step, weights, evaluate=self.evaluations.is_due)
         self.evaluations.is_due &= not done
         return done
@@ -222,9 +223,9 @@ class Trainer:
         """Save all that a resumed run needs. Of a copy, while the training goes on, if it does."""
         self.checkpoints.wait()
         self.wait_until_settled()
-        tensors = {"learner": self.learner.state_dict()}
+        tensors = {"learner": self.learner.state()}
         if self.weights.reference_version:
-            tensors["reference"] = self.weights.reference_tensors()
+            tensors["reference"] = self.weights.reference_tensors().items()
         rng = {"rng": torch.get_rng_state().numpy()}
         arrays = {"buffer": self.batches.state_dict(), "torch": rng}
         state = {
@@ -236,8 +237,9 @@ class Trainer:
             **self.resets.state_dict(),
             "board": self.board.state_dict(),
         }
+        is_kept = is_last and self.learner.ranks.size == 1  # what is gathered is gone with its copy
         with self.timeline.span("checkpoint"):
-            self.checkpoints.begin(self.step, tensors, arrays, state, is_last)
+            self.checkpoints.begin(self.step, tensors, arrays, state, is_kept)
         self.board.beat("trainer")
 
     def wait_until_settled(self) -> None:
@@ -256,7 +258,7 @@ class Trainer:
     def load_checkpoint(self, directory: str) -> None:
         """Go on where the run was when save_checkpoint wrote this."""
         state = checkpoint.load_state(directory)
-        self.learner.load_state_dict(checkpoint.load_tensors(directory, "learner"))
+        self.learner.load_state(checkpoint.load_tensors(directory, "learner"))
         if state["reference_version"]:
             reference = checkpoint.load_tensors(directory, "reference")
             self.weights.publish_reference(state["reference_version"], reference.items())
@@ -310,6 +312,8 @@ def run(
     board: Board,
     run_dir: str,
     resume: str | None,
+    ranks: OneProcess | None = None,
 ) -> None:
     """The trainer process."""
-    Trainer(config, weights, rollout_queue, board, run_dir, resume).train()
+    with board.note_failure("trainer"):
+        Trainer(config, weights, rollout_queue, board, run_dir, resume, ranks).train()

@@ -29,6 +29,7 @@ import resource
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,10 +37,10 @@ import torch
 from common import arguments, gsm8k, save, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import learner as learner_module
 from buffer import Row
 from config import Config
 from learner import Learner
+from models.device import device
 from models.logprobs import response_logprobs
 from runtime import processes
 from runtime.places import find_places
@@ -116,7 +117,6 @@ def measure(variant: str, directory: str, rows: list[Row]) -> dict:
     seconds: one step; gib: peak memory of the process until then (on a GPU: what torch allocated
     there).
     """
-    learner_module.response_logprobs = VARIANTS[variant]
     config = Config(
         model=directory,
         responses_per_query=RESPONSES,
@@ -126,11 +126,12 @@ def measure(variant: str, directory: str, rows: list[Row]) -> dict:
         low_memory="on" if variant == TWO_PASSES else "off",
     )
     learner = Learner(config, print)
+    learner.scorer = partial(VARIANTS[variant], learner.policy)
     learner.update(rows[:RESPONSES])  # warms up, and makes gradients and moments
     start = time.perf_counter()
     loss = learner.update(rows)["loss"]
     seconds = time.perf_counter() - start
-    if learner_module.device().type == "cuda":
+    if device().type == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -195,11 +196,11 @@ def make_rows(data_dir: str, queries: int) -> list[Row]:
 
 def main() -> None:
     options = arguments(__doc__, ("--data_dir", ""))
-    device = learner_module.device()
+    on = device()
     place = find_places(Config())[0]
     place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))
     os.environ.update(processes.environment(place))  # for the children
-    shape = SHAPE_GPU if device.type == "cuda" else SHAPE
+    shape = SHAPE_GPU if on.type == "cuda" else SHAPE
     rows = make_rows(options.data_dir, 2 if options.quick else QUERIES)
 
     with tempfile.TemporaryDirectory() as directory:
@@ -212,7 +213,7 @@ def main() -> None:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 result = results[variant] = pool.apply(measure, (variant, directory, rows))
             print(f"{variant}: {result['seconds']:.2f} s, {result['gib']:.2f} GiB", flush=True)
-    report(options.quick, rows, results, floor_flops(shape, rows), matrix_product_rate(device))
+    report(options.quick, rows, results, floor_flops(shape, rows), matrix_product_rate(on))
 
 
 def report(

@@ -235,7 +235,7 @@ def merged_publish(hidden: int, layers: int, device: torch.device) -> str:
         config = Config(model=directory, lora_rank=LORA_RANK, max_response_tokens=400)
         weights = SharedWeights(weight_shapes(config), DTYPE[device.type], readers=1)
         plain = load_policy(config, device)
-        adapted, _ = load_trained_policy(config, device, DTYPE[device.type])
+        adapted = load_trained_policy(config, DTYPE[device.type])[0].to(device)
     times: dict[str, list[float]] = {"plain": [], "adapted": []}
     for version in range(2 * (PUBLISHES + 2)):
         kind, policy = ("adapted", adapted) if version % 2 else ("plain", plain)

@@ -4,14 +4,14 @@ Trainer and searchers both take them from here, the one for the policy, the othe
 policy, so that the two come from the same framework, dtype and temperature.
 """
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call
 
-from buffer import Group, rows_of
-from models.merged import under_names_of
+from buffer import Group
 
 # Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
 # keep the device busy.
@@ -22,12 +22,18 @@ TOKENS_IN_LOW_MEMORY = 1024
 POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 512}
 
 
+def all_counted(parts: list) -> list[tuple]:
+    """Pair each part with a 1: it counts. Ranks add parts that do not (models/sharding.py)."""
+    return [(part, 1) for part in parts]
+
+
 def response_logprobs(
     model: torch.nn.Module,
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
     temperature: float,
     dtype: torch.dtype = torch.float32,
+    keep_step: Callable[[list], Iterable[tuple]] = all_counted,
 ) -> Tensor:
     """Return log pi of each response token, in fp32: (N, T), T the longest response; 0 as padding.
 
@@ -35,6 +41,7 @@ def response_logprobs(
     logits are fp32 all the same. Equal rows run once, and rows of similar length together. Logits
     exist for a slice of the response positions at a time (TokenLogprobs): memory grows with the
     tokens of these N rows, a prompt counted for each, never with N x T x vocabulary.
+    keep_step: may add passes after the last. What those give is used nowhere, so its gradient is 0.
     """
     device = next(model.parameters()).device
     pairs = [(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)]
@@ -47,8 +54,9 @@ def response_logprobs(
     is_cast = dtype != next(model.parameters()).dtype
     # One autocast for all chunks: within it each weight is cast once.
     with torch.autocast(device.type, dtype, enabled=is_cast):
-        for rows in chunked_rows:  # M of them
-            ids, mask = _right_padded([responses[row] for row in rows], device)  # (M, chunk's T)
+        for rows, _ in keep_step(chunked_rows):  # M of them
+            # (M, chunk's T). Two columns at least: so each chunk makes a pass after the prompts'.
+            ids, mask = _right_padded([responses[row] for row in rows], device, columns=2)
             states = response_states(model, [prompts[row] for row in rows], ids)[mask]
             full = torch.promote_types(states.dtype, torch.float32)
             states = (states.to(full) / temperature).to(dtype)  # (R, H), R response tokens
@@ -86,8 +94,8 @@ def split_rows(
 def response_states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> Tensor:
     """Return the state from which the model predicts each response token: (M, T, H).
 
-    ids: (M, T), the responses. The K responses of a query share its prompt: each distinct prompt
-    runs once, and its responses attend to the keys and values that it left.
+    ids: (M, T), the responses, T at least 2. The K responses of a query share its prompt: each
+    distinct prompt runs once, and its responses attend to the keys and values that it left.
     """
     kept, place = _distinct([prompt.tobytes() for prompt in prompts])  # Q prompts
     query = torch.tensor(place, device=ids.device)  # (M,)
@@ -101,8 +109,6 @@ def response_states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tens
     )
     # (M, 1, H): the last token of the prompt predicts the first of the response
     first = out.last_hidden_state[query, -1:]
-    if ids.shape[1] == 1:
-        return first
     for layer in out.past_key_values.layers:
         layer.batch_select_indices(query)  # (M, heads, P, head size); gradients go back through it
     mask = F.pad(prompt_mask[query], (0, ids.shape[1] - 1), value=True)  # (M, P + T - 1)
@@ -186,36 +192,33 @@ def _distinct(keys: list) -> tuple[list[int], list[int]]:
     return [i for _, i in first.values()], place
 
 
-def _right_padded(rows: list[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids padded with 0, and True where they are not padding: both (rows, longest)."""
+def _right_padded(
+    rows: list[np.ndarray], device: torch.device, columns: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return token ids padded with 0, and True where they are not padding: both (rows, longest).
+
+    columns: at least so many.
+    """
     lengths = np.array([len(row) for row in rows])
-    mask = np.arange(lengths.max()) < lengths[:, None]
+    mask = np.arange(max(columns, lengths.max())) < lengths[:, None]
     ids = np.zeros(mask.shape, np.int64)
     ids[mask] = np.concatenate(rows)
     return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
 
 
-@torch.no_grad()
-def response_logprobs_under(
-    weights: dict[str, Tensor], model: torch.nn.Module, *arguments
-) -> Tensor:
-    """response_logprobs(model, *arguments) as if the model had other weights than its own.
+class Scorer(torch.nn.Module):
+    """response_logprobs as the forward pass of a module, which is what can be sharded."""
 
-    weights: by name, of any dtype and device, of a model without adapters.
-    """
-    own = {f"model.{name}": tensor for name, tensor in under_names_of(model, weights).items()}
-    return functional_call(_Scorer(model), own, arguments)
-
-
-class _Scorer(torch.nn.Module):
-    """response_logprobs as the forward pass of a module, which functional_call wants."""
-
-    def __init__(self, model: torch.nn.Module):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        keep_step: Callable[[list], Iterable[tuple]] = all_counted,
+    ):
         super().__init__()
-        self.model = model
+        self.model, self.keep_step = model, keep_step
 
     def forward(self, *arguments) -> Tensor:
-        return response_logprobs(self.model, *arguments)
+        return response_logprobs(self.model, *arguments, keep_step=self.keep_step)
 
 
 def sampled(group: Group) -> np.ndarray:
@@ -226,23 +229,14 @@ def sampled(group: Group) -> np.ndarray:
     return mask
 
 
-def mismatch(
-    group: Group, weights: dict[str, Tensor], model: torch.nn.Module, dtype: torch.dtype
-) -> float:
+def mismatch(group: Group, ours: list[np.ndarray]) -> float:
     """Mean |difference| of a token's log-probability between vLLM and transformers, in nats.
 
-    group: sampled by vLLM with these weights alone. Near 0 it shows that what was published is
-    what samples.
+    ours: of each response under the weights that vLLM sampled it with, (T,). Near 0 it shows that
+    what was published is what samples.
     """
-    rows = rows_of(group)
-    prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-    inputs = prompts, tokens, group.temperature, dtype
-    ours = response_logprobs_under(weights, model, *inputs).cpu().numpy()
-    differences = [
-        np.abs(logprobs[: len(row.tokens)] - row.behavior_logprobs)
-        for logprobs, row in zip(ours, rows)
-    ]
-    return float(np.concatenate(differences)[sampled(group)].mean())
+    differences = np.abs(np.concatenate(ours) - group.behavior_logprobs)
+    return float(differences[sampled(group)].mean())
 
 
 @torch.no_grad()

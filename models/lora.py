@@ -6,6 +6,7 @@ policy at the start is the base model.
 """
 
 import shutil
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from config import Config, UserError
-from models.merged import BASE, merged
+from models.merged import BASE
 from models.policy import first_line, load_policy, policy_without_weights
 
 if TYPE_CHECKING:
@@ -30,15 +31,16 @@ def check_peft(config: Config) -> None:
 
 
 def load_trained_policy(
-    config: Config, device: torch.device, dtype: torch.dtype
+    config: Config, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, "PeftModel | None"]:
-    """Load the policy to train. With LoRA its base is frozen; then also peft's view of it.
+    """Load the policy to train, on the CPU. With LoRA its base is frozen; then also peft's view.
 
     dtype: what is computed in. Raises ValueError as load_policy does, and UserError.
     """
+    cpu = torch.device("cpu")
     if not config.lora_rank:
-        return load_policy(config, device), None
-    policy = load_policy(config, device, linear_dtype=dtype)
+        return load_policy(config, cpu), None
+    policy = load_policy(config, cpu, linear_dtype=dtype)
     return policy, add_adapters(policy, config)
 
 
@@ -111,22 +113,29 @@ def check_base(policy: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
         )
 
 
-def save(policy: torch.nn.Module, adapted: "PeftModel | None", directory: Path) -> None:
-    """Save a policy for from_pretrained and for vLLM; one with adapters merged, in their dtype.
+def save(
+    policy: torch.nn.Module,
+    adapted: "PeftModel | None",
+    weights: Iterable[tuple[str, torch.Tensor]] | None,
+    directory: Path,
+) -> None:
+    """Save a policy for from_pretrained and for vLLM.
 
     adapted: then its adapters too, beside it in adapter/, for peft's PeftModel.from_pretrained.
+    weights: merged and whole, where the policy's own are not; in the dtype of what is trained.
     """
-    weights = None
-    if adapted:
+    whole = None
+    if weights is not None:
         dtype = next(iter(trained_parameters(policy).values())).dtype
         parameters = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
-        weights = {name: tensor.to("cpu", dtype) for name, tensor in merged(policy)}
-        weights |= {  # its buffers
+        whole = {name: tensor.to("cpu", dtype) for name, tensor in weights}
+        whole |= {  # its buffers
             name: tensor for name, tensor in policy.state_dict().items() if name not in parameters
         }
+    if adapted:
         adapter = directory.with_name("adapter")
         unfinished = adapter.with_suffix(".unfinished")
         adapted.save_pretrained(unfinished, save_embedding_layers=False)
         shutil.rmtree(adapter, ignore_errors=True)
         unfinished.rename(adapter)
-    policy.save_pretrained(directory, state_dict=weights)
+    policy.save_pretrained(directory, state_dict=whole)

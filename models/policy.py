@@ -121,6 +121,12 @@ def linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
     return [layer for layer in layers if layer.weight is not embedding]
 
 
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """List the layers of a model: what transformers would not split between two devices."""
+    kinds = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, a tied one once, with nothing loaded.
 

@@ -17,7 +17,13 @@ from config import Config, UserError
 from models.hub import fetch_model
 from models.logprobs import POSITIONS_PER_LOGITS, response_states
 from models.lora import add_adapters, trained_parameters
-from models.policy import first_line, hold_as_multiplied, linear_layers, policy_without_weights
+from models.policy import (
+    decoder_layers,
+    first_line,
+    hold_as_multiplied,
+    linear_layers,
+    policy_without_weights,
+)
 
 ENGINE_ROWS = 256  # responses that vLLM generates at a time
 
@@ -38,6 +44,8 @@ class PolicySize:
     output_embedding: int
     vocabulary: int
     layers: int
+    layer: int  # of the largest layer
+    outside: int  # of what is in no layer: embeddings and head, mostly
     layer_values_per_token: int  # states on the way through a layer, and inside its MLP
     cached_per_token: int  # keys and values of all layers
 
@@ -62,12 +70,16 @@ def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
             "output embedding: use another architecture"
         )
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(policy)]
     return PolicySize(
-        parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        parameters=parameters,
         linear=sum(layer.weight.numel() for layer in linear_layers(policy)),
         output_embedding=head.weight.numel(),
         vocabulary=policy.get_input_embeddings().num_embeddings,
         layers=text.num_hidden_layers,
+        layer=max(layers, default=0),
+        outside=parameters - sum(layers),
         layer_values_per_token=4 * text.hidden_size + 3 * inner,
         cached_per_token=cached_per_token(policy),
     )
@@ -111,7 +123,7 @@ def pass_bytes(
     dtype: what is computed in; has_gradient: whether a backward pass follows, and with LoRA there
     are adapters. Casts of the weights are part of it, gradients are not.
     """
-    lengths = config.max_prompt_tokens, config.max_response_tokens
+    lengths = config.max_prompt_tokens, max(2, config.max_response_tokens)
     rank = config.lora_rank if has_gradient else 0
     model = config.model, config.trust_remote_code, config.master_dtype, rank
     try:

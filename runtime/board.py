@@ -5,10 +5,12 @@ and then the others hang.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-LOAD_SECONDS = 600.0  # that a process may take to load before it gives its first sign of life
+from config import LOAD_SECONDS
 
 
 class Board:
@@ -29,11 +31,12 @@ class Board:
         "restarts",
         "long_prompts",  # queries dropped, prompt too long
         "unscored_groups",  # groups dropped, score() raised or gave no finite number
+        "failed",  # time.monotonic() at which it raised, else 0
     )
     SAVED = ("evaluated", "cursor", "restarts", "long_prompts", "unscored_groups")
 
     def __init__(self, names: list[str]):
-        """names: of the processes, the trainer's first."""
+        """names: of the processes, the trainer's first (runtime/places.py)."""
         self.names = names
         shape = len(names), len(self.COLUMNS)
         self.words = torch.zeros(shape, dtype=torch.float64).share_memory_()
@@ -44,7 +47,7 @@ class Board:
     @property
     def searchers(self) -> list[str]:
         """The names of the searchers."""
-        return self.names[1:]
+        return [name for name in self.names if name.startswith("searcher")]
 
     def get(self, name: str, column: str) -> float:
         return float(self.words[self.names.index(name), self.COLUMNS.index(column)])
@@ -57,7 +60,7 @@ class Board:
 
     def total(self, column: str) -> float:
         """Sum a column over all searchers."""
-        return float(self.words[1:, self.COLUMNS.index(column)].sum())
+        return sum(self.get(name, column) for name in self.searchers)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """What a run that is resumed must know of each searcher."""
@@ -79,6 +82,15 @@ class Board:
         """Say that everything is loaded. From now on a silence is noticed sooner: beat first."""
         self.beat(name)
         self.set(name, "ready", 1)
+
+    @contextmanager
+    def note_failure(self, name: str) -> Iterator[None]:
+        """Note when this block raises: of processes that end each other the first is the cause."""
+        try:
+            yield
+        except BaseException:
+            self.set(name, "failed", time.monotonic())
+            raise
 
     def silence(self, name: str) -> float:
         """Seconds since the last sign of life."""

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -54,24 +54,26 @@ class CheckpointWriter:
     def begin(
         self,
         step: int,
-        tensors: dict[str, dict[str, Tensor]],
+        tensors: dict[str, Iterable[tuple[str, Tensor]]],
         arrays: dict[str, dict[str, np.ndarray]],
         state: dict,
         is_last: bool = False,
     ) -> None:
         """Copy the named tensors and plain values, and have them written, with the named arrays.
 
+        Tensors come one at a time: what makes them need not hold two of them.
+
         Call wait() before: the copies are those of the checkpoint before. The arrays must not
         change afterwards. is_last: nor do the tensors, so they are written as they are, uncopied.
         """
-        if not is_last:
-            tensors = {
-                part: {name: self.copy(part, name, tensor) for name, tensor in named.items()}
-                for part, named in tensors.items()
-            }
+        take = (lambda part, name, tensor: tensor) if is_last else self.copy
+        taken = {
+            part: {name: take(part, name, tensor) for name, tensor in named}
+            for part, named in tensors.items()
+        }
         self.begun_step = step
         self.under_way = self.thread.submit(
-            write_checkpoint, self.run_dir, step, tensors, arrays, json.dumps(state)
+            write_checkpoint, self.run_dir, step, taken, arrays, json.dumps(state)
         )
 
     def copy(self, part: str, name: str, tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ CHANGEABLE = (
     "searcher_timeout",
     "gpu_memory_utilization",
     "queries_per_micro_batch",
+    "trainer_processes",
     "low_memory",
     "plan",
     "plan_gpus",

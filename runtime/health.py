@@ -1,8 +1,8 @@
 """Figures of groups as they were generated, and the mismatch between vLLM and the trainer."""
 
-import torch
-
+from buffer import rows_of
 from models.logprobs import mismatch
+from runtime.learner_like import LearnerLike
 from runtime.lockstep import LockstepBatches
 from runtime.replay import ReplayBatches
 from runtime.report import describe
@@ -14,11 +14,11 @@ MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
 class Health:
     """Looks at groups as they arrive: the buffer drops duplicates, which would distort figures.
 
-    figures: those of the latest groups, for the metrics of a step. dtype: what the run computes in.
+    figures: those of the latest groups, for the metrics of a step.
     """
 
-    def __init__(self, weights: SharedWeights, policy: torch.nn.Module, dtype: torch.dtype):
-        self.weights, self.policy, self.dtype = weights, policy, dtype
+    def __init__(self, weights: SharedWeights, learner: LearnerLike):
+        self.weights, self.learner = weights, learner
         self.figures: dict[str, float] = {}
         self.mismatch_due = 0  # step from which the mismatch is to be measured again
 
@@ -40,8 +40,10 @@ class Health:
         held = self.weights.held()
         for group in reversed(groups + batches.waiting()):
             if group.version == group.last_version and group.version in held:
-                difference = mismatch(group, held[group.version], self.policy, self.dtype)
-                self.figures["mismatch"] = difference
+                ours = self.learner.logprobs_under(
+                    held[group.version], rows_of(group), group.temperature
+                )
+                self.figures["mismatch"] = mismatch(group, ours)
                 self.figures["mismatch_version"] = group.version
                 self.mismatch_due = step + MISMATCH_PERIOD
                 return

@@ -20,9 +20,18 @@ class Importance:
 
     def add(self, x: LossInputs) -> None:
         """Take in a micro-batch."""
-        log_w = (x.logprobs.detach() - x.behavior_logprobs).double()  # (N, T)
-        self.tokens.append(log_w[x.mask.bool()])
-        self.responses.append(sequence_sum(log_w, x.mask))
+        log_w, mask = (x.logprobs.detach() - x.behavior_logprobs).double().cpu(), x.mask.cpu()
+        self.tokens.append(log_w[mask.bool()])  # log_w: (N, T)
+        self.responses.append(sequence_sum(log_w, mask))
+
+    @staticmethod
+    def of(parts: "list[Importance]") -> "Importance":
+        """Join those of several ranks (models/sharding.py)."""
+        whole = Importance()
+        for part in parts:
+            whole.tokens += part.tokens
+            whole.responses += part.responses
+        return whole
 
     def figures(self) -> Metrics:
         """Effective sample sizes as shares of the sample, and quantiles of log w of responses."""

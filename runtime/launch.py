@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 import torch.multiprocessing
 
@@ -18,10 +19,19 @@ from models.device import compute_dtype
 from models.hub import fetch_model, find_model
 from models.lora import check_peft, trained_shapes
 from models.policy import weight_shapes
+from models.sharding import connect
 from runtime import checkpoint, preflight, processes
 from runtime.board import Board
 from runtime.messages import FinalEvaluation, describe_left_out
-from runtime.places import MEMORY_ALONE, Place, find_places, is_gpu_shared, resolve
+from runtime.places import (
+    MEMORY_ALONE,
+    Place,
+    find_places,
+    is_gpu_shared,
+    resolve,
+    searchers_of,
+    trainers_of,
+)
 from runtime.plan import check_plan
 from runtime.report import rewind
 from runtime.supervisor import RunFailed, Supervisor
@@ -34,6 +44,9 @@ SAVE_BYTES_PER_SECOND = 100e6  # ... and this much more for a large model
 STOP_SECONDS = 2.0  # grace period for the searchers
 EVALUATION_SECONDS = 3600.0  # for the final evaluation, the start of its engine included
 POLL_SECONDS = 0.05
+SPARE_SECONDS = 30.0  # that a collective outlives --searcher_timeout: this process says what hangs
+EXIT_SECONDS = 10.0  # for a trainer process that has raised to end
+STACK_SECONDS = 0.5  # for each to write where it is
 
 
 class Interrupt:
@@ -74,27 +87,41 @@ class Run:
         resets = config.reference_reset_period > 0
         self.weights = SharedWeights(shapes, dtype, config.searchers, reference=resets)
         self.board = Board([place.name for place in places])
+        self.trainers: list[torch.multiprocessing.Process] = []  # by rank
         if resume:
             self.board.load_state_dict(checkpoint.load_state(resume)["board"])
         # A checkpoint holds fp32 weights and two moments at most, the one before may be under way;
         # the buffer and the model come with it.
         self.save_seconds = SAVE_SECONDS + 32 * num_elements(shapes) / SAVE_BYTES_PER_SECOND
+        searchers = searchers_of(places)
         self.supervisor = Supervisor(
-            config, places[1:], self.weights, self.board, config.output_dir, "searcher:run"
+            config, searchers, self.weights, self.board, config.output_dir, "searcher:run"
         )
-        self.trainer: torch.multiprocessing.Process | None = None
 
     def train(self) -> None:
         """Start the trainer, and watch over all until it has ended. Raises RunFailed."""
-        first = self.places[1].name
+        first = self.board.searchers[0]
         if is_gpu_shared(self.places):
             # vLLM measures what memory is free: the trainer must not load meanwhile.
             self.watch(until=lambda: self.board.get(first, "ready") == 1)
-        self.board.beat("trainer")  # being started is a sign of life
-        rollout_queue, run_dir = self.supervisor.rollout_queue, self.config.output_dir
-        arguments = self.config, self.weights, rollout_queue, self.board, run_dir, self.resume
-        self.trainer = processes.start(self.places[0], "trainer:run", arguments, run_dir)
-        self.watch(until=lambda: self.trainer.exitcode == 0)
+        self.start_trainer()
+        self.watch(until=lambda: self.trainers[0].exitcode == 0)
+
+    def start_trainer(self) -> None:
+        """Start the trainer, and its further processes where it has any."""
+        config, board, run_dir = self.config, self.board, self.config.output_dir
+        rollout_queue = self.supervisor.rollout_queue
+        ranks = connect(config.trainer_processes, config.searcher_timeout + SPARE_SECONDS)
+        for place, rank in zip(trainers_of(self.places), ranks):
+            target, arguments = "learner:follow", (config, rank, board, place.name)
+            if rank.rank == 0:
+                target = "trainer:run"
+                arguments = config, self.weights, rollout_queue, board, run_dir, self.resume, rank
+            board.beat(place.name)  # being started is a sign of life
+            self.trainers.append(processes.start(place, target, arguments, run_dir))
+        for rank in ranks:
+            for connection in rank.connections:  # theirs alone now: the end of one shows
+                connection.close()
 
     def watch(self, until: Callable[[], bool]) -> None:
         """Return when `until` holds or a signal asks the run to end.
@@ -104,32 +131,74 @@ class Run:
         while not self.interrupt.signal and not until():
             time.sleep(POLL_SECONDS)
             self.supervisor.check()
-            if not self.trainer:
-                continue
-            if self.trainer.exitcode:
-                log = processes.log_tail(self.config.output_dir, "trainer")
-                raise RunFailed(f"the trainer ended with exit code {self.trainer.exitcode}\n{log}")
-            if self.board.is_silent("trainer", self.config.searcher_timeout):
-                silence = self.board.silence("trainer")
-                raise RunFailed(
-                    f"the trainer gave no sign of life for {silence:.0f} s (--searcher_timeout)"
-                )
+            self.check_trainer()
+
+    def check_trainer(self) -> None:
+        """Raise RunFailed when a trainer process has died, or gives no sign of life."""
+        board, timeout = self.board, self.config.searcher_timeout
+        dead = [p for p in self.trainers if p.exitcode or board.get(p.name, "failed")]
+        alive = [process for process in self.trainers if process.exitcode is None]
+        if dead:
+            problem = self.describe_death(dead)
+        elif any(board.is_silent(process.name, timeout) for process in alive):
+            problem = self.describe_silence(alive)
+        else:
+            return
+        if dead or len(self.trainers) > 1:
+            self.save_seconds = 0.0  # they cannot save
+        raise RunFailed(problem)
+
+    def describe_death(self, dead: list[torch.multiprocessing.Process]) -> str:
+        """Say which trainer process died first: that ends the others. Shows its log.
+
+        dead: those that were seen to be; one of them, for what it does to others comes later.
+        """
+        # One that was killed has raised nothing.
+        first = min(dead, key=lambda process: self.board.get(process.name, "failed"))
+        first.join(EXIT_SECONDS)  # its log has its traceback then
+        log = processes.log_tail(self.config.output_dir, first.name)
+        how = "failed, and does not end"
+        if first.exitcode is not None:
+            how = f"ended with exit code {first.exitcode}"
+        return f"{in_words(first.name)} {how}\n{log}"
+
+    def describe_silence(self, alive: list[torch.multiprocessing.Process]) -> str:
+        """Say which trainer process is stopped; if none is, show where each of them is."""
+        silence = max(self.board.silence(process.name) for process in alive)
+        what = f"no sign of life for {silence:.0f} s (--searcher_timeout)"
+        for process in alive:
+            if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                log = processes.log_tail(self.config.output_dir, process.name)
+                return f"{in_words(process.name)} is stopped: {what}\n{log}"
+            os.kill(process.pid, processes.SHOW_STACK)
+        time.sleep(STACK_SECONDS)
+        logs = [processes.log_tail(self.config.output_dir, process.name) for process in alive]
+        return "\n".join([f"the trainer gave {what}", *logs])
 
     def stop(self) -> None:
         """End all processes. The trainer has time to save; what is still loading is killed."""
         self.board.end = True
-        if self.trainer:
+        if self.trainers:
+            trainer, *others = self.trainers
             seconds = self.save_seconds if self.board.get("trainer", "ready") else 0.0
-            self.trainer.join(seconds)
-            if seconds and self.trainer.exitcode is None:
+            trainer.join(seconds)
+            if seconds and trainer.exitcode is None:
                 problem = f"the trainer did not save and end within {seconds:.0f} s: it is killed"
                 print(problem, file=sys.stderr)
-            processes.kill(self.trainer)
+            processes.kill(trainer)
+            for process in others:  # they end with it by themselves, unless one hangs
+                process.join(STOP_SECONDS if trainer.exitcode == 0 else 0.0)
+                processes.kill(process)
             if sys.stdout.isatty():
                 # The live view hides the cursor; a trainer that was killed cannot bring it back.
                 print("\x1b[?25h", end="", flush=True)
         self.board.stop = True
         self.supervisor.stop(time.monotonic() + STOP_SECONDS)
+
+
+def in_words(name: str) -> str:
+    """Name a trainer process in a sentence."""
+    return "the trainer" if name == "trainer" else name
 
 
 def run(config: Config) -> int:
@@ -287,7 +356,9 @@ def evaluate_only(config: Config) -> int:
     interrupt = Interrupt()
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "logs").mkdir()
-        config = dataclasses.replace(config, output_dir=directory)
+        # Nothing trains: a preset's trainer processes need no GPUs.
+        alone = dict(trainer_processes=1, searchers=1)
+        config = dataclasses.replace(config, output_dir=directory, **alone)
         try:
             result = evaluate(config, find_places(config)[1], interrupt)
         except RunFailed as failure:

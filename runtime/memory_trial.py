@@ -1,23 +1,13 @@
 """The largest-batch trial: what does not fit into memory shows in the first minute."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from buffer import Row
 from config import Config
-
-
-class LearnerLike(Protocol):
-    """What the trial needs of a Learner."""
-
-    policy: torch.nn.Module
-    trained: dict[str, torch.nn.Parameter]
-    low_memory: bool
-
-    def backward(self, rows: list[Row], beta: float) -> object: ...
+from runtime.learner_like import LearnerLike
 
 
 def try_largest_batch(config: Config, learner: LearnerLike, say: Callable[[str], None]) -> None:
@@ -48,7 +38,7 @@ def try_largest_batch(config: Config, learner: LearnerLike, say: Callable[[str],
 
 def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
     """Rows of full length, random, as equal rows would run once."""
-    num_queries, group_size = config.queries_per_micro_batch, config.responses_per_query
+    num_queries, group_size = config.queries_per_pass, config.responses_per_query
     size = num_queries * group_size
     rng, numbers = np.random.default_rng(0), np.zeros(config.max_response_tokens, np.float32)
     prompts = rng.integers(vocabulary, size=(num_queries, config.max_prompt_tokens))
@@ -60,7 +50,16 @@ def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
 
 
 def fits(config: Config, learner: LearnerLike, rows: list[Row]) -> bool:
-    """Whether a step on these rows fits into memory, gradients and moments included."""
+    """Whether a step on these rows fits into memory, gradients and moments included.
+
+    On all ranks. They make the same passes on equal devices: if one lacks memory, all do. One that
+    lacks it alone would wait for the others in vain, until the timeout of their collective.
+    """
+    return all(learner.ranks.gather(fits_here(config, learner, rows)))
+
+
+def fits_here(config: Config, learner: LearnerLike, rows: list[Row]) -> bool:
+    """Whether it fits on this rank."""
     parameters = list(learner.trained.values())
     try:
         for parameter in parameters:
@@ -71,6 +70,7 @@ def fits(config: Config, learner: LearnerLike, rows: list[Row]) -> bool:
         learner.backward(rows, config.beta)
         return True
     except torch.OutOfMemoryError:
+        learner.ranks.recover(learner.scorer)
         return False
     finally:
         for parameter in parameters:

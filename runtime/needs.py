@@ -17,10 +17,10 @@ from models import sizes
 from models.device import compute_dtype
 from models.logprobs import TOKENS_IN_LOW_MEMORY, TOKENS_PER_FORWARD, split_rows
 from models.lora import trained_shapes
-from models.sizes import ENGINE_ROWS, Pass
+from models.sizes import ENGINE_ROWS, Pass, PassBytes
 from objectives import WITHOUT_REFERENCE
 from runtime.checkpoint import KEPT
-from runtime.places import Place
+from runtime.places import Place, searchers_of, trainers_of
 from runtime.processes import environment
 from weights import SharedWeights, num_elements
 
@@ -56,6 +56,7 @@ class Needs:
         # Of a policy that is not trained, linear layers are held in what is computed in.
         self.linear = self.size.linear * self.dtype.itemsize
         self.frozen = self.linear + (self.size.parameters - self.size.linear) * master_bytes
+        self.ranks = config.trainer_processes
         self.trained = self.masters
         if config.lora_rank:
             self.trained = num_elements(trained_shapes(config)) * master_bytes
@@ -64,8 +65,9 @@ class Needs:
 
     def count(self, models: list[str]) -> Iterator[Need]:
         """Yield every need of the run. models: that a searcher has for its task."""
-        yield from self.trainer(self.places[0])
-        for place in self.places[1:]:
+        for place in trainers_of(self.places):
+            yield from self.trainer(place)
+        for place in searchers_of(self.places):
             yield from self.searcher(place, models)
         yield from self.host_memory()
         yield from self.files()
@@ -79,22 +81,25 @@ class Needs:
         return [Pass(len(few), len(set(groups[few]))) for few in split]
 
     def trainer(self, place: Place) -> Iterator[Need]:
-        """Yield what the trainer needs in its largest step."""
-        config, where, name = self.config, place_of(place), place.name
+        """Yield what a process of the trainer needs in its largest step."""
+        config, where, name, ranks = self.config, place_of(place), place.name, self.ranks
+        of_all = f", 1 / {ranks} of them" if ranks > 1 else ""
         if config.lora_rank:
             yield Need(where, name, "base policy", self.frozen)
             yield Need(where, name, f"LoRA's adapters, {config.master_dtype}", self.trained)
         else:
-            yield Need(where, name, f"weights, {config.master_dtype}", self.trained)
-        yield Need(where, name, "gradients", self.trained)
-        yield Need(where, name, "AdamW's two moments", 2 * self.trained)
-        micro_batch = config.queries_per_micro_batch, config.responses_per_query
+            yield Need(where, name, f"weights, {config.master_dtype}{of_all}", self.trained / ranks)
+        yield Need(where, name, f"gradients{of_all}", self.trained / ranks)
+        yield Need(where, name, f"AdamW's two moments{of_all}", 2 * self.trained / ranks)
+        if ranks > 1:
+            yield Need(where, name, "weights and gradients that are gathered", self.gathered())
+        micro_batch = config.queries_per_pass, config.responses_per_query
         passes, before = self.passes(*micro_batch, self.usual_tokens), 0
         if config.low_memory == "on":
             # First a pass without a graph, as large as usual.
-            before = self.forward(passes[0], is_frozen=config.lora_rank > 0)
+            before = self.forward(passes[0], is_frozen=config.lora_rank > 0 or ranks > 1)
             passes = self.passes(*micro_batch, TOKENS_IN_LOW_MEMORY)[:1]
-        taken = sizes.pass_bytes(config, passes, self.dtype, has_gradient=True)
+        taken = self.without_casts(sizes.pass_bytes(config, passes, self.dtype, has_gradient=True))
         rows = sum(one.rows for one in passes)
         head = self.head(passes[0].rows * config.max_response_tokens, len(passes))
         what = "activations" if taken.is_counted else "activations (estimated)"
@@ -110,6 +115,25 @@ class Needs:
             if other > 0:
                 yield Need(where, name, "weights of an earlier version, beyond that", other)
         yield from self.process(place)
+
+    def gathered(self) -> int:
+        """Bytes of what a rank holds whole (models/sharding.py).
+
+        Embeddings and head, their gradients, and these once more on the way to the other ranks. Of
+        layers: the one that is computed, the next and its way here, and two gradients on their way.
+        gloo, without a GPU, makes copies of its own.
+        """
+        masters = self.masters // self.size.parameters
+        copies = 5 if self.device.type == "cpu" else 3
+        layer = 4 * self.dtype.itemsize + 2 * torch.float32.itemsize
+        return copies * masters * self.size.outside + layer * self.size.layer
+
+    def without_casts(self, taken: PassBytes) -> PassBytes:
+        """Leave out the casts of a sharded policy's layers, which are gathered for the moment."""
+        if self.ranks == 1 or self.published == self.masters:
+            return taken
+        casts = (self.size.parameters - self.size.outside) * self.dtype.itemsize
+        return taken._replace(kept=taken.kept - casts, peak=taken.peak - casts)
 
     def searcher(self, place: Place, models: list[str]) -> Iterator[Need]:
         """Yield what a searcher needs: for vLLM, the reference policy and the task's models."""
@@ -181,12 +205,13 @@ class Needs:
             if copy := self.checkpoint_copy():
                 purpose = "the copy that checkpoints are written from"
                 yield Need(MEMORY, "trainer", purpose, copy)
-            if self.config.lora_rank:
-                yield Need(MEMORY, "trainer", "merged weights, for model/", self.masters)
+            if self.is_brought_together:
+                kind = "merged" if self.config.lora_rank else "whole"
+                yield Need(MEMORY, "trainer", f"{kind} weights, for model/", self.masters)
             return
         # At the start each policy is loaded here in fp32, one after the other on a single GPU.
         loading = len(self.places) if len({place.gpu for place in self.places}) > 1 else 1
-        written = self.checkpoint_copy() + (self.masters if self.config.lora_rank else 0)
+        written = self.checkpoint_copy() + (self.masters if self.is_brought_together else 0)
         most = max(loading * self.size.parameters * torch.float32.itemsize, written)
         yield Need(MEMORY, "all", "policies while they load, or what is written", most)
 
@@ -205,9 +230,18 @@ class Needs:
         return 3 * self.trained + reference
 
     def checkpoint_copy(self) -> int:
-        """Bytes of the copy that a checkpoint is written from while the training goes on."""
+        """Bytes of the copy that a checkpoint is written from while the training goes on.
+
+        Of a sharded policy the last one is written from a copy too.
+        """
         period = self.config.checkpoint_every
-        return self.checkpoint() if 0 < period <= self.config.steps else 0
+        is_copied = 0 < period <= self.config.steps or self.ranks > 1
+        return self.checkpoint() if is_copied else 0
+
+    @property
+    def is_brought_together(self) -> bool:
+        """Whether model/ is saved from a copy in host memory, whole or merged."""
+        return self.config.lora_rank > 0 or self.ranks > 1
 
     def files(self) -> Iterator[Need]:
         """Yield what is needed of shared memory and of the disk."""

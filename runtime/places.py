@@ -19,7 +19,7 @@ SHARED_AHEAD = 2  # syncs that a searcher may be ahead of the trainer whose GPU 
 class Place:
     """Where a process runs: one GPU, or some cores."""
 
-    name: str  # "trainer", "searcher 0"
+    name: str  # "trainer", "searcher 0"; "trainer 1" with --trainer_processes
     gpu: str | None  # for CUDA_VISIBLE_DEVICES
     cores: list[int]
     threads: int | None = None  # of OpenMP; None: one for each core
@@ -55,37 +55,67 @@ def find_gpus() -> list[str]:
 
 
 def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
-    """The trainer's place and then one per searcher. gpus: to take for this machine's.
+    """The trainer's place, one per searcher, and one per further trainer process.
 
-    A GPU each where there are several, the one GPU shared, or the cores split. Raises UserError for
-    more searchers than fit.
+    gpus: to take for this machine's. A GPU each where there are several, the one GPU shared, or the
+    cores split. Raises UserError for more processes than fit.
     """
     gpus = find_gpus() if gpus is None else gpus
     cores = sorted(os.sched_getaffinity(0))
-    searchers = config.searchers or max(1, len(gpus) - 1)
-    names = ["trainer"] + [f"searcher {rank}" for rank in range(searchers)]
+    trainers = config.trainer_processes
+    searchers = config.searchers or max(1, len(gpus) - trainers)
+    names = ["trainer", *(f"searcher {rank}" for rank in range(searchers))]
+    names += [f"trainer {rank}" for rank in range(1, trainers)]
     if not gpus:
-        return [Place(name, None, own) for name, own in zip(names, split_cores(cores, searchers))]
-    if len(gpus) > 1 and searchers > len(gpus) - 1:
-        raise UserError(
-            f"--searchers is {searchers}, but {len(gpus)} GPUs hold one trainer and at most "
-            f"{len(gpus) - 1} searchers"
-        )
-    if len(gpus) == 1 and searchers > 1:
-        raise UserError(
-            f"--searchers is {searchers}, but there is one GPU: it holds one trainer and one "
-            "searcher"
-        )
+        split = split_cores(cores, trainers, searchers)
+        return [Place(name, None, own) for name, own in zip(names, split)]
+    check_gpus(len(gpus), trainers, searchers)
     threads = max(1, len(cores) // len(names))
-    return [Place(name, gpus[i % len(gpus)], cores, threads) for i, name in enumerate(names)]
+    # The first GPUs are the trainer's.
+    numbers = [0, *(trainers + rank for rank in range(searchers)), *range(1, trainers)]
+    return [
+        Place(name, gpus[number % len(gpus)], cores, threads)
+        for name, number in zip(names, numbers)
+    ]
 
 
-def split_cores(cores: list[int], searchers: int) -> list[list[int]]:
-    """Half of the cores for the trainer, the rest dealt out; with too few, some share one."""
+def check_gpus(gpus: int, trainers: int, searchers: int) -> None:
+    """Raise UserError where so many GPUs do not hold so many processes."""
+    there_are = "there is one GPU" if gpus == 1 else f"there are {gpus} GPUs"
+    if trainers > 1 and trainers >= gpus:
+        raise UserError(
+            f"--trainer_processes is {trainers}, but {there_are}: each takes one, a searcher "
+            f"another; give at most {max(1, gpus - 1)}"
+        )
+    room = max(1, gpus - trainers)
+    if searchers > room:
+        beside = "the trainer" if trainers == 1 else f"{trainers} trainer processes"
+        raise UserError(
+            f"--searchers is {searchers}, but {there_are}: room for {room} beside {beside}"
+        )
+
+
+def split_cores(cores: list[int], trainers: int, searchers: int) -> list[list[int]]:
+    """Half of the cores for the trainer, the rest dealt out; with too few, some share one.
+
+    In the order of find_places.
+    """
     half = max(1, len(cores) // 2)
-    rest = cores[half:] or cores
-    dealt = [rest[rank::searchers] or [rest[rank % len(rest)]] for rank in range(searchers)]
-    return [cores[:half], *dealt]
+    first, *others = deal(cores[:half], trainers)
+    return [first, *deal(cores[half:] or cores, searchers), *others]
+
+
+def deal(cores: list[int], processes: int) -> list[list[int]]:
+    return [cores[i::processes] or [cores[i % len(cores)]] for i in range(processes)]
+
+
+def searchers_of(places: list[Place]) -> list[Place]:
+    return [place for place in places if place.name.startswith("searcher")]
+
+
+def trainers_of(places: list[Place]) -> list[Place]:
+    """Return the places of the trainer's processes, by rank."""
+    return [place for place in places if place.name.startswith("trainer")]
 
 
 def resolve(config: Config, places: list[Place]) -> Config:
@@ -94,7 +124,7 @@ def resolve(config: Config, places: list[Place]) -> Config:
     return dataclasses.replace(
         config,
         reference_reset_period=resets,
-        searchers=len(places) - 1,
+        searchers=len(searchers_of(places)),
         gpu_memory_utilization=gpu_memory(config, places),
         search_ahead=search_ahead(config, places),
     )

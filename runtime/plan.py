@@ -18,7 +18,7 @@ from models.hub import fetch_model, find_model
 from models.lora import check_peft
 from models.policy import weight_shapes
 from runtime.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
-from runtime.places import Place, find_places, resolve
+from runtime.places import Place, find_gpus, find_places, resolve
 from tasks import Task, load_task
 from weights import SHARED_MEMORY
 
@@ -93,14 +93,15 @@ def this_machine(config: Config, places: list[Place]) -> dict[str, float]:
     directory = Path(config.output_dir or "runs").absolute()
     existing = next(path for path in [directory, *directory.parents] if path.exists())
     own = [*directory.glob("checkpoints/*/*"), *directory.glob("model/*")] if config.resume else []
-    gpus = dict.fromkeys(place.gpu for place in places if place.gpu is not None)
+    used = {place.gpu for place in places}
     return {
         MEMORY: psutil.virtual_memory().available,
         SHARED: shutil.disk_usage(SHARED_MEMORY).free,
         DISK: shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own),
     } | {
         f"GPU {gpu}": torch.cuda.get_device_properties(number).total_memory
-        for number, gpu in enumerate(gpus)
+        for number, gpu in enumerate(find_gpus())
+        if gpu in used
     }
 
 
@@ -129,10 +130,16 @@ def find_problem(plan: Plan, task: Task, places: list[Place]) -> str | None:
         problem = f"vLLM's share of {place} has no room for a response of full length"
         otherwise = "raise VLLM_CPU_KVCACHE_SPACE, a number of GiB, in the environment"
     for flags, config in remedies(plan, place):
-        changed = make_plan(config, task, places[: 1 + config.searchers], plan.available)
+        gpus = gpus_of(plan.available)
+        changed = make_plan(config, task, find_places(config, gpus), plan.available)
         if changed.responses and not changed.is_short(place):
             return f"{problem}; {flags} would do (--plan shows all)"
     return f"{problem}; {otherwise} (--plan shows all)"
+
+
+def gpus_of(available: dict[str, float]) -> list[str]:
+    """List the GPUs of which the memory is known."""
+    return [place.removeprefix("GPU ") for place in available if place.startswith("GPU ")]
 
 
 LAST_RESORTS = {
@@ -164,6 +171,11 @@ def remedies(plan: Plan, place: str) -> Iterator[tuple[str, Config]]:
             yield changed(gpu_memory_utilization=share)
     if config.resume:  # what follows changes what is learnt, or who learns it
         return
+    is_trainers = any(need.place == place and need.process == "trainer" for need in plan.needs)
+    if place.startswith("GPU") and is_trainers and not config.lora_rank:
+        gpus = len(gpus_of(plan.available))
+        for more in range(config.trainer_processes + 1, min(gpus, config.queries_per_batch + 1)):
+            yield changed(trainer_processes=more, searchers=gpus - more)
     if config.searchers > 1 and place == MEMORY:
         yield changed(searchers=1)
     for tokens in (config.max_response_tokens // 2, config.max_response_tokens // 4):
@@ -173,7 +185,8 @@ def remedies(plan: Plan, place: str) -> Iterator[tuple[str, Config]]:
         flags, smaller = changed(dtype="bfloat16", master_dtype="bfloat16")
         yield f"{flags} (steps below a weight's precision are lost then)", smaller
     if place.startswith("GPU") and not config.lora_rank and find_spec("peft"):
-        flags, smaller = changed(lora_rank=32)
+        sharded = {"trainer_processes": 1} if config.trainer_processes > 1 else {}
+        flags, smaller = changed(lora_rank=32, **sharded)
         yield f"{flags} (adapters are trained then, not all weights)", smaller
 
 

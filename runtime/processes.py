@@ -1,6 +1,7 @@
 """The processes of a run: how each starts at its place, and where its output goes."""
 
 import ctypes
+import faulthandler
 import importlib
 import os
 import re
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from runtime.places import Place
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that ask a run to end
+SHOW_STACK = signal.SIGUSR1  # has a process write into its log where it is
 GIVE_UP = 3  # exit code of a searcher that would fail again after a restart
 NOISE = re.compile(r"nanobind: | - leaked |.*skipped remainder")
 LOG_LINES = 25  # of a failed process, shown
@@ -109,5 +111,6 @@ def _child(name: str, target: str, arguments: tuple, run_dir: str, parent: int) 
         os.dup2(file.fileno(), 2)
         if name != "trainer":  # it shows the progress
             os.dup2(file.fileno(), 1)
+    faulthandler.register(SHOW_STACK, all_threads=False)
     module, function = target.split(":")
     getattr(importlib.import_module(module), function)(*arguments)

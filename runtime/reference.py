@@ -10,10 +10,10 @@ import torch
 from buffer import Row
 from config import Config
 from models.device import compute_dtype, device
-from models.logprobs import response_logprobs, response_logprobs_under
-from models.merged import merged
+from models.logprobs import response_logprobs
 from models.policy import load_policy
 from objectives import WITHOUT_REFERENCE
+from runtime.learner_like import LearnerLike
 from weights import WRITING, SharedWeights
 
 
@@ -70,8 +70,8 @@ def load_reference(config: Config, weights: SharedWeights, pin: int) -> Referenc
 class ReferenceResets:
     """The trainer's side: publishes a reset, and renews rows that an earlier reference scored."""
 
-    def __init__(self, config: Config, weights: SharedWeights, policy: torch.nn.Module):
-        self.config, self.weights, self.policy = config, weights, policy
+    def __init__(self, config: Config, weights: SharedWeights, learner: LearnerLike):
+        self.config, self.weights, self.learner = config, weights, learner
         self.is_due = False
 
     def state_dict(self) -> dict:
@@ -88,7 +88,7 @@ class ReferenceResets:
     def publish(self, step: int) -> None:
         """Make the policy the reference, if that is due and no searcher reads the old one."""
         if self.is_due:
-            self.is_due = not self.weights.publish_reference(step, merged(self.policy))
+            self.is_due = not self.weights.publish_reference(step, self.learner.weights())
 
     def renew(self, rows: list[Row]) -> None:
         """Give rows that an earlier reference scored their log-probabilities under the present one.
@@ -100,14 +100,6 @@ class ReferenceResets:
         old = [row for row in rows if row.reference_version != version]
         if not old:
             return
-        prompts, tokens = [row.prompt for row in old], [row.tokens for row in old]
-        logprobs = response_logprobs_under(
-            self.weights.reference_tensors(),
-            self.policy,
-            prompts,
-            tokens,
-            self.config.temperature,
-            compute_dtype(self.config),
-        )
-        for row, renewed in zip(old, logprobs.cpu().numpy()):
-            row.ref_logprobs, row.reference_version = renewed[: len(row.tokens)], version
+        logprobs = self.learner.logprobs_under(self.weights.reference_tensors(), old)
+        for row, renewed in zip(old, logprobs):
+            row.ref_logprobs, row.reference_version = renewed, version

@@ -20,11 +20,13 @@ LONGEST_ANSWER = 1000  # characters in a box; what is longer is no answer, and t
 SECONDS = 1  # that Math-Verify may take to parse or compare one answer
 
 # TBA', Table 4 of the paper (appendix C). Figure 6 has 2 and 10 steps of staleness, and the second
-# carries its claim. Prompt and evaluation, 16 samples a problem, are the released code's.
+# carries its claim. Prompt and evaluation, 16 samples a problem, are the released code's, and so
+# are 8 GPUs, of which 4 train and 4 search.
 ASYNC_2 = dict(
     model="Qwen/Qwen2.5-7B",
     loss="tba_prime",
     steps=400,
+    trainer_processes=4,
     beta=0.005,
     constant_staleness=2,
     reference_reset_period=50,
@@ -45,7 +47,11 @@ ASYNC_10 = ASYNC_2 | dict(constant_staleness=10)
 RELEASED = dict(loss="tba_prime_released", options=dict(grade_unfinished=True))
 # Ours, for one card of 80 GB (--plan).
 LORA = ASYNC_2 | dict(
-    lora_rank=32, learning_rate=1e-5, max_response_tokens=1024, gpu_memory_utilization=0.3
+    trainer_processes=1,
+    lora_rank=32,
+    learning_rate=1e-5,
+    max_response_tokens=1024,
+    gpu_memory_utilization=0.3,
 )
 PRESETS = {
     "async2": ASYNC_2,

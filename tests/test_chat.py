@@ -83,6 +83,7 @@ def test_a_task_with_messages_trains_end_to_end_and_its_evaluation_has_several_s
 ):
     run_dir = tmp_path / "run"
     small = ["--steps", 2, "--queries_per_batch", 2, "--responses_per_query", 4]
+    small += ["--trainer_processes", 2]
     small += ["--max_prompt_tokens", 160, "--max_response_tokens", 8, "--evaluation_samples", 3]
     where = ["--data_dir", problems, "--model", chat_model, "--output_dir", run_dir]
     result = tba("competition_math", "--preset", "async2_released", *small, *where)

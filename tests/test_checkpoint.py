@@ -59,7 +59,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_ste
     rows = make_rows(4, 3)
     trainer.learner.update(rows)
     trainer.health.figures["reward"] = 1.0
-    before = {name: tensor.clone() for name, tensor in trainer.learner.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in trainer.learner.state()}
     disk.may_go_on.clear()
     trainer.save_checkpoint()
     for _ in range(3):
@@ -73,7 +73,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_ste
     saved = checkpoint.load_tensors(tmp_path / "checkpoints" / "step-00000001", "learner")
     assert saved.keys() == before.keys()
     assert all(torch.equal(saved[name], before[name]) for name in before)
-    now = trainer.learner.state_dict()
+    now = dict(trainer.learner.state())
     assert not torch.equal(now["policy.lm_head.weight"], before["policy.lm_head.weight"])
     state = checkpoint.load_state(tmp_path / "checkpoints" / "step-00000001")
     assert (state["step"], state["fresh"]["reward"]) == (1, 1.0)
@@ -123,7 +123,7 @@ def test_the_final_checkpoint_needs_no_copy_of_what_does_not_change_any_more(tra
     trainer.finish()
     assert trainer.checkpoints.copies == {}
     saved = checkpoint.load_tensors(tmp_path / "checkpoints" / "step-00000001", "learner")
-    trained = trainer.learner.state_dict()
+    trained = dict(trainer.learner.state())
     assert saved.keys() == trained.keys()
     assert all(torch.equal(saved[name], trained[name]) for name in saved)
 

@@ -187,8 +187,25 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
         ("--plan_gpus 4x80", "--plan_gpus 4x80 is for --plan"),
         (
             "--plan --plan_gpus 4x80 --searchers 4 --model {model}",
-            "--searchers is 4, but 4 GPUs hold one trainer",
+            "--searchers is 4, but there are 4 GPUs: room for 3 beside the trainer",
         ),
+        (
+            "--plan --plan_gpus 4x80 --trainer_processes 4 --model {model}",
+            "--trainer_processes is 4, but there are 4 GPUs: each takes one, a searcher another; give at most 3",
+        ),
+        (
+            "--plan --plan_gpus 8x80 --trainer_processes 4 --searchers 5 --model {model}",
+            "--searchers is 5, but there are 8 GPUs: room for 4 beside 4 trainer processes",
+        ),
+        (
+            "--trainer_processes 33",
+            "--trainer_processes is 33, more than --queries_per_batch 32",
+        ),
+        (
+            "--trainer_processes 2 --lora_rank 8",
+            "--lora_rank 8 and --trainer_processes 2 are both given, and adapters are not sharded",
+        ),
+        ("--trainer_processes 0", "--trainer_processes is 0: it must be positive"),
         ("--plan --model {tmp}/absent", "absent' does not exist"),
         ("tldr --preset 1b --tiny", "--preset is '1b', but --tiny is a preset of its own"),
         ("--json", "--json is for --eval_only"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import read, steps_of, tba
-from test_engine import changed, sample_group, take_over
+from test_engine import changed, logprobs_of, sample_group, take_over
 from test_trainer import gradient, make_rows
 
 from config import Config
@@ -44,11 +44,11 @@ def test_published_bf16_weights_are_what_vllm_samples_from(kind, request, record
                 assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
                 engine.load(tensors.items())
         group = sample_group(engine, prompt, version=version, **sampling)
-        sizes.append(mismatch(group, dict(model.named_parameters()), model, torch.bfloat16))
+        sizes.append(mismatch(group, logprobs_of(group, model, torch.bfloat16)))
         assert 0 < sizes[-1] < NORMAL, f"version {version}"
     record_property("mismatch in bf16, nats", [round(size, 4) for size in sizes])
     take_over(model, changed(model, 9))
-    difference = mismatch(group, dict(model.named_parameters()), model, torch.bfloat16)
+    difference = mismatch(group, logprobs_of(group, model, torch.bfloat16))
     record_property("... of older weights", round(difference, 4))
     assert difference > 3 * NORMAL, "older weights would show"
 

@@ -11,16 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import FOREVER, ROOT, SMALL, Run, living, read, steps_of, tba
+from conftest import FOREVER, ROOT, SMALL, Run, living, read, shared_files, steps_of, tba
 
 from buffer import ReplayBuffer
 from runtime import checkpoint, timeline
+from runtime.launch import in_words
 from tasks import load_task
 from tba import main
 
@@ -363,6 +365,141 @@ def test_a_signal_while_the_searchers_load_leaves_no_semaphore(tmp_path):
             run.end()
 
 
+# A trainer of several processes
+
+PLANT = """
+import sys, threading, time
+from pathlib import Path
+
+def fail(learner):
+    {fault}
+
+def plant():
+    while "learner" not in sys.modules or not hasattr(sys.modules["learner"], "follow"):
+        time.sleep(0.1)
+    if Path("/proc/self/comm").read_text().strip() != "tba {name}":
+        return
+    while not Path({sign!r}).exists():
+        time.sleep(0.1)
+    sys.modules["learner"].Learner.step_optimizer = fail
+
+threading.Thread(target=plant, daemon=True).start()
+"""
+TWO = ["--trainer_processes", 2, "--checkpoint_every", 10, "--searcher_timeout", 12]
+
+
+def check_end(run: Run, cause: str, seconds: float, record_property) -> str:
+    """The run ends by itself, says why, and keeps the checkpoint of before. Returns stderr."""
+    start = time.monotonic()
+    _, err = run.process.communicate(timeout=seconds)
+    took = time.monotonic() - start
+    assert run.process.returncode == 1 and cause in err, err
+    assert "to go on: python tba.py --resume" in err
+    newest, complaints = checkpoint.newest_whole(str(run.run_dir))
+    assert complaints == [] and checkpoint.load_state(newest)["step"] >= 10
+    record_property("seconds to the end", round(took, 1))
+    run.nothing_is_left(3)
+    return err
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["trainer", "trainer 1"])
+def test_a_trainer_process_that_is_killed_ends_the_run_with_its_log(
+    name, tmp_path, record_property
+):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
+        run.is_at(15)
+        run.kill(name)
+        err = check_end(
+            run, f"error: {in_words(name)} ended with exit code -9", 30, record_property
+        )
+        assert f"{name.replace(' ', '-')}.log:" in err
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["trainer", "trainer 1"])
+def test_a_trainer_process_that_is_killed_while_it_loads_ends_the_run(name, tmp_path):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
+        run.until(lambda: shared_files(living(run.tag)), 30, "shared memory")
+        run.kill(name)
+        _, err = run.process.communicate(timeout=30)
+        assert (
+            run.process.returncode == 1
+            and f"error: {in_words(name)} ended with exit code -9" in err
+        )
+        run.nothing_is_left(5)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["trainer", "trainer 1"])
+def test_a_trainer_process_that_is_stopped_ends_the_run_within_the_timeout(
+    name, tmp_path, record_property
+):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
+        run.is_at(15)
+        run.kill(name, signal.SIGSTOP)
+        check_end(
+            run,
+            f"error: {in_words(name)} is stopped: no sign of life for 12 s",
+            30,
+            record_property,
+        )
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["trainer", "trainer 1"])
+def test_a_trainer_process_that_raises_ends_the_run_with_its_traceback(
+    name, tmp_path, monkeypatch, record_property
+):
+    fault = 'raise ValueError("planted")'
+    with planted(fault, name, tmp_path, monkeypatch) as run:
+        err = check_end(run, f"error: {in_words(name)} ended with exit code 1", 30, record_property)
+        assert "ValueError: planted" in err
+
+
+@pytest.mark.faults
+def test_a_collective_that_hangs_ends_the_run_and_shows_where_each_process_is(
+    tmp_path, monkeypatch, record_property
+):
+    with planted("time.sleep(1e6)", "trainer 1", tmp_path, monkeypatch) as run:
+        err = check_end(
+            run, "error: the trainer gave no sign of life for 12 s", 30, record_property
+        )
+        assert "in fail" in err.split("trainer-1.log:")[1], "where trainer 1 sleeps"
+        assert "step_optimizer" in err.split("trainer-1.log:")[0], "where the trainer waits for it"
+
+
+@contextmanager
+def planted(fault: str, name: str, tmp_path: Path, monkeypatch) -> Iterator[Run]:
+    """A run in which a statement was put into the next optimizer step of one process."""
+    sign = tmp_path / "now"
+    text = PLANT.format(fault=fault, name=name, sign=str(sign))
+    (tmp_path / "sitecustomize.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
+        run.is_at(15)
+        sign.touch()
+        yield run
+
+
+@pytest.mark.faults
+def test_a_run_of_two_trainer_processes_is_interrupted_and_resumed_by_one_and_by_four(tmp_path):
+    run_dir = tmp_path / "run"
+    with Run(run_dir, "arithmetic", *SMALL, *TWO, *FOREVER) as run:
+        run.is_at(15)
+        _, err = run.end()
+        assert "to go on" in err
+        run.nothing_is_left(3)
+    for processes in (1, 4):
+        state = checkpoint.load_state(checkpoint.list_checkpoints(str(run_dir))[-1])
+        at = max(line["step"] for line in steps_of(run_dir))
+        assert state["step"] == at, "it was saved at the end"
+        flags = ["--steps", at + 10, "--trainer_processes", processes]
+        done = tba("--resume", run_dir, *flags)
+        assert done.returncode == 0, done.stderr
+        assert max(line["step"] for line in steps_of(run_dir)) == at + 10
+
+
 # Checkpoints
 
 
@@ -509,11 +646,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_and_without_on
     (previous / "buffer.npz").write_bytes((previous / "buffer.npz").read_bytes()[:-1])
     result = tba("--resume", copy)
     assert result.returncode == 2
-    assert result.stderr.splitlines() == [
+    lines = result.stderr.splitlines()
+    assert lines[:2] == [
         f"{newest} cannot be used: learner.safetensors is damaged",
         f"{previous} cannot be used: buffer.npz is damaged",
-        f"error: --resume {str(copy)!r} has no checkpoint that is whole",
     ]
+    # Between them may stand one that the run was removing when it was killed.
+    assert lines[-1] == f"error: --resume {str(copy)!r} has no checkpoint that is whole"
 
 
 @pytest.mark.faults

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ON_GPU, read, steps_of, tba
 from test_dtype import NORMAL
-from test_engine import changed, sample_group, take_over
+from test_engine import changed, logprobs_of, sample_group, take_over
 from test_trainer import gradient, make_rows
 
 from config import Config
@@ -64,12 +64,11 @@ def test_vllm_agrees_with_the_trainer_in_bf16_also_after_weights_loaded_in_mid_s
             with weights.read(0) as (_, tensors):
                 engine.load(tensors.items())
         group = sample_group(engine, prompt, version=version, **sampling)
-        tensors = dict(model.named_parameters())
-        found.append(mismatch(group, tensors, model, torch.bfloat16))
+        found.append(mismatch(group, logprobs_of(group, model, torch.bfloat16)))
         assert 0 < found[-1] < NORMAL, f"version {version}"
     record_property("mismatch on a GPU, nats", [round(value, 4) for value in found])
     take_over(model, changed(model, 9))
-    assert mismatch(group, dict(model.named_parameters()), model, torch.bfloat16) > 3 * NORMAL
+    assert mismatch(group, logprobs_of(group, model, torch.bfloat16)) > 3 * NORMAL
 
 
 @pytest.mark.parametrize("low_memory", ["off", "on"])

@@ -3,12 +3,14 @@
 Only the device query is a mock: how many GPUs there are, and whether CUDA can use them.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from conftest import ROOT, read, steps_of, tba
 
 from config import Config, UserError
 from models import device, logprobs
-from runtime import processes
+from runtime import launch, processes
+from runtime.command_line import build_config
 from runtime.places import find_places, gpu_memory, search_ahead
 from runtime.workload import ThrottledWorkload, Workload
 from tasks import Query
@@ -53,6 +56,42 @@ def test_each_process_on_a_gpu_gets_its_part_of_the_cores_as_threads(gpus, monke
     assert {variables["MKL_NUM_THREADS"] for variables in environments} == {"16"}
     assert [variables["CUDA_VISIBLE_DEVICES"] for variables in environments] == list("0123")
     assert all(place.cores == list(range(64)) for place in places), "each may run on any"
+
+
+def test_trainer_processes_get_the_first_gpus_and_searchers_the_others(gpus):
+    gpus(8)
+    places = find_places(Config(trainer_processes=3, searchers=2))
+    assert {place.name: place.gpu for place in places} == {
+        "trainer": "0",
+        "trainer 1": "1",
+        "trainer 2": "2",
+        "searcher 0": "3",
+        "searcher 1": "4",
+    }
+    assert len(find_places(Config(trainer_processes=3))) == 8, "each other GPU has a searcher"
+
+
+def test_an_evaluation_needs_no_gpus_for_a_presets_trainer_processes(
+    gpus, chat_model, tmp_path, monkeypatch
+):
+    gpus(1)
+    for split in ("train", "test"):
+        row = {"problem": "1+1?", "solution": r"\boxed{2}"}
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
+    placed = []
+    monkeypatch.setattr(launch, "evaluate", lambda config, place, _: placed.append(place))
+    monkeypatch.setattr(launch, "Interrupt", lambda: SimpleNamespace(signal=0))
+    where = ["--model", str(chat_model), "--data_dir", str(tmp_path)]
+    short = ["--max_prompt_tokens", "160", "--max_response_tokens", "8"]
+    launch.evaluate_only(build_config(["competition_math", "--eval_only", *where, *short]))
+    assert [place.gpu for place in placed] == ["0"]
+
+
+def test_trainer_processes_share_the_half_of_the_cores_that_the_trainer_has(monkeypatch):
+    for cores, expected in ((8, [[0, 2], [1, 3], [4, 5, 6, 7]]), (2, [[0], [0], [1]])):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        places = {p.name: p.cores for p in find_places(Config(trainer_processes=2), [])}
+        assert [places[name] for name in ("trainer", "trainer 1", "searcher 0")] == expected
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

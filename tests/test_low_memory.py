@@ -71,7 +71,8 @@ class Full:
     """A learner on a card on which only two passes fit, or nothing does."""
 
     def __init__(self, learner: Learner, fits: bool):
-        self.policy, self.trained = learner.policy, learner.trained
+        self.policy, self.trained, self.scorer = learner.policy, learner.trained, learner.scorer
+        self.ranks = learner.ranks
         self.learner, self.fits, self.low_memory = learner, fits, False
 
     def backward(self, rows, beta):

@@ -230,6 +230,11 @@ def test_two_passes_are_taken_where_only_they_fit(shapes):
         (
             "4x7",
             dict(),
+            "GPU 0 is short: .*; --trainer_processes 3 --searchers 1 would do",
+        ),
+        (
+            "2x7",
+            dict(),
             "GPU 0 is short: .*; --dtype bfloat16 --master_dtype bfloat16 "
             r"\(steps below a weight's precision are lost then\) would do",
         ),
@@ -258,6 +263,26 @@ def test_the_setting_that_a_plan_names_does_make_it_fit(shapes):
     share = float(problem.split("--gpu_memory_utilization ")[1].split()[0])
     made, problem = plan_on("1x20", model=shapes["four"], gpu_memory_utilization=share)
     assert problem is None and made.total("GPU 0") > 0.9 * made.available["GPU 0"]
+
+
+def test_the_plan_counts_the_share_of_each_trainer_process_and_what_it_gathers(shapes):
+    settings = dict(model=shapes["four"], dtype="bfloat16", low_memory="off")
+    whole, _ = plan_on("4x80", **settings)
+    made, problem = plan_on("4x80", **settings, trainer_processes=2, checkpoint_every=0)
+    assert problem is None
+    parameters = sizes.policy_size(shapes["four"], False).parameters
+    layer = (parameters - sizes.policy_size(shapes["four"], False).outside) // 4
+    for name in ("trainer", "trainer 1"):
+        assert bytes_of(made, name, "weights, float32, 1 / 2 of them") == 2 * parameters
+        assert bytes_of(made, name, "gradients, 1 / 2 of them") == 2 * parameters
+        assert bytes_of(made, name, "AdamW's two moments, 1 / 2 of them") == 4 * parameters
+        gathered = bytes_of(made, name, "weights and gradients that are gathered")
+        assert gathered == 3 * 4 * (parameters - 4 * layer) + (4 * 2 + 2 * 4) * layer
+        activations = "activations, 20 responses of 512 + 512 tokens"
+        casts = bytes_of(whole, "trainer", activations) - bytes_of(made, name, activations)
+        assert casts == 2 * 4 * layer, "layers are gathered in bf16 for the moment, not cast"
+    host = bytes_of(made, "all", "policies while they load, or what is written")
+    assert host == max(4 * 4 * parameters, (12 + 4) * parameters), "a copy even of the last one"
 
 
 def test_a_run_that_is_resumed_is_offered_only_what_it_may_change(shapes):

@@ -76,6 +76,7 @@ TLDR = {
     "searchers": (None, "3 beside the trainer on 4 GPUs, Table 3"),
 }
 MATH = {
+    "trainer_processes": (4, "the launch script of the released code"),
     "model": ("Qwen/Qwen2.5-7B", "section 6"),
     "loss": ("tba_prime", "Eq. 7"),
     "steps": (400, "Table 4"),
@@ -179,6 +180,7 @@ EXPECTED = {
     ("competition_math", "lora"): MATH
     | {
         "lora_rank": (32, "ours"),
+        "trainer_processes": (1, "ours: adapters are not sharded"),
         "learning_rate": (1e-5, "ours: ten times that of all weights"),
         "max_response_tokens": (1024, "ours: for a card of 80 GB"),
         "gpu_memory_utilization": (0.3, "ours: for a card of 80 GB"),
@@ -363,6 +365,15 @@ def test_four_gpus_are_one_trainer_and_the_papers_three_searchers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for arguments, searchers in ((["gsm8k"], 3), (["tldr"], 3), (["tldr", *TABLE_1], 2)):
         assert len(find_places(build_config(arguments))) == 1 + searchers
+
+
+def test_eight_gpus_are_the_four_trainer_processes_and_four_searchers_of_the_launch_script():
+    places = find_places(build_config(["competition_math"]), list("01234567"))
+    assert [place.name for place in sorted(places, key=lambda place: place.gpu)] == [
+        "trainer",
+        *(f"trainer {rank}" for rank in range(1, 4)),
+        *(f"searcher {rank}" for rank in range(4)),
+    ]
 
 
 def test_the_attacker_explores_as_in_the_adopted_code():

@@ -1,0 +1,421 @@
+"""A policy sharded over trainer processes learns what it learns in one.
+
+Ready-made batches at the learner, on 1, 2 and 4 processes (gloo). Whole runs are below; what kills
+and stops them is in test_faults.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+from conftest import read, steps_of, tba
+from safetensors.torch import load_file, save_file
+from test_trainer import make_rows
+from transformers import AutoModelForCausalLM
+
+from buffer import Row
+from config import Config
+from learner import Learner
+from models.logprobs import TOKENS_PER_FORWARD, all_counted
+from models.policy import weight_shapes
+from models.sharding import OneProcess, connect
+from objectives import LOSSES
+from runtime.memory_trial import try_largest_batch
+from weights import SharedWeights
+
+OBJECTIVES = ("tb", "tba_prime", "grpo", "online_dpo")
+FEW, STEPS = 5, 20
+# 7 queries: ranks differ in how many they have, and so in their micro-batches.
+SETTINGS = dict(
+    responses_per_query=3,
+    samples_per_query=3,
+    queries_per_batch=7,
+    learning_rate=1e-4,
+    beta=1.0,
+    max_grad_norm=1.0,
+    max_prompt_tokens=20,
+    max_response_tokens=30,
+)
+
+spawn = torch.multiprocessing.get_context("spawn")
+
+
+class Laboratory:
+    """What a rank has: one learner after the other. Rank 0 says which, the others follow."""
+
+    def __init__(self, ranks: OneProcess):
+        self.ranks, self.learner = ranks, None
+
+    def begin(self, model: str, settings: dict, tokens: int = 1024) -> None:
+        """Load a policy. tokens: of a forward pass."""
+        self.ranks.call("begin", model, settings, tokens)
+        TOKENS_PER_FORWARD["cpu"] = tokens
+        if self.learner:
+            self.ranks.join = lambda: None  # they have met
+        self.learner = Learner(Config(model=model, **SETTINGS | settings), print, self.ranks)
+
+    def __getattr__(self, name: str):
+        return getattr(self.learner, name)
+
+    def parts(self) -> list[dict[str, np.ndarray]]:
+        """The part of each parameter that each rank holds."""
+        self.ranks.call("parts")
+        if self.ranks.size == 1:
+            return [{name: p.detach().numpy() for name, p in self.learner.trained.items()}]
+        held = {name: p.detach().to_local() for name, p in self.learner.trained.items()}
+        return self.ranks.gather({name: tensor.numpy() for name, tensor in held.items()})
+
+    def trial(self, low_memory: str) -> None:
+        self.ranks.call("trial", low_memory)
+        self.learner.low_memory = low_memory == "on"
+        try_largest_batch(self.learner.config, self.learner, print)
+
+    def trial_out_of_memory(self) -> None:
+        """The trial, whose first backward pass runs out of memory on each rank, half-way."""
+        self.ranks.call("trial_out_of_memory")
+
+        def fail(*_) -> None:
+            handle.remove()
+            raise torch.OutOfMemoryError
+
+        layer = self.learner.policy.model.layers[0]
+        handle = layer.register_full_backward_pre_hook(fail)
+        try_largest_batch(self.learner.config, self.learner, print)
+
+    def stop_keeping_step(self) -> None:
+        self.ranks.call("stop_keeping_step")
+        self.learner.scorer.keep_step = all_counted
+
+
+def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connection) -> None:
+    torch.set_num_threads(1)
+    laboratory = Laboratory(ranks)
+    if ranks.rank:
+        ranks.follow(laboratory, beat=lambda: None)
+        return
+    try:
+        connection.send(experiment(laboratory, *arguments))
+    except Exception as error:
+        connection.send(error)
+
+
+def on_ranks(size: int, experiment: Callable, *arguments, timeout: float = 60.0):
+    """What experiment(laboratory, *arguments) returns on rank 0 of so many processes."""
+    if size == 1:
+        usual = dict(TOKENS_PER_FORWARD)
+        try:
+            return experiment(Laboratory(OneProcess()), *arguments)
+        finally:
+            TOKENS_PER_FORWARD.update(usual)
+    ours, theirs = spawn.Pipe(duplex=False)
+    ranks = connect(size, timeout)
+    processes = [
+        spawn.Process(target=rank_main, args=(rank, experiment, arguments, theirs))
+        for rank in ranks
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for connection in [theirs, *(end for rank in ranks for end in rank.connections)]:
+            connection.close()
+        assert ours.poll(240), "rank 0 gave no result"
+        result = ours.recv()
+        if isinstance(result, Exception):
+            raise result
+        return result
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+def uneven_rows(seed: int) -> list[Row]:
+    """Rows of 7 queries; those of the first have 30 tokens each, all others 1 or 2.
+
+    So the rank that has the first makes two passes of prompt and response, and others make one; and
+    a rank whose responses all have one token would need none for the response.
+    """
+    rows, rng = make_rows(7, 3, seed), np.random.default_rng(seed)
+    for i, row in enumerate(rows):
+        length = 30 if i < 3 else 1 + (i % 2 if i < 12 else 0)
+        row.tokens = rng.integers(0, 256, size=length).astype(np.int32)
+        row.ref_logprobs = np.full(length, -5.0, np.float32)
+        row.behavior_logprobs = np.full(length, -5.0, np.float32)
+    return rows
+
+
+def whole(laboratory: Laboratory) -> dict[str, np.ndarray]:
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in laboratory.weights()}
+
+
+def train(
+    laboratory: Laboratory, model: str, settings: dict, make: Callable, steps: int
+) -> tuple[list[dict], dict[str, np.ndarray]]:
+    """Metrics of each step, and the weights after the last."""
+    laboratory.begin(model, settings, tokens=50 if make is uneven_rows else 1024)
+    metrics = [laboratory.update(make(seed)) for seed in range(steps)]
+    return metrics, whole(laboratory)
+
+
+def even_rows(seed: int) -> list[Row]:
+    return make_rows(7, 3, seed)
+
+
+CASES = {
+    f"{loss}, {kind}": (kind, dict(loss=loss), even_rows)
+    for loss in OBJECTIVES
+    for kind in ("tied", "untied")
+} | {
+    "uneven": ("untied", dict(queries_per_micro_batch=7), uneven_rows),
+    "uneven, low memory": ("untied", dict(low_memory="on"), uneven_rows),
+    "low memory": ("tied", dict(low_memory="on"), even_rows),
+    "bf16": ("untied", dict(dtype="bfloat16"), even_rows),
+    "bf16 masters": ("untied", dict(dtype="bfloat16", master_dtype="bfloat16"), even_rows),
+}
+
+
+def train_all(laboratory: Laboratory, models: dict[str, str], steps: int) -> dict[str, tuple]:
+    return {
+        name: train(laboratory, models[kind], settings, make, steps)
+        for name, (kind, settings, make) in CASES.items()
+    }
+
+
+def everything(laboratory: Laboratory, models: dict[str, str], folder: str) -> dict:
+    """All that the tests compare, of one number of processes: they start once for it."""
+    size, found = laboratory.ranks.size, train_all(laboratory, models, FEW)
+    for loss in LOSSES:
+        settings = dict(loss=loss, reference_reset_period=0)
+        found[f"step of {loss}"] = train(laboratory, models["tied"], settings, even_rows, 1)
+    # Half of the weights that it has, and its own again.
+    laboratory.begin(models["tied"], {})
+    rows, before = even_rows(0), whole(laboratory)
+    half = {name: torch.from_numpy(weight) / 2 for name, weight in before.items()}
+    found["under"] = [
+        laboratory.logprobs_under({n: torch.from_numpy(w) for n, w in before.items()}, rows),
+        laboratory.logprobs_under(half, rows[:1]),
+        laboratory.logprobs_under(half, rows, 0.5),
+    ]
+    found["before"], found["after"] = before, whole(laboratory)
+    # Saved by as many, and resumed by as many, in the middle of a run.
+    laboratory.begin(models["tied"], {})
+    for seed in range(3):
+        laboratory.update(even_rows(seed))
+    state = {name: tensor.clone().contiguous() for name, tensor in laboratory.state()}
+    save_file(state, Path(folder, f"{size}.safetensors"))
+    found["uninterrupted"] = [laboratory.update(even_rows(seed)) for seed in range(3, 6)]
+    laboratory.save_model(Path(folder, f"model of {size}"))
+    found["saved"] = whole(laboratory)
+    if size > 1:
+        for saved in (1, 2):
+            path = f"{folder}/{saved}.safetensors"
+            found[f"resumed from {saved}"] = resumed(laboratory, models["tied"], path)
+        laboratory.begin(models["untied"], {})
+    # What is published, against the parts that the ranks hold.
+    shapes = weight_shapes(laboratory.config)
+    weights = SharedWeights(shapes, torch.float32, readers=1, reference=True)
+    weights.publish(1, laboratory.weights())
+    weights.publish_reference(1, laboratory.weights())
+    with weights.read(0) as (_, tensors):
+        found["published"] = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+    reference = weights.reference_tensors()
+    found["reference"] = {name: tensor.numpy().copy() for name, tensor in reference.items()}
+    found["parts"] = laboratory.parts()
+    for low_memory in ("off", "on"):
+        laboratory.trial(low_memory)
+    found["after the trial"] = whole(laboratory)
+    laboratory.begin(models["tied"], {})
+    laboratory.trial_out_of_memory()
+    steps = [laboratory.update(even_rows(seed)) for seed in range(3)]
+    found["out of memory"] = laboratory.low_memory, steps, whole(laboratory)
+    return found
+
+
+def resumed(laboratory: Laboratory, model: str, path: str) -> tuple[int, list[dict]]:
+    """The step of a checkpoint, and the metrics of the three steps after it."""
+    laboratory.begin(model, {})
+    laboratory.load_state(load_file(path) if laboratory.ranks.rank == 0 else None)
+    return laboratory.step, [laboratory.update(even_rows(seed)) for seed in range(3, 6)]
+
+
+@pytest.fixture(scope="module")
+def models(tied_model, untied_model) -> dict[str, str]:
+    return {"tied": str(tied_model), "untied": str(untied_model)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("sharding")
+
+
+@pytest.fixture(scope="module")
+def found(models, folder) -> dict[int, dict]:
+    return {size: on_ranks(size, everything, models, str(folder)) for size in (1, 2)}
+
+
+def check_equal(case: str, one: tuple, several: tuple) -> dict[str, float]:
+    """Losses, gradient norms and weights are those of one process. Returns how far apart."""
+    (metrics, weights), (others, other_weights) = one, several
+    apart = {
+        name: max(abs(b[name] / a[name] - 1) for a, b in zip(metrics, others))
+        for name in ("loss", "grad_norm")
+    } | {
+        "weights": max(float(np.abs(weights[n] - other_weights[n]).max()) for n in weights),
+    }
+    # In bf16 the first pass is the same to the last digits; then each step is rounded otherwise.
+    is_bf16 = case.startswith("bf16")
+    assert others[0]["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-6)
+    assert max(apart["loss"], apart["grad_norm"]) < (2e-2 if is_bf16 else 1e-5), apart
+    assert apart["weights"] < (1e-2 if is_bf16 else 1e-5), apart
+    for a, b in zip(metrics, others):
+        relative = 0.1 if is_bf16 else 1e-3
+        assert b == pytest.approx(a, rel=relative, abs=relative), "all other metrics"
+    return {name: float(f"{value:.1e}") for name, value in apart.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_learn_what_one_does(case, found, record_property):
+    record_property("apart", check_equal(case, found[1][case], found[2][case]))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_of_every_objective_is_that_of_one_process(loss, found):
+    (one,), (two,) = (found[size][f"step of {loss}"][0] for size in (1, 2))
+    assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
+
+
+def test_one_process_makes_no_process_group(found):
+    assert not torch.distributed.is_initialized(), "it learned in this process"
+
+
+@pytest.mark.runs
+def test_two_and_four_processes_learn_what_one_does_over_twenty_steps(models, record_property):
+    one, two, four = (on_ranks(size, train_all, models, STEPS) for size in (1, 2, 4))
+    for case in CASES:
+        record_property(f"{case}, 2", check_equal(case, one[case], two[case]))
+        record_property(f"{case}, 4", check_equal(case, one[case], four[case]))
+
+
+def test_a_rank_with_fewer_passes_keeps_step_or_the_others_would_hang(models):
+    on_ranks(2, steps_without_keeping, models["untied"], even_rows)
+    with pytest.raises(RuntimeError, match="[Tt]imed out|Connection|size"):
+        on_ranks(2, steps_without_keeping, models["untied"], uneven_rows, timeout=8.0)
+
+
+def steps_without_keeping(laboratory: Laboratory, model: str, make: Callable) -> None:
+    """Two steps in which no rank makes a pass that counts nothing."""
+    laboratory.begin(model, dict(queries_per_micro_batch=7), 1024 if make is even_rows else 50)
+    laboratory.stop_keeping_step()
+    for seed in range(2):
+        laboratory.update(make(seed))
+
+
+def test_what_is_published_and_becomes_the_reference_is_what_the_ranks_hold_bit_by_bit(found):
+    parts = found[2]["parts"]
+    assert len(parts) == 2
+    assert all(
+        part[name].size < found[2]["published"][name].size for part in parts for name in part
+    )
+    for name, published in found[2]["published"].items():
+        held = np.concatenate([part[name] for part in parts])
+        np.testing.assert_array_equal(published, held)
+        np.testing.assert_array_equal(found[2]["reference"][name], held)
+
+
+def test_log_probabilities_under_other_weights_are_those_of_one_process(found):
+    """For the mismatch with vLLM, and for rows that an earlier reference scored."""
+    for one, two in zip(found[1]["under"], found[2]["under"]):
+        assert [len(row) for row in one] == [len(row) for row in two]
+        np.testing.assert_allclose(np.concatenate(one), np.concatenate(two), rtol=0, atol=1e-5)
+    own, half = found[2]["under"][0], found[2]["under"][2]
+    assert np.abs(np.concatenate(own) - np.concatenate(half)).max() > 0.1
+    for name, before in found[2]["before"].items():
+        np.testing.assert_array_equal(before, found[2]["after"][name])
+
+
+def test_a_trial_that_runs_out_of_memory_leaves_ranks_that_learn_what_one_process_does(found):
+    (is_low, metrics, weights), (other_is_low, others, other_weights) = (
+        found[size]["out of memory"] for size in (1, 2)
+    )
+    assert is_low and other_is_low, "two passes fitted"
+    check_equal("low memory", (metrics, weights), (others, other_weights))
+
+
+def test_the_largest_batch_trial_leaves_every_rank_as_it_was(found):
+    for name, weight in found[2]["after the trial"].items():
+        np.testing.assert_array_equal(weight, found[2]["published"][name])
+
+
+def test_a_checkpoint_of_one_process_or_two_is_resumed_by_one_or_two(found, models, folder):
+    path = str(folder / "2.safetensors")
+    found_again = [found[2]["resumed from 1"], found[2]["resumed from 2"]]
+    for again in (*found_again, on_ranks(1, resumed, models["tied"], path)):
+        check_resumed(again, found)
+
+
+@pytest.mark.faults
+def test_a_checkpoint_of_two_ranks_is_resumed_by_four(found, models, folder):
+    path = str(folder / "2.safetensors")
+    check_resumed(on_ranks(4, resumed, models["tied"], path), found)
+
+
+def check_resumed(again: tuple[int, list[dict]], found: dict[int, dict]) -> None:
+    """The steps after a checkpoint are those of a run that was not interrupted."""
+    step, metrics = again
+    assert step == 3 and len(metrics) == 3
+    for line, expected in zip(metrics, found[1]["uninterrupted"]):
+        assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_the_saved_model_is_whole(found, folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model of 2")
+    for name, parameter in model.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), found[2]["saved"][name])
+
+
+def settings_of_a_run(run_dir: Path, processes: int) -> list:
+    return ["--trainer_processes", processes, "--output_dir", run_dir]
+
+
+LATE = ["--constant_staleness", 2, "--loss", "tba_prime", "--reference_reset_period", 10]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("mode", [["--synchronous"], LATE], ids=["synchronous", "late and reset"])
+def test_a_run_in_lockstep_with_two_processes_has_the_losses_of_one(
+    mode, tmp_path, record_property
+):
+    losses, mismatches = [], []
+    for processes in (1, 2):
+        run_dir = tmp_path / str(processes)
+        flags = [*mode, "--steps", 40, *settings_of_a_run(run_dir, processes)]
+        done = tba("arithmetic", *flags)
+        assert done.returncode == 0, done.stderr
+        losses.append([line["loss"] for line in steps_of(run_dir)])
+        mismatches.append(max(line.get("mismatch", 0.0) for line in steps_of(run_dir)))
+    apart = max(abs(two / one - 1) for one, two in zip(*losses))
+    record_property("largest relative difference of a loss", float(f"{apart:.1e}"))
+    record_property("mismatch with vLLM of 1 and 2, nats", [f"{m:.1e}" for m in mismatches])
+    assert len(losses[0]) == len(losses[1]) == 40 and apart < 1e-3
+    assert 0 < mismatches[1] < 2 * mismatches[0] + 1e-6
+    saved = [AutoModelForCausalLM.from_pretrained(tmp_path / str(n) / "model") for n in (1, 2)]
+    for one, two in zip(*(model.parameters() for model in saved)):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-3)
+
+
+@pytest.mark.faults
+def test_an_asynchronous_run_with_two_processes_reaches_095_and_its_weights_arrive(
+    tmp_path, record_property
+):
+    run_dir = tmp_path / "run"
+    done = tba("arithmetic", "--steps", 300, *settings_of_a_run(run_dir, 2))
+    assert done.returncode == 0, done.stderr
+    lines = read(run_dir, "metrics.jsonl")
+    record_property("final accuracy", lines[-1]["final_accuracy"])
+    assert lines[-1]["final_accuracy"] >= 0.95
+    mismatches = [line["mismatch"] for line in steps_of(run_dir) if "mismatch" in line]
+    record_property("mismatch with vLLM, nats", float(f"{max(mismatches):.1e}"))
+    assert 0 < max(mismatches) < 1e-4, "as with one process, in fp32"
