@@ -2,8 +2,8 @@
 
 A searcher that generates with transformers stands where the trainer's queue stands. There is no
 vLLM to start and no clock to race against: a run takes seconds and comes out the same every time.
-off_policy.py and ablations.py are lists of such runs. Each is appended to a file as it ends, and a
-study that was interrupted continues where it was.
+staleness.py, off_policy.py and ablations.py are lists of such runs. Each is appended to a file as
+it ends, and a study that was interrupted continues where it was.
 """
 
 import contextlib
@@ -15,6 +15,8 @@ import queue
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import common  # noqa: F401 (the project's root on sys.path)
@@ -35,6 +37,8 @@ from trainer import Trainer
 from weights import SharedWeights
 
 SAMPLES = 2000  # responses to held-out queries, by which the trained policy is measured
+POINTS = 30  # of a run's history that are kept
+HISTORY = ("step", "reward", "ess_responses", "ess_tokens", "log_w_5", "received")
 
 
 class InlineSearcher:
@@ -214,28 +218,56 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
         searcher = InlineSearcher(config, weights, board, groups_per_sync)
         trainer = Trainer(config, weights, searcher, board, run_dir)
         trainer.train()
-        return searcher.measure(trainer.learner.policy)
+        lines = read_lines(Path(run_dir) / "metrics.jsonl")
+        return searcher.measure(trainer.learner.policy) | {"history": thinned(lines)}
 
 
-def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:
-    """Run jobs, {"settings", "groups_per_sync"}. Returns a line per job, with its "result".
+def thinned(lines: list[dict]) -> dict[str, list[float]]:
+    """Keep some POINTS of a run's metrics: means over as many stretches of its steps."""
+    steps = [line for line in lines if "loss" in line]
+    stretches = np.array_split(np.arange(len(steps)), min(POINTS, len(steps)))
+    return {
+        name: [
+            float(f"{np.mean([steps[i].get(name, np.nan) for i in stretch]):.4g}")
+            for stretch in stretches
+        ]
+        for name in HISTORY
+    }
+
+
+def base_model(task: str) -> dict[str, float]:
+    """Measure the policy that the runs of a task begin with."""
+    torch.set_num_threads(1)
+    preset = next(iter(find_presets(task).values()))
+    config = settle(Config(**preset | {"task": task}))
+    config = dataclasses.replace(config, model=load_task(task).base_model())
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+    searcher = InlineSearcher(config, weights, Board(["trainer", "searcher 0"]), 0)
+    return searcher.measure(searcher.policy)
+
+
+def run_all(
+    jobs: list[dict], file: Path, processes: int = 2, run: Callable[..., dict] = train
+) -> list[dict]:
+    """Run jobs, the arguments of run(**job). Returns a line per job, with its "result".
 
     A job that is listed twice is run once. Those that `file` already holds, of the same base model,
     are not run again.
     """
     file.parent.mkdir(exist_ok=True)
-    tasks = {job["settings"]["task"] for job in jobs}
+    tasks = {job["settings"]["task"] for job in jobs if "settings" in job}
     # Made here once, before several processes want them.
     models = {task: Path(load_task(task).base_model()).name for task in tasks}
-    lines = [line for line in read_lines(file) if line["base_model"] in models.values()]
+    known = {None, *models.values()}
+    lines = [line for line in read_lines(file) if line["base_model"] in known]
     done = {_key(line["job"]): line for line in lines}
     missing = [job for key, job in {_key(job): job for job in jobs}.items() if key not in done]
     start = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     num_processes = min(processes, len(os.sched_getaffinity(0)))
     with spawn.Pool(num_processes) as pool, open(file, "a") as out:
-        for i, line in enumerate(pool.imap_unordered(_run, missing), 1):
-            line["base_model"] = models[line["job"]["settings"]["task"]]
+        for i, line in enumerate(pool.imap_unordered(partial(_run, run), missing), 1):
+            line["base_model"] = models.get(line["job"].get("settings", {}).get("task"))
             print(json.dumps(line), file=out, flush=True)
             done[_key(line["job"])] = line
             if i % 10 == 0 or i == len(missing):
@@ -247,9 +279,9 @@ def _key(job: dict) -> str:
     return json.dumps(job, sort_keys=True)
 
 
-def _run(job: dict) -> dict:
+def _run(run: Callable[..., dict], job: dict) -> dict:
     start = time.monotonic()
-    result = train(**job)
+    result = run(**job)
     return {"job": job, "result": result, "seconds": round(time.monotonic() - start, 1)}
 
 

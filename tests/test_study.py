@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import common
+import exact_posterior
 import pytest
+import staleness
 import study
 
 from learner import Learner
@@ -64,7 +66,8 @@ def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries
     settings = SMALL | dict(constant_staleness=1)
     results = [study.train(settings) for _ in range(2)]
     assert results[0] == results[1] and results[0] != study.train(settings | dict(seed=4))
-    assert results[0].keys() == {"accuracy", "reward", "kl", "distinct"}
+    assert results[0].keys() == {"accuracy", "reward", "kl", "distinct", "history"}
+    assert len(results[0]["history"]["ess_responses"]) == settings["steps"]
     assert 0.2 < results[0]["reward"] < 0.7, "a few steps from the base model"
     assert 0 < results[0]["distinct"] <= 1, "one right answer a query"
 
@@ -89,3 +92,68 @@ def test_a_study_that_was_broken_off_runs_only_what_is_missing_or_of_another_bas
 def test_spread_is_the_mean_and_the_standard_deviation_of_a_sample():
     assert study.spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
     assert common.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+class FakeRuns:
+    """In the place of study.run_all: the reward of a run is a function of its learning rate."""
+
+    def __init__(self, rewards: dict[float, float]):
+        self.rewards, self.rates = rewards, []
+
+    def __call__(self, jobs: list[dict], file: Path, run) -> list[dict]:
+        lines = []
+        for job in jobs:
+            settings = job.get("settings", {})
+            rate = settings.get("learning_rate")
+            self.rates.append((rate, settings.get("seed")))
+            lines.append({"job": job, "result": {"reward": self.rewards.get(rate, 0.4)}})
+        return lines
+
+
+def study_of(rewards: dict[float, float]) -> tuple[staleness.Study, staleness.Cell, FakeRuns]:
+    """A study of one cell, searched and measured. The base model's reward is 0.4."""
+    runs, cell = FakeRuns(rewards), staleness.Cell("arithmetic", "tb", "stale", 8)
+    made = staleness.Study(Path("unused"), 10, (0, 1, 2), do=runs)
+    made.measure_base(["arithmetic"])
+    made.search([cell], {"arithmetic": (1e-4, 3e-4, 1e-3)})
+    made.measure([cell])
+    return made, cell, runs
+
+
+def test_a_cell_is_measured_at_the_best_rate_of_the_search_with_other_seeds():
+    made, cell, runs = study_of({1e-4: 0.5, 3e-4: 0.9, 1e-3: 0.6})
+    assert made.best(cell) == 3e-4 and len(made.tried[cell]) == 3
+    assert runs.rates[-3:] == [(3e-4, 0), (3e-4, 1), (3e-4, 2)]
+    assert {seed for _, seed in runs.rates[1:-3]} == {staleness.SEARCH_SEED}
+    assert made.values(cell, "reward") == [0.9, 0.9, 0.9]
+
+
+@pytest.mark.parametrize("best, beyond", [(1e-4, 3e-5), (1e-3, 3e-3)])
+def test_where_the_best_rate_lies_at_an_edge_the_next_one_is_tried_once(best, beyond):
+    made, cell, _ = study_of({best: 0.8, beyond: 0.9})
+    assert sorted(made.tried[cell]) == sorted([1e-4, 3e-4, 1e-3, beyond])
+    assert made.best(cell) == beyond
+
+
+def test_where_no_rate_beats_the_base_model_the_cell_says_so_and_no_more_is_run():
+    made, cell, runs = study_of({1e-4: 0.3, 3e-4: 0.39, 1e-3: float("nan")})
+    assert made.best(cell) is None and len(runs.rates) == 1 + 3
+    assert made.shown(cell, "reward") == "no rate beats the base model"
+
+
+def test_a_collapse_is_a_reward_that_falls_below_half_of_what_it_was():
+    rising, falling = [0.4] * 10 + [0.9] * 20, [0.4, 0.9] * 7 + [0.5] * 8 + [0.1] * 8
+    assert not staleness.has_collapsed(rising) and staleness.has_collapsed(falling)
+    history = {"received": [100, 200, 300], "reward": [0.5, 0.91, 0.95]}
+    assert staleness.responses_until(history, 0.9) == 200
+    assert staleness.responses_until(history, 0.99) == float("inf")
+
+
+def test_the_language_on_fresh_data_starts_at_its_reference_and_ends_at_pi_star():
+    """staleness.py's runs of exact_posterior.py."""
+    fresh = exact_posterior.train("tb", 0.03, seed=0, staleness=0, steps=600)
+    stale = exact_posterior.train("tb", 0.03, seed=0, staleness=8, steps=600)
+    assert fresh["kl_reference"][0] == pytest.approx(0, abs=1e-9) and fresh["kl"][0] > 0.05
+    assert fresh["kl"][-1] < 1e-3 and stale["kl"][-1] < 1e-3
+    assert fresh["ess"] == pytest.approx([1.0] * len(fresh["ess"]))
+    assert min(stale["ess"]) < 0.999
