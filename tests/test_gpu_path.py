@@ -81,6 +81,7 @@ def test_an_evaluation_needs_no_gpus_for_a_presets_trainer_processes(
     placed = []
     monkeypatch.setattr(launch, "evaluate", lambda config, place, _: placed.append(place))
     monkeypatch.setattr(launch, "Interrupt", lambda: SimpleNamespace(signal=0))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that what a fetch sets ends with this test
     where = ["--model", str(chat_model), "--data_dir", str(tmp_path)]
     short = ["--max_prompt_tokens", "160", "--max_response_tokens", "8"]
     launch.evaluate_only(build_config(["competition_math", "--eval_only", *where, *short]))

@@ -115,6 +115,7 @@ def put_dataset(root: Path, name: str, configuration: str, files: list[Path]) ->
 def hub(repositories, tmp_path, monkeypatch):
     """The hub, and an empty cache; both for whatever is started from here."""
     served = Hub(repositories)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", served.address)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
