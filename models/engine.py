@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams, _custom_ops
+from vllm.model_executor.layers import utils as layers
 from vllm.model_executor.models.transformers.base import Base
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
@@ -121,9 +122,11 @@ def gpu_settings(config: Config) -> dict:
 
 def cpu_settings(config: Config) -> dict:
     """What vLLM is told without a GPU besides."""
-    # vLLM's CPU build would pack each matrix for oneDNN and free it. Then a load would pack all of
-    # them anew, which takes ten times as long as a copy.
+    # vLLM's CPU build would pack each matrix, for oneDNN or for the matrix tiles that some
+    # processors have (AMX), and free it. Then a load would pack all of them anew, which takes ten
+    # times as long as a copy.
     _custom_ops._supports_onednn = False
+    layers.check_cpu_sgl_kernel = lambda *shape: False
     return {
         "enforce_eager": True,
         # Prompts enter whole: for a prompt in chunks vLLM rewinds the request's generator, which a

@@ -126,6 +126,7 @@ def test_with_bf16_masters_a_rate_of_1e_5_moves_only_small_weights(tied_model, r
     assert sizes["bfloat16"][moved["bfloat16"]].max() < 512 * 3e-5
 
 
+@pytest.mark.runs
 def test_a_run_in_bf16_learns_with_bf16_slots_and_a_normal_mismatch(tmp_path):
     run_dir = tmp_path / "run"
     flags = ["--dtype", "bfloat16", "--steps", 200, "--initial_responses", 200]

@@ -230,7 +230,7 @@ def test_a_throttled_search_waits_when_it_is_ahead_and_goes_on_as_the_trainer_st
 
 def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     run_dir = tmp_path / "run"
-    flags = ["--search_ahead", 10, "--steps", 400, "--initial_responses", 240]
+    flags = ["--search_ahead", 10, "--steps", 150, "--initial_responses", 240]
     flags += ["--queries_per_batch", 1, "--queries_per_micro_batch", 1]
     result = tba("arithmetic", *flags, "--eval_every", 0, "--output_dir", run_dir)
     assert result.returncode == 0, result.stderr
