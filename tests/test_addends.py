@@ -104,6 +104,7 @@ def base_samples(tmp_path_factory) -> dict[str, SimpleNamespace]:
     return samples
 
 
+@pytest.mark.runs
 def test_the_base_model_is_right_often_enough_to_learn_from_and_wrong_often_enough_to_have_to(
     base_samples,
 ):
@@ -114,6 +115,7 @@ def test_the_base_model_is_right_often_enough_to_learn_from_and_wrong_often_enou
     assert lowest > 0.1, "each test query can be learned from"
 
 
+@pytest.mark.runs
 def test_the_base_model_spreads_over_the_right_answers(base_samples):
     """Compare the number of distinct right responses with that of as many uniform draws.
 

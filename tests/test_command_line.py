@@ -191,7 +191,7 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
         ),
         (
             "--plan --plan_gpus 4x80 --trainer_processes 4 --model {model}",
-            "--trainer_processes is 4, but there are 4 GPUs: each takes one, a searcher another; give at most 3",
+            "there are 4 GPUs: each takes one, a searcher another; give at most 3",
         ),
         (
             "--plan --plan_gpus 8x80 --trainer_processes 4 --searchers 5 --model {model}",

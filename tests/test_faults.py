@@ -404,15 +404,20 @@ def check_end(run: Run, cause: str, seconds: float, record_property) -> str:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("name", ["trainer", "trainer 1"])
-def test_a_trainer_process_that_is_killed_ends_the_run_with_its_log(
-    name, tmp_path, record_property
+@pytest.mark.parametrize(
+    "signal_number, fault",
+    [
+        (signal.SIGKILL, "ended with exit code -9"),
+        (signal.SIGSTOP, "is stopped: no sign of life for 12 s"),
+    ],
+)
+def test_a_trainer_process_that_is_killed_or_stopped_ends_the_run_with_its_log(
+    signal_number, fault, name, tmp_path, record_property
 ):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
         run.is_at(15)
-        run.kill(name)
-        err = check_end(
-            run, f"error: {in_words(name)} ended with exit code -9", 30, record_property
-        )
+        run.kill(name, signal_number)
+        err = check_end(run, f"error: {in_words(name)} {fault}", 30, record_property)
         assert f"{name.replace(' ', '-')}.log:" in err
 
 
@@ -428,22 +433,6 @@ def test_a_trainer_process_that_is_killed_while_it_loads_ends_the_run(name, tmp_
             and f"error: {in_words(name)} ended with exit code -9" in err
         )
         run.nothing_is_left(5)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("name", ["trainer", "trainer 1"])
-def test_a_trainer_process_that_is_stopped_ends_the_run_within_the_timeout(
-    name, tmp_path, record_property
-):
-    with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
-        run.is_at(15)
-        run.kill(name, signal.SIGSTOP)
-        check_end(
-            run,
-            f"error: {in_words(name)} is stopped: no sign of life for 12 s",
-            30,
-            record_property,
-        )
 
 
 @pytest.mark.faults
@@ -519,8 +508,8 @@ def tensors_of(run_dir: Path, step: int) -> dict:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param([], id="all weights"),
-        pytest.param(["--lora_rank", 4], id="LoRA", marks=pytest.mark.faults),
+        pytest.param([], id="all weights", marks=pytest.mark.faults),
+        pytest.param(["--lora_rank", 4], id="LoRA", marks=pytest.mark.runs),
     ],
 )
 def resumed(request, tmp_path_factory) -> dict[str, Path]:

@@ -123,9 +123,7 @@ def hub(repositories, tmp_path, monkeypatch):
     served.close()
 
 
-def test_gsm8k_is_fetched_trained_evaluated_by_id_and_started_again_offline(
-    hub, tmp_path, monkeypatch
-):
+def test_gsm8k_is_fetched_and_trained_and_its_processes_ask_nothing(hub, tmp_path):
     result = tba("gsm8k", *SHORT, "--output_dir", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     assert len(steps_of(tmp_path / "run")) == 2
@@ -135,6 +133,12 @@ def test_gsm8k_is_fetched_trained_evaluated_by_id_and_started_again_offline(
     assert hub.requests[-1][1].endswith("model.safetensors"), (
         "the processes of the run asked nothing"
     )
+
+
+@pytest.mark.runs
+def test_gsm8k_is_fetched_evaluated_by_id_and_started_again_offline(hub, monkeypatch):
+    first = tba("gsm8k", "--eval_only", "--json", *SHORT, "--model", RHO)
+    assert first.returncode == 0, first.stderr
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.requests.clear()
     again = tba("gsm8k", "--eval_only", "--json", *SHORT, "--model", RHO)

@@ -26,6 +26,7 @@ from runtime.needs import DISK, GIB, MEMORY, SHARED, Needs
 from runtime.places import find_places, resolve
 from runtime.plan import Plan, check_plan, find_problem, make_plan
 from tasks import find_presets, load_task
+from tba import main
 
 # The shapes of RhoMath-1B (TinyLlama's) and Qwen2.5-0.5B: no weights are needed.
 RHO = dict(
@@ -387,16 +388,17 @@ def test_a_model_that_no_machine_holds_is_refused_before_anything_is_loaded(tmp_
     assert re.fullmatch(r"error: .* is short: .*\n", result.stderr), result.stderr
 
 
-def test_the_command_prints_the_plan_for_cards_that_are_not_there_and_ends(shapes, tmp_path):
-    flags = ["gsm8k", "--model", shapes["rho"], "--output_dir", tmp_path / "run", "--plan"]
-    result = tba(*flags, "--plan_gpus", "2x80")
-    assert result.returncode == 0 and result.stderr == "", "it needs no data, no weights, no GPU"
-    assert "a step takes one pass (--low_memory)" in result.stdout
+def test_the_command_prints_the_plan_for_cards_that_are_not_there_and_ends(shapes, tmp_path, capfd):
+    flags = ["gsm8k", "--model", shapes["rho"], "--output_dir", str(tmp_path / "run"), "--plan"]
+    capfd.readouterr()
+    assert main([*flags, "--plan_gpus", "2x80"]) == 0, "it needs no data, no weights, no GPU"
+    out, err = capfd.readouterr()
+    assert "a step takes one pass (--low_memory)" in out and err == ""
     for words in ("GPU 0", "GPU 1", "searcher 0", "1857 responses of full length at once", "disk"):
-        assert words in result.stdout
-    small = tba(*flags, "--plan_gpus", "1x24")
-    assert small.returncode == 2 and "GPU 0 is short" in small.stderr, "the table, and the error"
-    assert "AdamW's two moments" in small.stdout
+        assert words in out
+    assert main([*flags, "--plan_gpus", "1x24"]) == 2, "the table, and the error"
+    out, err = capfd.readouterr()
+    assert "GPU 0 is short" in err and "AdamW's two moments" in out
     assert not (tmp_path / "run").exists()
 
 

@@ -298,6 +298,7 @@ def test_two_and_four_processes_learn_what_one_does_over_twenty_steps(models, re
         record_property(f"{case}, 4", check_equal(case, one[case], four[case]))
 
 
+@pytest.mark.runs
 def test_a_rank_with_fewer_passes_keeps_step_or_the_others_would_hang(models):
     on_ranks(2, steps_without_keeping, models["untied"], even_rows)
     with pytest.raises(RuntimeError, match="[Tt]imed out|Connection|size"):
