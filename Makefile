@@ -9,7 +9,7 @@ INSTALLED := .venv/$(if $(GPU),requirements,requirements-cpu).txt.installed
 TEST_VENV := $(if $(GPU),.venv-cpu,.venv)
 DEMO_FLAGS ?=
 
-.PHONY: setup setup-tests demo lint test test-faults test-runs test-gpu
+.PHONY: setup setup-tests demo lint test test-faults test-runs test-cluster test-gpu
 
 demo: setup
 	.venv/bin/python tba.py arithmetic $(DEMO_FLAGS)
@@ -19,7 +19,7 @@ lint: setup-tests
 	$(TEST_VENV)/bin/ruff format --check .
 
 test: setup-tests
-	$(TEST_VENV)/bin/python -m pytest -q -m "not faults and not runs" tests
+	$(TEST_VENV)/bin/python -m pytest -q -m "not faults and not runs and not cluster" tests
 
 # What kills, stops, fills up and lasts long: 25 minutes.
 test-faults: setup-tests
@@ -28,6 +28,11 @@ test-faults: setup-tests
 # Every preset on tiny models, the tiny tasks, the demo in bf16: about a quarter of an hour too.
 test-runs: setup-tests
 	$(TEST_VENV)/bin/python -m pytest -q -m runs tests
+
+# Searchers on further nodes of a Ray cluster, in a network that has nothing but this machine.
+test-cluster: setup-tests $(TEST_VENV)/requirements-ray.txt.installed
+	unshare $(if $(filter-out 0,$(shell id -u)),--map-root-user) --net sh -c \
+	  'ip link set lo up && exec "$$@"' sh $(TEST_VENV)/bin/python -m pytest -q -m cluster tests
 
 # What wants a GPU, with the vLLM for GPUs; without one each test is skipped, with the reason.
 test-gpu: setup
@@ -38,7 +43,8 @@ setup: $(INSTALLED)
 setup-tests: $(TEST_VENV)/requirements-lora.txt.installed
 
 # What is optional, for the tests.
-$(TEST_VENV)/requirements-lora.txt.installed: requirements-lora.txt $(TEST_VENV)/requirements-cpu.txt.installed
+OPTIONAL := $(addprefix $(TEST_VENV)/,requirements-lora.txt.installed requirements-ray.txt.installed)
+$(OPTIONAL): $(TEST_VENV)/%.installed: % $(TEST_VENV)/requirements-cpu.txt.installed
 	$(uv_install)
 	touch $@
 

@@ -217,8 +217,13 @@ class ProcessSettings:
     trainer_processes: PositiveInt = 1
     """Trainer processes, a GPU or a share of the cores each, that hold a share of the policy each
     (FSDP2) and compute a share of each batch."""
-    searchers: PositiveInt | None = None
+    searchers: NonNegativeInt | None = None
     """Searcher processes. None: one per GPU that no trainer process has, and at least one."""
+    ray: str = ""
+    """Have searchers on each further node of this Ray cluster too: auto, local or host:port.
+    Then --searchers are those of this machine, and may be 0."""
+    searchers_per_node: PositiveInt | None = None
+    """With --ray: searchers on each further node. None: one per GPU, and at least one."""
     gpu_memory_utilization: Share | None = None
     """Share of its GPU's memory for a searcher's vLLM. None: most, less beside the trainer."""
     searcher_timeout: PositiveFloat = 600.0
@@ -386,6 +391,15 @@ def check_modes(config: Config) -> None:
         raise UserError(
             f"--lora_rank {config.lora_rank} and --trainer_processes {config.trainer_processes} "
             "are both given, and adapters are not sharded: give one of the two"
+        )
+    if config.searchers == 0 and not config.ray:
+        raise UserError("--searchers is 0: that is for --ray, where other nodes search")
+    if config.searchers_per_node and not config.ray:
+        raise UserError(f"--searchers_per_node {config.searchers_per_node} is for --ray")
+    if config.ray and (config.lockstep or config.search_ahead is not None):
+        raise UserError(
+            f"--ray {config.ray} is for free-running search: leave out --synchronous, "
+            "--constant_staleness and --search_ahead"
         )
     if config.json and not config.eval_only:
         raise UserError("--json is for --eval_only: a run writes metrics.jsonl")

@@ -62,6 +62,10 @@ class Board:
         """Sum a column over all searchers."""
         return sum(self.get(name, column) for name in self.searchers)
 
+    def figures(self) -> dict[str, float]:
+        """What metrics.jsonl says of further nodes (runtime/cluster.py): here are none."""
+        return {}
+
     def state_dict(self) -> dict[str, dict[str, float]]:
         """What a run that is resumed must know of each searcher."""
         return {

@@ -106,7 +106,9 @@ def resumed(arguments: list[str], directory: str) -> Config:
         config = replace(config, model=str(Path(config.model).resolve()))
     before, after = (dataclasses.asdict(c) | c.options for c in (saved, config))
     for name, value in after.items():
-        if name in (*CHANGEABLE, "options") or value == before.get(name):
+        # On a cluster shares of the queries are no searcher's own.
+        is_moved = name in ("ray", "searchers", "searchers_per_node") and saved.ray and config.ray
+        if name in (*CHANGEABLE, "options") or value == before.get(name) or is_moved:
             continue
         raise UserError(
             f"--{name} is {value!r}, but the run to resume has {before.get(name)!r}: "

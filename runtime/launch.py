@@ -26,6 +26,7 @@ from runtime.messages import FinalEvaluation, describe_left_out
 from runtime.places import (
     MEMORY_ALONE,
     Place,
+    evaluation_place,
     find_places,
     is_gpu_shared,
     resolve,
@@ -71,7 +72,8 @@ class Interrupt:
 class Run:
     """The processes of a run, once its directory is there.
 
-    resume: the checkpoint to go on from. dtype: what the searchers compute in.
+    resume: the checkpoint to go on from. dtype: what the searchers compute in. given: the
+    configuration as the user gave it, for other nodes.
     """
 
     def __init__(
@@ -81,28 +83,37 @@ class Run:
         shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
         resume: str | None,
+        given: Config,
     ):
         self.config, self.places, self.resume = config, places, resume
         self.interrupt = Interrupt()
         resets = config.reference_reset_period > 0
-        self.weights = SharedWeights(shapes, dtype, config.searchers, reference=resets)
-        self.board = Board([place.name for place in places])
+        searchers = searchers_of(places)
+        readers = len(searchers) + bool(config.ray)
+        self.weights = SharedWeights(shapes, dtype, readers, reference=resets)
+        if config.ray:
+            from runtime.cluster import Cluster, ClusterBoard  # Ray is not wanted otherwise
+
+            self.board = ClusterBoard(places, config)
+        else:
+            self.board = Board([place.name for place in places])
         self.trainers: list[torch.multiprocessing.Process] = []  # by rank
         if resume:
             self.board.load_state_dict(checkpoint.load_state(resume)["board"])
         # A checkpoint holds fp32 weights and two moments at most, the one before may be under way;
         # the buffer and the model come with it.
         self.save_seconds = SAVE_SECONDS + 32 * num_elements(shapes) / SAVE_BYTES_PER_SECOND
-        searchers = searchers_of(places)
-        self.supervisor = Supervisor(
-            config, searchers, self.weights, self.board, config.output_dir, "searcher:run"
-        )
+        where = searchers, self.weights, self.board, config.output_dir
+        if config.ray:
+            self.supervisor = Cluster(config, *where, given)
+        else:
+            self.supervisor = Supervisor(config, *where, "searcher:run")
 
     def train(self) -> None:
         """Start the trainer, and watch over all until it has ended. Raises RunFailed."""
-        first = self.board.searchers[0]
         if is_gpu_shared(self.places):
             # vLLM measures what memory is free: the trainer must not load meanwhile.
+            first = self.board.searchers[0]
             self.watch(until=lambda: self.board.get(first, "ready") == 1)
         self.start_trainer()
         self.watch(until=lambda: self.trainers[0].exitcode == 0)
@@ -203,7 +214,12 @@ def in_words(name: str) -> str:
 
 def run(config: Config) -> int:
     """Train. Returns the exit code; raises UserError while nothing has started."""
+    given = config
     check_peft(config)
+    if config.ray:
+        from runtime import cluster  # Ray is not wanted otherwise
+
+        cluster.connect(config)
     task, sizes, chats = preflight.load_data(config)
     resume = preflight.find_checkpoint(config) if config.resume else None
     if not (resume and config.output_dir == config.resume):
@@ -211,7 +227,7 @@ def run(config: Config) -> int:
     config = check_model(config, task)
     # As asked for: what follows resolves it for this machine.
     settings = dataclasses.asdict(config) | {"resume": "", "config": ""}
-    if resume and config.searchers is None:
+    if resume and config.searchers is None and not config.ray:
         # Their shares of the queries, and the cursors in those, are part of the checkpoint.
         searchers = len(checkpoint.load_state(resume)["board"])
         config = dataclasses.replace(config, searchers=searchers)
@@ -228,7 +244,7 @@ def run(config: Config) -> int:
         )
     config = fetch(config, task)
     open_run_dir(config, resume, settings)
-    return supervise(Run(config, places, shapes, dtype, resume), task.metric)
+    return supervise(Run(config, places, shapes, dtype, resume, given), task.metric)
 
 
 def check_model(config: Config, task: Task) -> Config:
@@ -302,7 +318,7 @@ def supervise(run: Run, metric: str) -> int:
         run.train()
         run.stop()  # the evaluation needs the cores and GPUs
         if not interrupt.signal:
-            final_evaluation(config, run.places[1], interrupt)
+            final_evaluation(config, evaluation_place(run.places), interrupt)
     except RunFailed as failure:
         has_failed = True
         print(f"error: {failure}", file=sys.stderr)
@@ -360,7 +376,7 @@ def evaluate_only(config: Config) -> int:
         alone = dict(trainer_processes=1, searchers=1)
         config = dataclasses.replace(config, output_dir=directory, **alone)
         try:
-            result = evaluate(config, find_places(config)[1], interrupt)
+            result = evaluate(config, evaluation_place(find_places(config)), interrupt)
         except RunFailed as failure:
             print(f"error: {failure}", file=sys.stderr)
             return 1

@@ -63,13 +63,15 @@ def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
     gpus = find_gpus() if gpus is None else gpus
     cores = sorted(os.sched_getaffinity(0))
     trainers = config.trainer_processes
-    searchers = config.searchers or max(1, len(gpus) - trainers)
+    searchers = config.searchers
+    if searchers is None:  # on a cluster others search: none here shares the trainer's GPU
+        searchers = max(0 if gpus and config.ray else 1, len(gpus) - trainers)
     names = ["trainer", *(f"searcher {rank}" for rank in range(searchers))]
     names += [f"trainer {rank}" for rank in range(1, trainers)]
     if not gpus:
         split = split_cores(cores, trainers, searchers)
         return [Place(name, None, own) for name, own in zip(names, split)]
-    check_gpus(len(gpus), trainers, searchers)
+    check_gpus(len(gpus), trainers, searchers, may_share=not config.ray)
     threads = max(1, len(cores) // len(names))
     # The first GPUs are the trainer's.
     numbers = [0, *(trainers + rank for rank in range(searchers)), *range(1, trainers)]
@@ -79,15 +81,18 @@ def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
     ]
 
 
-def check_gpus(gpus: int, trainers: int, searchers: int) -> None:
-    """Raise UserError where so many GPUs do not hold so many processes."""
+def check_gpus(gpus: int, trainers: int, searchers: int, may_share: bool) -> None:
+    """Raise UserError where so many GPUs do not hold so many processes.
+
+    may_share: whether a searcher may be on the one GPU beside the trainer.
+    """
     there_are = "there is one GPU" if gpus == 1 else f"there are {gpus} GPUs"
     if trainers > 1 and trainers >= gpus:
         raise UserError(
             f"--trainer_processes is {trainers}, but {there_are}: each takes one, a searcher "
             f"another; give at most {max(1, gpus - 1)}"
         )
-    room = max(1, gpus - trainers)
+    room = max(1 if may_share else 0, gpus - trainers)
     if searchers > room:
         beside = "the trainer" if trainers == 1 else f"{trainers} trainer processes"
         raise UserError(
@@ -100,7 +105,7 @@ def split_cores(cores: list[int], trainers: int, searchers: int) -> list[list[in
 
     In the order of find_places.
     """
-    half = max(1, len(cores) // 2)
+    half = max(1, len(cores) // 2) if searchers else len(cores)
     first, *others = deal(cores[:half], trainers)
     return [first, *deal(cores[half:] or cores, searchers), *others]
 
@@ -116,6 +121,11 @@ def searchers_of(places: list[Place]) -> list[Place]:
 def trainers_of(places: list[Place]) -> list[Place]:
     """Return the places of the trainer's processes, by rank."""
     return [place for place in places if place.name.startswith("trainer")]
+
+
+def evaluation_place(places: list[Place]) -> Place:
+    """Return where the final evaluation runs: a searcher's place, or the trainer's if none is."""
+    return [*searchers_of(places), places[0]][0]
 
 
 def resolve(config: Config, places: list[Place]) -> Config:
@@ -147,4 +157,5 @@ def search_ahead(config: Config, places: list[Place]) -> int | None:
 
 def is_gpu_shared(places: list[Place]) -> bool:
     """Whether trainer and searcher have one GPU between them."""
-    return places[0].gpu is not None and places[0].gpu == places[1].gpu
+    searchers = [place.gpu for place in searchers_of(places)]
+    return places[0].gpu is not None and places[0].gpu in searchers

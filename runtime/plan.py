@@ -18,7 +18,7 @@ from models.hub import fetch_model, find_model
 from models.lora import check_peft
 from models.policy import weight_shapes
 from runtime.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
-from runtime.places import Place, find_gpus, find_places, resolve
+from runtime.places import Place, evaluation_place, find_gpus, find_places, resolve
 from tasks import Task, load_task
 from weights import SHARED_MEMORY
 
@@ -108,7 +108,8 @@ def this_machine(config: Config, places: list[Place]) -> dict[str, float]:
 def make_plan(config: Config, task: Task, places: list[Place], available: dict[str, float]) -> Plan:
     """Plan a run. --low_memory auto: on if the trainer fits only then."""
     needs = Needs(config, places, available)
-    plan = Plan(config, [*needs.count(task.models())], available, needs.responses(places[1]))
+    responses = needs.responses(evaluation_place(places))
+    plan = Plan(config, [*needs.count(task.models())], available, responses)
     if config.low_memory == "auto" and plan.is_short(place_of(places[0])):
         two_passes = dataclasses.replace(config, low_memory="on")
         return make_plan(two_passes, task, places, available)
@@ -126,7 +127,7 @@ def find_problem(plan: Plan, task: Task, places: list[Place]) -> str | None:
         problem = f"{place} is short: the run needs {needed:.2f} GiB, there are {has:.2f}"
         otherwise = LAST_RESORTS.get(place, LAST_RESORTS[MEMORY])
     else:
-        place = place_of(places[1])
+        place = place_of(evaluation_place(places))
         problem = f"vLLM's share of {place} has no room for a response of full length"
         otherwise = "raise VLLM_CPU_KVCACHE_SPACE, a number of GiB, in the environment"
     for flags, config in remedies(plan, place):

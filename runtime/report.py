@@ -105,6 +105,7 @@ class Rates:
             "trainer_busy": 1.0 - waited / seconds,
             "searcher_busy": worked / seconds / len(board.searchers),
             "searcher_tokens_per_second": tokens / seconds,
+            **board.figures(),
         }
 
 

@@ -205,6 +205,10 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
             "--trainer_processes 2 --lora_rank 8",
             "--lora_rank 8 and --trainer_processes 2 are both given, and adapters are not sharded",
         ),
+        ("--searchers 0", "--searchers is 0: that is for --ray, where other nodes search"),
+        ("--searchers_per_node 2", "--searchers_per_node 2 is for --ray"),
+        ("--ray auto --synchronous", "--ray auto is for free-running search"),
+        ("--ray auto --search_ahead 3", "--ray auto is for free-running search"),
         ("--trainer_processes 0", "--trainer_processes is 0: it must be positive"),
         ("--plan --model {tmp}/absent", "absent' does not exist"),
         ("tldr --preset 1b --tiny", "--preset is '1b', but --tiny is a preset of its own"),
@@ -255,6 +259,20 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files, 
         expected = expected.replace(f"{{{name}}}", str(files[name]))
     assert expected in err
     assert out == "", "nothing had begun"
+
+
+def test_without_ray_its_flag_says_what_to_install(monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "runtime.cluster", raising=False)
+    assert main(["arithmetic", "--ray", "auto"]) == 2
+    _, err = capfd.readouterr()
+    assert err.startswith("error: --ray needs Ray") and err.count("\n") == 1
+    assert "pip install -r requirements-ray.txt" in err
+
+
+def test_without_its_flag_nothing_of_ray_is_imported():
+    code = "import sys, runtime.launch, trainer; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize(

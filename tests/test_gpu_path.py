@@ -71,6 +71,14 @@ def test_trainer_processes_get_the_first_gpus_and_searchers_the_others(gpus):
     assert len(find_places(Config(trainer_processes=3))) == 8, "each other GPU has a searcher"
 
 
+def test_on_a_cluster_no_searcher_shares_the_trainers_gpu(gpus):
+    gpus(1)
+    (place,) = find_places(Config(ray="auto"))
+    assert place.name == "trainer"
+    with pytest.raises(UserError, match="--searchers is 1, .* one GPU: room for 0 beside"):
+        find_places(Config(ray="auto", searchers=1))
+
+
 def test_an_evaluation_needs_no_gpus_for_a_presets_trainer_processes(
     gpus, chat_model, tmp_path, monkeypatch
 ):

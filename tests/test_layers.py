@@ -15,7 +15,7 @@ LAYERS = [
     ("models",),
     ("tasks",),
     ("runtime",),
-    ("learner", "searcher", "trainer"),
+    ("learner", "searcher", "trainer", "runtime.share_search"),  # what processes run
     ("runtime.launch",),
     ("tba",),
 ]

@@ -1,0 +1,405 @@
+"""Searchers on further nodes of a Ray cluster (--ray); the trainer stays where it is.
+
+Each node is a Supervisor with its searchers (runtime/node.py). The driver, which is the process
+that supervises this machine's searchers, brings each node the newest weights, one version at a
+time, and keeps one call outstanding that collects what the node found. Nodes may join and be lost:
+what is lost is what was in flight there.
+"""
+
+import json
+import queue
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from buffer import Group
+from config import LOAD_SECONDS, Config, UserError
+from runtime.messages import Evaluation, Notice
+from runtime.node import Found, Node, NodeBoard, as_arrays, describe_environment
+from runtime.places import Place
+from runtime.shares import SHARES, Dealing, Shares
+from runtime.supervisor import RunFailed, Supervisor
+from tasks import load_task
+from weights import SharedWeights
+
+try:
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as error:
+    raise UserError(
+        f"--ray needs Ray, and that cannot be imported ({error}): "
+        "pip install -r requirements-ray.txt"
+    ) from error
+
+CONNECT_SECONDS = 5.0  # for an address to answer
+START_SECONDS = 60.0  # for a node to say what is installed there
+LOOK_SECONDS = 1.0  # between two looks at which nodes there are
+GOODBYE_SECONDS = 8.0  # for a node to end its searchers and send its logs
+RETRY_SECONDS = 10.0  # before a node whose actor died gets another one
+DEATHS = 3  # actors of a node in a row that found nothing: it is given up
+MAX_NODES = 64  # rows of the board
+GROUPS = 32  # that a node sends at once
+COUNTED = ("tokens", "busy", "restarts", "long_prompts", "unscored_groups")  # of the board
+FIGURES = ("tokens_per_second", "staleness", "restarts", "silence")
+RATE_SECONDS = 10.0  # over which tokens per second are taken
+
+
+def connect(config: Config) -> None:
+    """Join the cluster, and compare what is installed on its nodes. Raises UserError."""
+    check_address(config.ray)
+    options = dict(logging_level="ERROR", log_to_driver=False)
+    if config.ray != "local":
+        options["address"] = config.ray
+    else:
+        options["include_dashboard"] = False
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--ray {config.ray}: no cluster was found: {reason}") from error
+    here = describe_environment()
+    for node in other_nodes():
+        check_node(node, here)
+
+
+def check_address(address: str) -> None:
+    """Raise UserError for a host:port where nobody answers: Ray would ask for a minute."""
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"--ray is {address!r}: it is auto, local or host:port")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UserError(
+            f"--ray {address}: nobody answers there ({error}): see `ray status` on that machine"
+        ) from error
+
+
+def other_nodes() -> list[dict]:
+    """Return the living nodes of the cluster but this one."""
+    own = ray.get_runtime_context().get_node_id()
+    return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+
+
+def on_node(node: dict) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+
+
+def check_node(node: dict, here: dict[str, str]) -> None:
+    """Raise UserError for a node that has something else installed than this machine."""
+    name = f"node {node['NodeManagerAddress']} ({node['NodeID'][:6]})"
+    asked = ray.remote(describe_environment).options(
+        num_cpus=0, scheduling_strategy=on_node(node), max_retries=0
+    )
+    try:
+        there = ray.get(asked.remote(), timeout=START_SECONDS)
+    except RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(
+            f"--ray: {name} cannot run the project, which must lie at the same path there, with "
+            f"the same environment: {reason}"
+        ) from error
+    for what, value in here.items():
+        if there.get(what) != value:
+            raise UserError(f"--ray: {what}: {name} has {there.get(what)}, this machine {value}")
+
+
+class ClusterBoard(NodeBoard):
+    """The trainer's board: a row for each searcher of this machine, one for each further node."""
+
+    def __init__(self, places: list[Place], config: Config):
+        self.nodes = [f"searchers of node {number}" for number in range(1, MAX_NODES + 1)]
+        queries = load_task(config.task, **config.options).queries("train")
+        shares = Shares(min(SHARES, len(queries)))
+        super().__init__([*(place.name for place in places), *self.nodes], shares, config.seed)
+        self.node_figures = torch.zeros(MAX_NODES, len(FIGURES)).share_memory_()
+        for row in self.nodes:
+            self.set(row, "beat", 0)  # nobody is there
+
+    @property
+    def searchers(self) -> list[str]:
+        """This machine's searchers, and the nodes that are there."""
+        return [name for name in super().searchers if self.get(name, "beat") > 0]
+
+    def total(self, column: str) -> float:
+        return sum(self.get(name, column) for name in super().searchers)
+
+    def figures(self) -> dict[str, float]:
+        """What each node that is there does, for metrics.jsonl."""
+        return {
+            f"node_{i + 1}_{name}": float(value)
+            for i, row in enumerate(self.nodes)
+            if self.get(row, "beat") > 0
+            for name, value in zip(FIGURES, self.node_figures[i])
+        }
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        done = {str(share): int(done) for share, done in enumerate(self.shares.done)}
+        return super().state_dict() | {"shares": done}
+
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+        """Take over what a run of any number of nodes saved."""
+        state = dict(state)
+        for share, done in state.pop("shares", {}).items():
+            self.shares.done[int(share)] = done
+        super().load_state_dict({name: row for name, row in state.items() if name in self.names})
+
+
+@dataclass
+class Far:
+    """A node, as the driver sees it."""
+
+    id: str  # Ray's
+    row: str  # of the board
+    name: str  # for people
+    actor: "ray.actor.ActorHandle"
+    earlier: dict[str, float]  # what other actors in this row have counted
+    seen: float = field(default_factory=time.monotonic)  # its last answer
+    call: "ray.ObjectRef | None" = None  # the collect() that is under way
+    transfer: "ray.ObjectRef | None" = None  # the take_weights() that is under way
+    version: int = -1  # that it was sent
+    asked_version: int = -1  # whose evaluation it was asked for
+    is_ready: bool = False  # its searchers have loaded
+    was_heard: bool = False
+    clock: float = 0.0  # its time.monotonic() minus this machine's
+    tokens: deque = field(default_factory=deque)  # (time, generated so far)
+
+
+class Cluster(Supervisor):
+    """The searchers of this machine, as Supervisor has them, and those of all further nodes.
+
+    given: the configuration as the user gave it, with the model's name and not its directory here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        places: list[Place],
+        weights: SharedWeights,
+        board: ClusterBoard,
+        run_dir: str,
+        given: Config,
+    ):
+        self.given, self.pin = given, len(places)
+        self.far: dict[str, Far] = {}  # by Ray's id of the node
+        self.deaths_of: dict[str, int] = {}  # of a node's actors, since its last group
+        self.retry_at: dict[str, float] = {}
+        # The newest version in Ray's store, and the newest reference policy.
+        self.stored: tuple[int, ray.ObjectRef | None] = -1, None
+        self.stored_reference: tuple[int, ray.ObjectRef | None] = 0, None
+        self.evaluated = -1  # the newest version whose evaluation has come from a node
+        self.outbox: deque[Group | Evaluation | Notice] = deque()
+        self.dealing = Dealing(board.shares, len(places))
+        self.looked_at = -LOOK_SECONDS
+        super().__init__(config, places, weights, board, run_dir, "runtime.share_search:run")
+
+    def check(self) -> None:
+        """Watch over this machine's searchers, and over all nodes. Raises RunFailed."""
+        super().check()
+        if self.board.stop:
+            return
+        if time.monotonic() - self.looked_at > LOOK_SECONDS:
+            self.looked_at = time.monotonic()
+            self.look_for_nodes()
+            self.dealing.balance()
+            self.write_figures()
+        self.send()
+        for far in list(self.far.values()):
+            try:
+                self.serve(far)
+            except RayTaskError as error:
+                self.lose(far, f"failed: {str(error.cause or error).strip()}")
+            except RayError as error:
+                self.lose(far, f"is lost: {type(error).__name__}")
+
+    # Nodes that come and go
+
+    def look_for_nodes(self) -> None:
+        """Start an actor on each node that has none; lose those that Ray has lost."""
+        nodes, now = {node["NodeID"]: node for node in other_nodes()}, time.monotonic()
+        for id in [id for id in self.far if id not in nodes]:
+            self.lose(self.far[id], "is lost: its Ray has ended")
+        hopeful = [id for id in nodes if self.deaths_of.get(id, 0) < DEATHS]
+        if not self.places and nodes and not hopeful:
+            raise RunFailed(f"every node that searches has failed {DEATHS} times in a row")
+        for id in hopeful:
+            if id not in self.far and self.retry_at.get(id, 0.0) < now:
+                self.start_node(nodes[id])
+
+    def start_node(self, node: dict) -> None:
+        """Start the actor of a node; its searchers load from now on."""
+        free = [row for row in self.board.nodes if self.board.get(row, "beat") == 0]
+        if not free:
+            return
+        row, id = free[0], node["NodeID"]
+        seeds = self.board.nodes.index(row), int(self.board.get(row, "tokens"))
+        evaluates = not self.places and not self.far and self.evaluated < 0
+        options = dict(num_cpus=0, scheduling_strategy=on_node(node), max_restarts=0)
+        if gpus := node["Resources"].get("GPU"):
+            options["num_gpus"] = gpus
+        slots = self.weights.shapes, self.weights.slots[0].dtype
+        started = (
+            ray.remote(Node)
+            .options(**options)
+            .remote(self.given, *slots, len(self.board.shares), seeds, evaluates)
+        )
+        name = f"node {seeds[0] + 1} ({node['NodeManagerAddress']}, {id[:6]})"
+        earlier = {column: self.board.get(row, column) for column in COUNTED}
+        self.far[id] = Far(id, row, name, started, earlier)
+        self.board.set(row, "ready", 0)
+        self.board.beat(row)
+
+    def lose(self, far: Far, why: str) -> None:
+        """Go on without a node: its shares go to the others."""
+        num_shares = self.dealing.lose(far.id)
+        self.say(f"{far.name} {why}; its {num_shares} shares of the queries go to others")
+        self.fetch_logs(far, far.actor.logs.remote(), seconds=1.0)
+        ray.kill(far.actor)
+        self.board.set(far.row, "beat", 0)
+        self.deaths_of[far.id] = self.deaths_of.get(far.id, 0) + 1
+        self.retry_at[far.id] = time.monotonic() + RETRY_SECONDS
+        del self.far[far.id]
+
+    # What goes to a node, and what comes from it
+
+    def serve(self, far: Far) -> None:
+        """Take what a node has answered, and ask it for more."""
+        under_way = [ref for ref in (far.call, far.transfer) if ref]
+        done = ray.wait(under_way, num_returns=len(under_way), timeout=0)[0] if under_way else []
+        if far.transfer in done:
+            was_taken, far.transfer = ray.get(far.transfer), None
+            if not was_taken:  # its searchers still read all slots: the newest once more
+                far.version = far.asked_version = -1
+        if far.call in done:
+            found, far.call = ray.get(far.call), None
+            self.take(far, found)
+        if far.transfer is None:
+            self.send_weights(far)
+        if far.call is None and not self.outbox:
+            is_over, shares = self.board.last_step_done, self.dealing.next_call(far.id)
+            far.call = far.actor.collect.remote(GROUPS, is_over, *shares)
+        silence = time.monotonic() - far.seen
+        limit = self.config.searcher_timeout
+        if silence > (limit if far.is_ready or limit > LOAD_SECONDS else LOAD_SECONDS):
+            self.lose(far, f"gave no sign of life for {silence:.0f} s (--searcher_timeout)")
+
+    def take(self, far: Far, found: Found) -> None:
+        """Take over what a node has found, and what it says of itself."""
+        board, now = self.board, time.monotonic()
+        far.seen, far.clock = now, found.clock - now
+        rows = found.rows.values()
+        if not far.was_heard:
+            far.was_heard = True
+            self.say(f"{far.name}: {', '.join(found.places)}")
+        if not far.is_ready and all(row["ready"] for row in rows):
+            far.is_ready = True
+            self.dealing.join(far.id, len(rows))
+        self.dealing.answered(far.id, found.shares, found.given_up)
+        for column in COUNTED:
+            number = sum(row[column] for row in rows)
+            # Of busy seconds the mean: the row counts as one searcher.
+            mean = number / len(rows) if column == "busy" else number
+            board.set(far.row, column, far.earlier[column] + mean)
+        board.set(far.row, "version", min(row["version"] for row in rows))
+        board.set(far.row, "ready", far.is_ready)
+        board.set(far.row, "beat", now - max(found.silence.values()))
+        far.tokens.append((now, board.get(far.row, "tokens")))
+        for item in found.items:
+            if isinstance(item, Notice):
+                item = Notice(f"{far.name}: {item.text}")
+            elif isinstance(item, Evaluation):
+                self.evaluated = max(self.evaluated, item.version)
+            else:
+                self.deaths_of[far.id] = 0
+            self.outbox.append(item)
+        self.send()
+
+    def send(self) -> None:
+        """Send what came from nodes to the trainer, as far as its queue has room.
+
+        No node is asked for more until all of it is sent.
+        """
+        while self.outbox:
+            try:
+                self.rollout_queue.put_nowait(self.outbox[0])
+            except queue.Full:
+                return
+            self.outbox.popleft()
+
+    def send_weights(self, far: Far) -> None:
+        """Begin to send a node the newest version, if it has not got that."""
+        weights, is_first = self.weights, far is next(iter(self.far.values()))
+        asked = max(0, weights.evaluation_version)
+        evaluates = not self.places and is_first
+        is_asked = evaluates and asked > max(self.evaluated, far.asked_version)
+        if weights.version <= far.version and not is_asked or weights.version < 0:
+            return
+        if self.stored[0] < weights.version:
+            with weights.read(self.pin) as (version, tensors):
+                self.stored = version, ray.put(as_arrays(tensors))
+        reference = None
+        if weights.reference_version > self.stored_reference[0]:
+            with weights.read_reference(self.pin) as (version, tensors):
+                if version > 0:  # it is not being written
+                    self.stored_reference = version, ray.put(as_arrays(tensors))
+        version, stored = self.stored
+        reference_version, reference = self.stored_reference
+        far.transfer = far.actor.take_weights.remote(
+            version, stored, is_asked, reference_version, reference
+        )
+        far.version, far.asked_version = version, asked if is_asked else far.asked_version
+
+    # What a person sees
+
+    def say(self, text: str) -> None:
+        self.outbox.append(Notice(text))
+
+    def write_figures(self) -> None:
+        """Put on the board what each node does, for metrics.jsonl."""
+        for far in self.far.values():
+            while len(far.tokens) > 2 and far.tokens[0][0] < far.tokens[-1][0] - RATE_SECONDS:
+                far.tokens.popleft()
+            if len(far.tokens) < 2:
+                continue
+            (start, before), (end, after), board = far.tokens[0], far.tokens[-1], self.board
+            board.node_figures[board.nodes.index(far.row)] = torch.tensor(
+                [
+                    (after - before) / (end - start),
+                    max(0, self.weights.version) - board.get(far.row, "version"),
+                    board.get(far.row, "restarts"),
+                    board.silence(far.row),
+                ]
+            )
+
+    def stop(self, deadline: float) -> None:
+        """End all searchers, and fetch the logs of those on other nodes."""
+        goodbyes = [(far, far.actor.stop.remote()) for far in self.far.values()]
+        super().stop(deadline)
+        until = time.monotonic() + GOODBYE_SECONDS
+        for far, goodbye in goodbyes:
+            self.fetch_logs(far, goodbye, max(0.1, until - time.monotonic()))
+        self.far.clear()
+        ray.shutdown()  # ends the actors, and with each its searchers
+
+    def fetch_logs(self, far: Far, answer: "ray.ObjectRef", seconds: float) -> None:
+        """Write a node's logs among those of the run; spans by this machine's clock."""
+        try:
+            logs = ray.get(answer, timeout=seconds)
+        except RayError:
+            print(f"{far.name}: its logs could not be fetched", file=sys.stderr)
+            return
+        prefix = far.name.split(" (")[0].replace(" ", "-")
+        for name, text in logs.items():
+            if name.endswith(".spans.jsonl"):
+                spans = [json.loads(line) for line in text.splitlines()]
+                shifted = [(what, a - far.clock, b - far.clock) for what, a, b in spans]
+                text = "".join(json.dumps(span) + "\n" for span in shifted)
+            Path(self.run_dir, "logs", f"{prefix}-{name}").write_text(text)

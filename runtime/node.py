@@ -1,0 +1,210 @@
+"""A node of a Ray cluster: a Supervisor and its searchers, as one machine has them (--ray).
+
+It has weights, a board and queues of its own. The driver (runtime/cluster.py) brings new weights,
+deals shares of the queries, and collects what is found.
+"""
+
+import dataclasses
+import hashlib
+import platform
+import queue
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from buffer import Group
+from config import Config, UserError
+from models.hub import fetch_model, find_model
+from runtime.board import Board
+from runtime.messages import Evaluation, Notice
+from runtime.places import find_gpus, find_places, resolve, searchers_of
+from runtime.shares import Shares
+from runtime.supervisor import Supervisor
+from tasks import load_task
+from weights import SharedWeights
+
+COLLECT_SECONDS = 0.2  # that a node waits for something to send
+STOP_SECONDS = 2.0  # grace period for its searchers
+ROOT = Path(__file__).parents[1]
+# Python packages that must be of one version on all nodes: what is sent depends on them.
+PACKAGES = ("torch", "vllm", "transformers", "numpy", "ray")
+Weights = dict[str, np.ndarray]
+
+
+class NodeBoard(Board):
+    """The board of a node, with its shares. The trainer's has a row for each further node too."""
+
+    def __init__(self, names: list[str], shares: Shares, seed: int):
+        super().__init__(names)
+        self.shares, self.seed = shares, seed
+
+
+@dataclass
+class Found:
+    """What a node has to say when it is asked."""
+
+    items: list[Group | Evaluation | Notice]
+    rows: dict[str, dict[str, float]]  # the board
+    silence: dict[str, float]  # of each searcher, in seconds
+    shares: dict[int, tuple[int, int]]  # that the node holds: drawn, done
+    given_up: dict[int, int]  # shares that it holds no more: drawn
+    places: list[str]  # where each of its searchers runs
+    clock: float  # its time.monotonic()
+
+
+def describe_environment() -> dict[str, str]:
+    """What must be the same on all nodes, by name."""
+    sources = sorted(path for path in ROOT.rglob("*.py") if is_source(path.relative_to(ROOT)))
+    code = hashlib.blake2b(digest_size=6)
+    for path in sources:
+        code.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    found = {"the project's files": code.hexdigest(), "Python": platform.python_version()}
+    for package in distributions():
+        name = package.name.removesuffix("-cpu")  # of vLLM
+        if name in PACKAGES:
+            found[name] = package.version.split("+")[0]
+    return found
+
+
+def is_source(path: Path) -> bool:
+    """Whether a run executes this file of the project."""
+    others = ("tests", "benchmarks", "examples")
+    return path.parts[0] not in others and not path.parts[0].startswith(".")
+
+
+class Node:
+    """The actor of a node. Each call is short, and all are made one after the other.
+
+    config: as the user gave it. shares: how many there are. seeds: that no other node of the run
+    has. evaluates: whether it evaluates the base model.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        shares: int,
+        seeds: tuple[int, ...],
+        evaluates: bool,
+    ):
+        self.run_dir = tempfile.mkdtemp(prefix="tba-node-")
+        Path(self.run_dir, "logs").mkdir()
+        wanted = dict(trainer_processes=1, searchers=config.searchers_per_node)
+        config = dataclasses.replace(config, output_dir=self.run_dir, **wanted)
+        self.places = place_searchers(config)
+        config = resolve(config, self.places)
+        task = load_task(config.task, **config.options)
+        task.prepare()
+        model = find_model("--model", config.model or task.base_model())
+        config = dataclasses.replace(config, model=fetch_model("--model", model))
+        self.shares = Shares(shares)
+        resets = config.reference_reset_period > 0
+        self.weights = SharedWeights(shapes, dtype, len(self.places), reference=resets)
+        seed = int(np.random.SeedSequence((config.seed, *seeds)).generate_state(1)[0])
+        self.board = NodeBoard([place.name for place in self.places], self.shares, seed)
+        self.board.set(self.places[0].name, "evaluated", -1 if evaluates else 0)
+        self.supervisor = Supervisor(
+            config, self.places, self.weights, self.board, self.run_dir, "runtime.share_search:run"
+        )
+
+    def collect(
+        self, room: int, last_step_done: bool, brought: dict[int, int], give_up: int
+    ) -> Found:
+        """Return what the searchers found since the last call, at most so many groups.
+
+        brought: shares to hold from now on, and where to go on in each. give_up: how many others
+        want. Raises RunFailed when a searcher dies again and again.
+        """
+        table, self.board.last_step_done = self.shares, last_step_done
+        for share, done in brought.items():
+            table.take(share, done)
+        self.supervisor.check()
+        given_up = table.give_up(give_up)
+        table.deal(len(self.places))
+        items = self.take_items(room)
+        for item in items:
+            if isinstance(item, Evaluation):
+                self.board.set(self.places[0].name, "evaluated", item.version)
+        # After the groups: a share was drawn at least so far as they say.
+        shares = {v: (int(table.drawn[v]), int(table.done[v])) for v in table.held()}
+        rows = {p.name: {c: self.board.get(p.name, c) for c in Board.COLUMNS} for p in self.places}
+        silence = {place.name: self.board.silence(place.name) for place in self.places}
+        places = [f"{place.name} on {place}" for place in self.places]
+        return Found(items, rows, silence, shares, given_up, places, time.monotonic())
+
+    def take_items(self, room: int) -> list:
+        """Take at most so many from the queue; wait a little where there is none yet."""
+        items, deadline = [], time.monotonic() + COLLECT_SECONDS
+        while len(items) < room:
+            try:
+                rest = 0.0 if items else max(0.0, deadline - time.monotonic())
+                items.append(self.supervisor.rollout_queue.get(timeout=rest or 1e-3))
+            except queue.Empty:
+                break
+        return items
+
+    def take_weights(
+        self,
+        version: int,
+        weights: Weights,
+        evaluate: bool,
+        reference_version: int,
+        reference: Weights | None,
+    ) -> bool:
+        """Publish a version on this node. False: its searchers still read what would be written.
+
+        First the reference, as the trainer does.
+        """
+        own = self.weights
+        if reference_version > own.reference_version:
+            is_done = own.publish_reference(reference_version, as_tensors(reference))
+            if not is_done:
+                return False
+        return own.publish(version, as_tensors(weights), evaluate)
+
+    def logs(self) -> dict[str, str]:
+        """The files of its logs/, by name."""
+        files = Path(self.run_dir, "logs").iterdir()
+        return {file.name: file.read_text(errors="replace") for file in files}
+
+    def stop(self) -> dict[str, str]:
+        """End the searchers. Returns logs()."""
+        self.board.stop = True
+        self.supervisor.stop(time.monotonic() + STOP_SECONDS)
+        logs = self.logs()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        return logs
+
+
+def place_searchers(config: Config) -> list:
+    """Return a place for each searcher of a node: on every GPU, or on some of the cores."""
+    gpus = find_gpus()
+    if not gpus:
+        return searchers_of(find_places(config, []))
+    if config.searchers and config.searchers > len(gpus):
+        raise UserError(
+            f"--searchers_per_node is {config.searchers}, but a node has {len(gpus)} GPUs"
+        )
+    # Nobody trains there: a GPU that is not there is the trainer's.
+    return searchers_of(find_places(config, ["none", *gpus]))
+
+
+def as_arrays(tensors: dict[str, torch.Tensor]) -> Weights:
+    """View tensors as arrays: bf16 as its bits, for numpy has none."""
+    return {
+        name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
+        for name, t in tensors.items()
+    }
+
+
+def as_tensors(arrays: Weights) -> list[tuple[str, torch.Tensor]]:
+    """Undo as_arrays. They are read only: they lie in Ray's object store."""
+    tensors = ((name, torch.from_numpy(array)) for name, array in arrays.items())
+    return [(name, t.view(torch.bfloat16) if t.dtype == torch.uint16 else t) for name, t in tensors]

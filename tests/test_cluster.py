@@ -1,0 +1,269 @@
+"""Searchers on further nodes of a Ray cluster: whole runs, and nodes that are lost.
+
+The nodes are Ray's own, on this machine. make test-cluster runs this in a network namespace that
+has the loopback interface alone: Ray would bind to this machine's other addresses.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from conftest import FOREVER, ROOT, SMALL, Run, living, read, steps_of, tba
+
+from config import UserError
+from runtime.timeline import read_spans
+
+ray = pytest.importorskip("ray", reason="pip install -r requirements-ray.txt")
+ALONE = [name for _, name in socket.if_nameindex()] == ["lo"]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not ALONE, reason="wants a network namespace: make test-cluster"),
+]
+STORE = 200 * 2**20  # bytes of each node's object store
+
+
+class Nodes:
+    """A head node, on which the tests start runs, and further ones."""
+
+    def __init__(self, tag: str):
+        from ray.cluster_utils import Cluster
+
+        arguments = dict(num_cpus=1, object_store_memory=STORE)
+        self.tag, self.arguments = tag, arguments
+        head = arguments | dict(include_dashboard=False)
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.further = []
+
+    def add(self, number: int = 1) -> "Nodes":
+        self.further += [self.cluster.add_node(**self.arguments) for _ in range(number)]
+        return self
+
+    def lose(self) -> None:
+        """Kill the raylet of the node that joined first."""
+        self.cluster.remove_node(self.further.pop(0), allow_graceful=False)
+
+    def pids(self, name: str) -> list[int]:
+        """Of the processes of further nodes that call themselves so."""
+        found = []
+        for pid in living(self.tag):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                    found.append(pid)
+        return found
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--ray", self.cluster.address]
+
+
+@pytest.fixture
+def nodes(monkeypatch, tmp_path):
+    tag = f"nodes of {tmp_path}"
+    monkeypatch.setenv("TBA_TEST_TAG", tag)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    found = Nodes(tag)
+    yield found
+    found.cluster.shutdown()
+    for pid in living(tag):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def node_tokens(run_dir: Path) -> dict[str, float]:
+    """Of each node the most tokens a second that metrics.jsonl says."""
+    found: dict[str, float] = {}
+    for line in steps_of(run_dir):
+        for name, value in line.items():
+            if name.endswith("_tokens_per_second") and name.startswith("node_"):
+                found[name.removesuffix("_tokens_per_second")] = max(found.get(name, 0.0), value)
+    return found
+
+
+@pytest.mark.parametrize("searchers", [0, 1])
+def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, record_property):
+    nodes.add(2)
+    run_dir = tmp_path / "run"
+    flags = [*nodes.flags, "--searchers", searchers, "--initial_responses", 4000, "--steps", 600]
+    result = tba("arithmetic", *flags, "--output_dir", run_dir, timeout=400)
+    assert result.returncode == 0, result.stderr
+    accuracy = read(run_dir, "metrics.jsonl")[-1]["final_accuracy"]
+    record_property("final accuracy", accuracy)
+    assert accuracy >= 0.95
+    tokens = node_tokens(run_dir)
+    assert tokens.keys() == {"node_1", "node_2"} and min(tokens.values()) > 0
+    logs = {path.name for path in (run_dir / "logs").iterdir()}
+    assert {"node-1-searcher-0.log", "node-2-searcher-0.log"} <= logs
+    trainer, *others = read_spans(str(run_dir)).values()
+    for spans in others:  # one clock for all
+        assert spans[-1][2] > trainer[0][1] and spans[0][1] < trainer[-1][2]
+    assert max(line["mismatch"] for line in steps_of(run_dir)) < 1e-4
+    base = next(line for line in read(run_dir, "metrics.jsonl") if "accuracy" in line)
+    assert base["step"] == 0
+
+
+def training(nodes: Nodes, run_dir: Path, *flags) -> Run:
+    """A run that goes on for ever, once groups of all nodes are trained on."""
+    run = Run(run_dir, "arithmetic", *SMALL, *FOREVER, *nodes.flags, *flags)
+    expected = {f"node_{i + 1}" for i in range(len(nodes.further))}
+    run.until(
+        lambda: (
+            {n for n, rate in node_tokens(run_dir).items() if rate > 0} >= expected
+            if (run_dir / "metrics.jsonl").exists()
+            else False
+        ),
+        200,
+        "groups of all nodes",
+    )
+    return run
+
+
+def goes_on(run: Run, steps: int = 20) -> None:
+    before = run.step()
+    run.until(lambda: run.step() >= before + steps, 60, f"{steps} more steps")
+
+
+def test_a_node_that_is_lost_costs_no_step_and_one_that_joins_is_used(
+    nodes, tmp_path, record_property
+):
+    with training(nodes.add(2), tmp_path / "run") as run:
+        goes_on(run)
+        start = time.monotonic()
+        nodes.lose()
+        goes_on(run)
+        record_property("seconds for 20 steps after a node was killed", time.monotonic() - start)
+        nodes.add()
+        rates = run.until(
+            lambda: steps_of(run.run_dir)[-1].get("node_1_tokens_per_second", 0) > 0,
+            120,
+            "groups of a node that joined",
+        )
+        assert rates
+        out, _ = run.end(seconds=60)
+    assert "is lost" in out and "shares of the queries go to others" in out
+
+
+@pytest.mark.parametrize("searchers", [0, 1])
+def test_a_node_that_is_killed_during_an_evaluation_costs_neither_that_nor_a_step(
+    searchers, nodes, tmp_path
+):
+    flags = ["--searchers", searchers, "--eval_every", 10]
+    with training(nodes.add(2), tmp_path / "run", *flags) as run:
+        lines = run.run_dir / "metrics.jsonl"
+
+        def evaluations() -> int:
+            return sum("accuracy" in line for line in read(run.run_dir, lines.name))
+
+        for _ in range(2):
+            seen = evaluations()
+            run.until(lambda seen=seen: evaluations() > seen, 60, "an evaluation")
+            time.sleep(0.3)  # the next is under way
+            nodes.lose() if len(nodes.further) > 1 else None
+        goes_on(run)
+        run.end(seconds=60)
+
+
+def test_an_actor_that_is_stopped_for_30_seconds_goes_on(nodes, tmp_path):
+    with training(nodes.add(1), tmp_path / "run") as run:
+        (actor,) = [pid for pid in living(nodes.tag) if b"Node" in cmdline(pid)]
+        os.kill(actor, signal.SIGSTOP)
+        start = run.step()
+        time.sleep(30)
+        assert run.step() > start, "the others go on"
+        os.kill(actor, signal.SIGCONT)
+        seen = steps_of(run.run_dir)[-1]["received"]
+        run.until(
+            lambda: (
+                steps_of(run.run_dir)[-1]["node_1_silence"] < 5
+                and steps_of(run.run_dir)[-1]["received"] > seen
+            ),
+            60,
+            "its groups",
+        )
+        out, _ = run.end(seconds=60)
+    assert "is lost" not in out
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_far_searcher_that_is_killed_is_started_again(nodes, tmp_path):
+    with training(nodes.add(1), tmp_path / "run") as run:
+        (searcher,) = nodes.pids("tba searcher 0")
+        os.kill(searcher, signal.SIGKILL)
+        run.until(lambda: steps_of(run.run_dir)[-1]["node_1_restarts"] == 1, 60, "a restart")
+        run.until(lambda: nodes.pids("tba searcher 0"), 60, "another searcher")
+        goes_on(run)
+        out, _ = run.end(seconds=60)
+    assert "node 1 (127.0.0.1" in out and "searcher 0 ended with exit code -9" in out
+
+
+def test_where_the_driver_is_killed_nothing_is_left_on_any_node(nodes, tmp_path, record_property):
+    with training(nodes.add(2), tmp_path / "run") as run:
+        assert len(nodes.pids("tba searcher 0")) == 2
+        start = time.monotonic()
+        run.process.kill()
+        while nodes.pids("tba searcher 0") or [
+            p for p in living(nodes.tag) if b"Node" in cmdline(p)
+        ]:
+            assert time.monotonic() < start + 30
+            time.sleep(0.2)
+        record_property("seconds until all had ended", round(time.monotonic() - start, 1))
+        run.nothing_is_left(10)
+
+
+def test_a_run_is_resumed_with_another_number_of_nodes(nodes, tmp_path):
+    flags = ["--checkpoint_every", 10]
+    with training(nodes.add(2), tmp_path / "run", *flags) as run:
+        goes_on(run)
+        run.end(seconds=60)
+    step = run.step()
+    nodes.lose()
+    with Run(tmp_path / "run", *nodes.flags, "--searchers", 0, resume=True) as again:
+        again.until(lambda: again.step() > step + 10, 150, "further steps")
+        again.end(seconds=60)
+
+
+@pytest.mark.parametrize(
+    "address, expected",
+    [
+        ("127.0.0.1:9", "--ray 127.0.0.1:9: nobody answers there"),
+        ("somewhere", "--ray is 'somewhere': it is auto, local or host:port"),
+        ("auto", "--ray auto: no cluster was found"),
+    ],
+)
+def test_an_address_where_no_cluster_is_ends_in_one_line_within_15_seconds(
+    address, expected, record_property
+):
+    start = time.monotonic()
+    result = tba("arithmetic", "--ray", address)
+    seconds = time.monotonic() - start
+    record_property("seconds", round(seconds, 1))
+    assert result.returncode == 2 and result.stderr.startswith(f"error: {expected}"), result.stderr
+    assert result.stderr.count("\n") == 1 and seconds < 15
+
+
+def test_a_node_with_other_packages_is_named(nodes):
+    from runtime import cluster
+
+    nodes.add(1)
+    nodes.cluster.wait_for_nodes()
+    real = cluster.describe_environment()
+    sys.path.insert(0, str(ROOT))
+    try:
+        ray.init(address=nodes.cluster.address, log_to_driver=False)
+        (node,) = cluster.other_nodes()
+        with pytest.raises(
+            UserError, match=r"--ray: torch: node 127.0.0.1 \(\w+\) has .*, this machine 1.0"
+        ):
+            cluster.check_node(node, real | {"torch": "1.0"})
+    finally:
+        ray.shutdown()
