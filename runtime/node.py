@@ -9,6 +9,7 @@ import hashlib
 import platform
 import queue
 import shutil
+import signal
 import tempfile
 import time
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ class Node:
         seeds: tuple[int, ...],
         evaluates: bool,
     ):
+        # Ray's processes ignore it, and then nobody learns how a child ended.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.run_dir = tempfile.mkdtemp(prefix="tba-node-")
         Path(self.run_dir, "logs").mkdir()
         wanted = dict(trainer_processes=1, searchers=config.searchers_per_node)
