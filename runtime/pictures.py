@@ -24,7 +24,18 @@ COLORS = {
     "eval": "tab:red",
     "checkpoint": "black",
 }
-PANELS = ("reward", "loss", "log_z", "kl", "entropy", "staleness_mean", "grad_norm", "mismatch")
+PANELS = {  # title -> metrics
+    "reward": ["reward"],
+    "loss": ["loss"],
+    "log_z": ["log_z"],
+    "kl": ["kl"],
+    "entropy": ["entropy"],
+    "staleness, steps": ["staleness_mean", "staleness_in_flight", "staleness_in_buffer"],
+    "effective sample size of π / b": ["ess_responses", "ess_tokens"],
+    "log π / b of responses, 5 and 95 %": ["log_w_5", "log_w_95"],
+    "grad_norm": ["grad_norm"],
+    "mismatch": ["mismatch"],
+}
 SHARES = 200  # parts of the run, in each of which the share of each activity is shown
 
 
@@ -44,11 +55,14 @@ def draw(run_dir: str, metric: str) -> None:
 
 def draw_curves(run_dir: str, steps: list[dict], evaluations: list[dict], metric: str) -> None:
     """curves.png: a panel for each of PANELS, against the trainer step."""
-    figure, axes = plt.subplots(2, 4, figsize=(16, 6), constrained_layout=True)
-    for axis, name in zip(axes.flat, PANELS):
-        points = [(line["step"], line[name]) for line in steps if name in line]
-        axis.plot(*zip(*(points or [(0, 0)])), label=name)
-        axis.set(title=name, xlabel="trainer step")
+    figure, axes = plt.subplots(2, 5, figsize=(20, 6), constrained_layout=True)
+    for axis, (title, names) in zip(axes.flat, PANELS.items()):
+        for name in names:
+            points = [(line["step"], line[name]) for line in steps if name in line]
+            axis.plot(*zip(*(points or [(0, 0)])), label=name)
+        axis.set(title=title, xlabel="trainer step")
+        if len(names) > 1:
+            axis.legend()
     reward = axes.flat[0]
     reward.plot(
         [line["step"] for line in evaluations],

@@ -14,6 +14,7 @@ from conftest import FOREVER, ROOT, SMALL, Run, living, read, start_tba, steps_o
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runtime import checkpoint, timeline
+from runtime.pictures import PANELS
 
 OUTPUTS = (
     "config.json",
@@ -56,6 +57,7 @@ def check_outputs(run_dir: Path, steps: int) -> None:
     lines = steps_of(run_dir)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert lines[-1].keys() >= METRICS
+    assert {name for names in PANELS.values() for name in names} <= METRICS, "curves.png"
     spans = json.loads((run_dir / "timeline.json").read_text())["traceEvents"]
     rows = {event["pid"]: event["args"]["name"] for event in spans if event["ph"] == "M"}
     seen = {(rows[event["pid"]], event["name"]) for event in spans if event["ph"] == "X"}
