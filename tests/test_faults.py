@@ -415,7 +415,7 @@ def test_a_trainer_process_that_is_killed_or_stopped_ends_the_run_with_its_log(
     signal_number, fault, name, tmp_path, record_property
 ):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
-        run.is_at(15)
+        run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], 150, "a checkpoint")
         run.kill(name, signal_number)
         err = check_end(run, f"error: {in_words(name)} {fault}", 30, record_property)
         assert f"{name.replace(' ', '-')}.log:" in err
@@ -466,7 +466,7 @@ def planted(fault: str, name: str, tmp_path: Path, monkeypatch) -> Iterator[Run]
     (tmp_path / "sitecustomize.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
-        run.is_at(15)
+        run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], 150, "a checkpoint")
         sign.touch()
         yield run
 
@@ -475,7 +475,7 @@ def planted(fault: str, name: str, tmp_path: Path, monkeypatch) -> Iterator[Run]
 def test_a_run_of_two_trainer_processes_is_interrupted_and_resumed_by_one_and_by_four(tmp_path):
     run_dir = tmp_path / "run"
     with Run(run_dir, "arithmetic", *SMALL, *TWO, *FOREVER) as run:
-        run.is_at(15)
+        run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], 150, "a checkpoint")
         _, err = run.end()
         assert "to go on" in err
         run.nothing_is_left(3)
