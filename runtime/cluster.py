@@ -1,17 +1,18 @@
 """Searchers on further nodes of a Ray cluster (--ray); the trainer stays where it is.
 
 Each node is a Supervisor with its searchers (runtime/node.py). The driver, which is the process
-that supervises this machine's searchers, brings each node the newest weights, one version at a
-time, and keeps one call outstanding that collects what the node found. Nodes may join and be lost:
-what is lost is what was in flight there.
+that supervises this machine's searchers, attends to the nodes in a thread: it brings each the
+newest weights, one version at a time, and keeps one call outstanding that collects what the node
+found. Nodes may join and be lost: what is lost is what was in flight there.
 """
 
 import json
 import queue
 import socket
 import sys
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +41,8 @@ except ImportError as error:
 CONNECT_SECONDS = 5.0  # for an address to answer
 START_SECONDS = 60.0  # for a node to say what is installed there
 LOOK_SECONDS = 1.0  # between two looks at which nodes there are
+WAIT_SECONDS = 0.1  # for an answer, before it is looked whether there are new weights
+LOGS_SECONDS = 1.0  # for the logs of a node that has failed
 GOODBYE_SECONDS = 8.0  # for a node to end its searchers and send its logs
 RETRY_SECONDS = 10.0  # before a node whose actor died gets another one
 DEATHS = 3  # actors of a node in a row that found nothing: it is given up
@@ -160,11 +163,13 @@ class Far:
     id: str  # Ray's
     row: str  # of the board
     name: str  # for people
+    logs: str  # what the names of its logs begin with
     actor: "ray.actor.ActorHandle"
     earlier: dict[str, float]  # what other actors in this row have counted
     seen: float = field(default_factory=time.monotonic)  # its last answer
     call: "ray.ObjectRef | None" = None  # the collect() that is under way
     transfer: "ray.ObjectRef | None" = None  # the take_weights() that is under way
+    log_call: "ray.ObjectRef | None" = None  # the logs() that is under way
     version: int = -1  # that it was sent
     asked_version: int = -1  # whose evaluation it was asked for
     is_ready: bool = False  # its searchers have loaded
@@ -172,11 +177,16 @@ class Far:
     clock: float = 0.0  # its time.monotonic() minus this machine's
     tokens: deque = field(default_factory=deque)  # (time, generated so far)
 
+    @property
+    def under_way(self) -> "list[ray.ObjectRef]":
+        return [ref for ref in (self.call, self.transfer, self.log_call) if ref]
+
 
 class Cluster(Supervisor):
     """The searchers of this machine, as Supervisor has them, and those of all further nodes.
 
     given: the configuration as the user gave it, with the model's name and not its directory here.
+    What nodes do is asked and answered in a thread: a large version takes seconds.
     """
 
     def __init__(
@@ -186,39 +196,56 @@ class Cluster(Supervisor):
         weights: SharedWeights,
         board: ClusterBoard,
         run_dir: str,
+        target: str,
         given: Config,
     ):
         self.given, self.pin = given, len(places)
         self.far: dict[str, Far] = {}  # by Ray's id of the node
         self.deaths_of: dict[str, int] = {}  # of a node's actors, since its last group
         self.retry_at: dict[str, float] = {}
+        self.started: Counter[str] = Counter()  # actors, by row
         # The newest version in Ray's store, and the newest reference policy.
         self.stored: tuple[int, ray.ObjectRef | None] = -1, None
         self.stored_reference: tuple[int, ray.ObjectRef | None] = 0, None
         self.evaluated = -1  # the newest version whose evaluation has come from a node
         self.outbox: deque[Group | Evaluation | Notice] = deque()
         self.dealing = Dealing(board.shares, len(places))
-        self.looked_at = -LOOK_SECONDS
-        super().__init__(config, places, weights, board, run_dir, "runtime.share_search:run")
+        super().__init__(config, places, weights, board, run_dir, target)
+        self.failure: Exception | None = None
+        self.attendant = threading.Thread(target=self.attend, daemon=True)
+        self.attendant.start()
 
     def check(self) -> None:
         """Watch over this machine's searchers, and over all nodes. Raises RunFailed."""
         super().check()
-        if self.board.stop:
-            return
-        if time.monotonic() - self.looked_at > LOOK_SECONDS:
-            self.looked_at = time.monotonic()
-            self.look_for_nodes()
-            self.dealing.balance()
-            self.write_figures()
-        self.send()
-        for far in list(self.far.values()):
-            try:
-                self.serve(far)
-            except RayTaskError as error:
-                self.lose(far, f"failed: {str(error.cause or error).strip()}")
-            except RayError as error:
-                self.lose(far, f"is lost: {type(error).__name__}")
+        if self.failure:
+            raise self.failure
+
+    def attend(self) -> None:
+        """Attend to all nodes, in a thread, until the run is over."""
+        looked_at = -LOOK_SECONDS
+        try:
+            while not self.board.stop:
+                if time.monotonic() - looked_at > LOOK_SECONDS:
+                    looked_at = time.monotonic()
+                    self.look_for_nodes()
+                    self.dealing.balance()
+                    self.write_figures()
+                self.send()
+                under_way = [ref for far in self.far.values() for ref in far.under_way]
+                if under_way and not self.outbox:
+                    ray.wait(under_way, timeout=WAIT_SECONDS)  # for the first
+                else:
+                    time.sleep(WAIT_SECONDS)
+                for far in list(self.far.values()):
+                    try:
+                        self.serve(far)
+                    except RayTaskError as error:
+                        self.lose(far, f"failed: {str(error.cause or error).strip()}")
+                    except RayError as error:
+                        self.lose(far, f"is lost: {type(error).__name__}")
+        except Exception as error:  # for check(), in the thread that watches
+            self.failure = error
 
     # Nodes that come and go
 
@@ -246,22 +273,26 @@ class Cluster(Supervisor):
         if gpus := node["Resources"].get("GPU"):
             options["num_gpus"] = gpus
         slots = self.weights.shapes, self.weights.slots[0].dtype
-        started = (
+        actor = (
             ray.remote(Node)
             .options(**options)
-            .remote(self.given, *slots, len(self.board.shares), seeds, evaluates)
+            .remote(self.given, *slots, len(self.board.shares), seeds, evaluates, self.target)
         )
         name = f"node {seeds[0] + 1} ({node['NodeManagerAddress']}, {id[:6]})"
+        self.started[row] += 1
+        logs = f"node-{seeds[0] + 1}" + (f"-{self.started[row]}" if self.started[row] > 1 else "")
         earlier = {column: self.board.get(row, column) for column in COUNTED}
-        self.far[id] = Far(id, row, name, started, earlier)
+        self.far[id] = Far(id, row, name, logs, actor, earlier)
         self.board.set(row, "ready", 0)
         self.board.beat(row)
 
     def lose(self, far: Far, why: str) -> None:
         """Go on without a node: its shares go to the others."""
         num_shares = self.dealing.lose(far.id)
-        self.say(f"{far.name} {why}; its {num_shares} shares of the queries go to others")
-        self.fetch_logs(far, far.actor.logs.remote(), seconds=1.0)
+        has_logs = self.fetch_logs(far, far.actor.logs.remote(), LOGS_SECONDS)
+        logs = f"are logs/{far.logs}-*" if has_logs else "could not be fetched"
+        shares = f"its {num_shares} shares of the queries go to others"
+        self.say(f"{far.name} {why}; {shares}; its logs {logs}")
         ray.kill(far.actor)
         self.board.set(far.row, "beat", 0)
         self.deaths_of[far.id] = self.deaths_of.get(far.id, 0) + 1
@@ -272,8 +303,8 @@ class Cluster(Supervisor):
 
     def serve(self, far: Far) -> None:
         """Take what a node has answered, and ask it for more."""
-        under_way = [ref for ref in (far.call, far.transfer) if ref]
-        done = ray.wait(under_way, num_returns=len(under_way), timeout=0)[0] if under_way else []
+        refs = far.under_way
+        done = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
         if far.transfer in done:
             was_taken, far.transfer = ray.get(far.transfer), None
             if not was_taken:  # its searchers still read all slots: the newest once more
@@ -281,6 +312,9 @@ class Cluster(Supervisor):
         if far.call in done:
             found, far.call = ray.get(far.call), None
             self.take(far, found)
+        if far.log_call in done:
+            logs, far.log_call = ray.get(far.log_call), None
+            self.write_logs(far, logs)
         if far.transfer is None:
             self.send_weights(far)
         if far.call is None and not self.outbox:
@@ -315,6 +349,7 @@ class Cluster(Supervisor):
         for item in found.items:
             if isinstance(item, Notice):
                 item = Notice(f"{far.name}: {item.text}")
+                far.log_call = far.log_call or far.actor.logs.remote()
             elif isinstance(item, Evaluation):
                 self.evaluated = max(self.evaluated, item.version)
             else:
@@ -381,25 +416,29 @@ class Cluster(Supervisor):
 
     def stop(self, deadline: float) -> None:
         """End all searchers, and fetch the logs of those on other nodes."""
+        self.attendant.join(GOODBYE_SECONDS)
         goodbyes = [(far, far.actor.stop.remote()) for far in self.far.values()]
         super().stop(deadline)
         until = time.monotonic() + GOODBYE_SECONDS
         for far, goodbye in goodbyes:
-            self.fetch_logs(far, goodbye, max(0.1, until - time.monotonic()))
+            if not self.fetch_logs(far, goodbye, max(0.1, until - time.monotonic())):
+                print(f"{far.name}: its logs could not be fetched", file=sys.stderr)
         self.far.clear()
         ray.shutdown()  # ends the actors, and with each its searchers
 
-    def fetch_logs(self, far: Far, answer: "ray.ObjectRef", seconds: float) -> None:
-        """Write a node's logs among those of the run; spans by this machine's clock."""
+    def fetch_logs(self, far: Far, answer: "ray.ObjectRef", seconds: float) -> bool:
+        """Write a node's logs among those of the run. Returns False if it does not answer."""
         try:
-            logs = ray.get(answer, timeout=seconds)
+            self.write_logs(far, ray.get(answer, timeout=seconds))
         except RayError:
-            print(f"{far.name}: its logs could not be fetched", file=sys.stderr)
-            return
-        prefix = far.name.split(" (")[0].replace(" ", "-")
+            return False
+        return True
+
+    def write_logs(self, far: Far, logs: dict[str, str]) -> None:
+        """Write a node's logs among those of the run; spans by this machine's clock."""
         for name, text in logs.items():
             if name.endswith(".spans.jsonl"):
                 spans = [json.loads(line) for line in text.splitlines()]
                 shifted = [(what, a - far.clock, b - far.clock) for what, a, b in spans]
                 text = "".join(json.dumps(span) + "\n" for span in shifted)
-            Path(self.run_dir, "logs", f"{prefix}-{name}").write_text(text)
+            Path(self.run_dir, "logs", f"{far.logs}-{name}").write_text(text)

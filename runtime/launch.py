@@ -105,7 +105,7 @@ class Run:
         self.save_seconds = SAVE_SECONDS + 32 * num_elements(shapes) / SAVE_BYTES_PER_SECOND
         where = searchers, self.weights, self.board, config.output_dir
         if config.ray:
-            self.supervisor = Cluster(config, *where, given)
+            self.supervisor = Cluster(config, *where, "runtime.share_search:run", given)
         else:
             self.supervisor = Supervisor(config, *where, "searcher:run")
 

@@ -30,7 +30,7 @@ from runtime.supervisor import Supervisor
 from tasks import load_task
 from weights import SharedWeights
 
-COLLECT_SECONDS = 0.2  # that a node waits for something to send
+COLLECT_SECONDS = 0.1  # that a node waits for something to send
 STOP_SECONDS = 2.0  # grace period for its searchers
 ROOT = Path(__file__).parents[1]
 # Python packages that must be of one version on all nodes: what is sent depends on them.
@@ -83,7 +83,7 @@ class Node:
     """The actor of a node. Each call is short, and all are made one after the other.
 
     config: as the user gave it. shares: how many there are. seeds: that no other node of the run
-    has. evaluates: whether it evaluates the base model.
+    has. evaluates: whether it evaluates the base model. target: as Supervisor's.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Node:
         shares: int,
         seeds: tuple[int, ...],
         evaluates: bool,
+        target: str,
     ):
         # Ray's processes ignore it, and then nobody learns how a child ended.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -114,7 +115,7 @@ class Node:
         self.board = NodeBoard([place.name for place in self.places], self.shares, seed)
         self.board.set(self.places[0].name, "evaluated", -1 if evaluates else 0)
         self.supervisor = Supervisor(
-            config, self.places, self.weights, self.board, self.run_dir, "runtime.share_search:run"
+            config, self.places, self.weights, self.board, self.run_dir, target
         )
 
     def collect(

@@ -4,19 +4,30 @@ The nodes are Ray's own, on this machine. make test-cluster runs this in a netwo
 has the loopback interface alone: Ray would bind to this machine's other addresses.
 """
 
+import dataclasses
 import os
+import queue
+import random
 import signal
 import socket
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 
+import checked_search
 import pytest
+import torch
 from conftest import FOREVER, ROOT, SMALL, Run, living, read, steps_of, tba
 
 from config import UserError
+from runtime import command_line
+from runtime.messages import Notice
+from runtime.places import find_places
 from runtime.timeline import read_spans
+from weights import SharedWeights
 
 ray = pytest.importorskip("ray", reason="pip install -r requirements-ray.txt")
 ALONE = [name for _, name in socket.if_nameindex()] == ["lo"]
@@ -25,6 +36,13 @@ pytestmark = [
     pytest.mark.skipif(not ALONE, reason="wants a network namespace: make test-cluster"),
 ]
 STORE = 200 * 2**20  # bytes of each node's object store
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 class Nodes:
@@ -56,6 +74,9 @@ class Nodes:
                     found.append(pid)
         return found
 
+    def actors(self) -> list[int]:
+        return [pid for pid in living(self.tag) if b"ray::Node" in cmdline(pid)]
+
     @property
     def flags(self) -> list[str]:
         return ["--ray", self.cluster.address]
@@ -64,6 +85,7 @@ class Nodes:
 @pytest.fixture
 def nodes(monkeypatch, tmp_path):
     tag = f"nodes of {tmp_path}"
+    resource_tracker.ensure_running()  # this process's, without the tag
     monkeypatch.setenv("TBA_TEST_TAG", tag)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     found = Nodes(tag)
@@ -151,25 +173,26 @@ def test_a_node_that_is_lost_costs_no_step_and_one_that_joins_is_used(
 def test_a_node_that_is_killed_during_an_evaluation_costs_neither_that_nor_a_step(
     searchers, nodes, tmp_path
 ):
+    # Ten steps take less than an evaluation: one is always under way.
     flags = ["--searchers", searchers, "--eval_every", 10]
     with training(nodes.add(2), tmp_path / "run", *flags) as run:
-        lines = run.run_dir / "metrics.jsonl"
 
-        def evaluations() -> int:
-            return sum("accuracy" in line for line in read(run.run_dir, lines.name))
+        def evaluated() -> list[int]:
+            return [line["step"] for line in read(run.run_dir, "metrics.jsonl") if "accuracy" in line]
 
-        for _ in range(2):
-            seen = evaluations()
-            run.until(lambda seen=seen: evaluations() > seen, 60, "an evaluation")
-            time.sleep(0.3)  # the next is under way
-            nodes.lose() if len(nodes.further) > 1 else None
+        for _ in range(2):  # each node that was there
+            seen = len(evaluated())
+            nodes.lose()
+            nodes.add()
+            run.until(lambda seen=seen: len(evaluated()) > seen + 2, 120, "three evaluations")
         goes_on(run)
         run.end(seconds=60)
+        assert evaluated() == sorted(set(evaluated()))
 
 
 def test_an_actor_that_is_stopped_for_30_seconds_goes_on(nodes, tmp_path):
     with training(nodes.add(1), tmp_path / "run") as run:
-        (actor,) = [pid for pid in living(nodes.tag) if b"Node" in cmdline(pid)]
+        (actor,) = nodes.actors()
         os.kill(actor, signal.SIGSTOP)
         start = run.step()
         time.sleep(30)
@@ -188,13 +211,6 @@ def test_an_actor_that_is_stopped_for_30_seconds_goes_on(nodes, tmp_path):
     assert "is lost" not in out
 
 
-def cmdline(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
 def test_a_far_searcher_that_is_killed_is_started_again(nodes, tmp_path):
     with training(nodes.add(1), tmp_path / "run") as run:
         (searcher,) = nodes.pids("tba searcher 0")
@@ -211,9 +227,7 @@ def test_where_the_driver_is_killed_nothing_is_left_on_any_node(nodes, tmp_path,
         assert len(nodes.pids("tba searcher 0")) == 2
         start = time.monotonic()
         run.process.kill()
-        while nodes.pids("tba searcher 0") or [
-            p for p in living(nodes.tag) if b"Node" in cmdline(p)
-        ]:
+        while nodes.pids("tba searcher 0") or nodes.actors():
             assert time.monotonic() < start + 30
             time.sleep(0.2)
         record_property("seconds until all had ended", round(time.monotonic() - start, 1))
@@ -230,6 +244,134 @@ def test_a_run_is_resumed_with_another_number_of_nodes(nodes, tmp_path):
     with Run(tmp_path / "run", *nodes.flags, "--searchers", 0, resume=True) as again:
         again.until(lambda: again.step() > step + 10, 150, "further steps")
         again.end(seconds=60)
+
+
+class Driver:
+    """What drives the nodes of a run, with a trainer that only publishes and checks.
+
+    Weights of version v are v in every number; searchers are those of checked_search.py.
+    """
+
+    SHAPES = {"a": (2_000_000,), "b": (3, 2_000_000)}  # 32 MB a version
+
+    def __init__(self, nodes: Nodes, run_dir: Path):
+        from runtime import cluster
+
+        (run_dir / "logs").mkdir(parents=True)
+        flags = ["arithmetic", *nodes.flags, "--searchers", "0", "--output_dir", str(run_dir)]
+        config = command_line.build_config(flags)
+        cluster.connect(config)
+        places = find_places(config)
+        self.weights = SharedWeights(self.SHAPES, torch.float32, readers=1)
+        self.board = cluster.ClusterBoard(places, config)
+        settings = dataclasses.replace(config, searchers=0), [], self.weights, self.board
+        self.cluster = cluster.Cluster(*settings, str(run_dir), "tests.checked_search:run", config)
+        self.version, self.published_at = -1, 0.0
+        self.visits: Counter[tuple[int, int]] = Counter()  # of (query, epoch)
+        self.versions: set[int] = set()
+        self.notices: list[str] = []
+
+    def work(self, seconds: float) -> None:
+        """Be the trainer for so long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.cluster.check()
+            if time.monotonic() - self.published_at > 0.5:
+                self.publish()
+            with suppress(queue.Empty):
+                while time.monotonic() < deadline:
+                    self.take(self.cluster.rollout_queue.get(timeout=0.05))
+
+    def publish(self) -> None:
+        self.published_at = time.monotonic()
+        self.version += 1
+        tensors = [(name, torch.full(s, float(self.version))) for name, s in self.SHAPES.items()]
+        assert self.weights.publish(self.version, tensors)
+
+    def take(self, item) -> None:
+        if isinstance(item, Notice):
+            self.notices.append(item.text)
+            return
+        visit, were_whole, checksum = item.prompt.tolist()
+        assert were_whole, f"a version was seen in part before version {item.version}"
+        assert checksum == checked_search.checksum(item.tokens), "a group is torn"
+        assert (item.tokens == item.behavior_logprobs).all(), "a group is torn"
+        assert 0 <= item.version <= self.version
+        self.versions.add(item.version)
+        self.visits[item.query_id, visit] += 1
+
+    def until_all_send(self, number: int, seconds: float) -> float:
+        """Work until so many nodes have sent what is new; how long that took."""
+        start = time.monotonic()
+        before = self.tokens()
+        while sum(self.tokens()[row] > before.get(row, 0) for row in self.tokens()) < number:
+            assert time.monotonic() < start + seconds, (
+                f"not all of {number} nodes sent groups within {seconds:.0f} s",
+                self.notices[-9:],
+            )
+            self.work(0.2)
+        return time.monotonic() - start
+
+    def tokens(self) -> dict[str, float]:
+        return {row: self.board.get(row, "tokens") for row in self.board.searchers}
+
+    def stop(self) -> None:
+        self.board.stop = True
+        self.cluster.stop(time.monotonic() + 2.0)
+
+
+@pytest.fixture
+def driver(nodes, tmp_path):
+    nodes.add(2)
+    found = Driver(nodes, tmp_path / "run")
+    yield found
+    found.stop()
+
+
+def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_property):
+    rng, slowest, kills = random.Random(0), 0.0, Counter()
+    driver.until_all_send(2, 60)
+    while kills.total() < 50:
+        what = rng.choice(["raylet", "actor", "searcher"])
+        victims = nodes.pids("tba searcher 0") if what == "searcher" else nodes.actors()
+        if what == "raylet":
+            nodes.lose()
+            driver.work(rng.uniform(0, 2))
+            nodes.add()
+        elif victims:
+            os.kill(rng.choice(victims), signal.SIGKILL)
+        kills[what] += what == "raylet" or bool(victims)
+        if rng.random() < 0.6:
+            slowest = max(slowest, driver.until_all_send(2, 60))
+        driver.work(rng.uniform(0, 1))
+    driver.until_all_send(2, 60)
+    record_property("kills", dict(kills))
+    record_property("slowest until both nodes sent again, s", round(slowest, 1))
+    record_property("groups, versions seen", (driver.visits.total(), len(driver.versions)))
+    assert len(driver.versions) > 50
+    # A searcher that is started again repeats what it had sent and not noted.
+    again = sum(count - 1 for count in driver.visits.values())
+    record_property("queries from which groups came twice in an epoch", again)
+    assert again <= kills["searcher"]
+    done = driver.board.shares.done
+    assert done.min() > done.float().mean() / 2, "shares were forgotten"
+
+
+def test_a_node_that_is_killed_while_it_gets_weights_leaves_none_half_seen(driver, nodes):
+    driver.until_all_send(2, 60)
+    for _ in range(3):
+        deadline = time.monotonic() + 30
+        while not any(far.transfer for far in list(driver.cluster.far.values())):
+            assert time.monotonic() < deadline
+            driver.publish()
+            time.sleep(0.01)
+        nodes.lose()
+        driver.until_all_send(1, 60)
+        nodes.add()
+        driver.until_all_send(2, 60)
+    newest = driver.version
+    driver.work(5)
+    assert max(driver.versions) > newest
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""A searcher without a model: its groups carry checksums, and it checks the weights it reads.
+
+For tests of what is torn or lost on the way. Weights of version v are v in every number.
+"""
+
+import time
+import zlib
+
+import numpy as np
+
+from buffer import Group
+from runtime.shares import SharesWorkload
+from tasks import load_task
+
+SECONDS = 0.01  # a group
+RESPONSES, TOKENS = 24, 500
+
+
+def run(config, rank, pin, row, weights, rollout_queue, board, run_dir) -> None:
+    """Send groups of random tokens; group.prompt holds what the test looks at."""
+    queries = load_task(config.task).queries("train")
+    workload = SharesWorkload(queries, board.shares, rank, config.seed)
+    rng, version, were_whole = np.random.default_rng(), -1, True
+    board.loaded(row)
+    while not board.stop:
+        board.beat(row)
+        if weights.version > version:
+            with weights.read(pin) as (version, tensors):
+                were_whole &= all(bool((tensor == version).all()) for tensor in tensors.values())
+            board.set(row, "version", version)
+        if version >= 0 and (work := workload.draw()):
+            tokens = rng.integers(0, 1000, RESPONSES * TOKENS, dtype=np.int32)
+            facts = [work.visit, were_whole, checksum(tokens)]
+            rollout_queue.put(make_group(work.query.id, version, facts, tokens))
+            workload.finish(work)
+            board.add(row, "tokens", len(tokens))
+        time.sleep(SECONDS)
+    rollout_queue.cancel_join_thread()
+
+
+def checksum(tokens: np.ndarray) -> int:
+    return zlib.crc32(tokens.tobytes()) >> 1
+
+
+def make_group(query: int, version: int, facts: list[int], tokens: np.ndarray) -> Group:
+    return Group(
+        query,
+        version,
+        version,
+        reference_version=0,
+        batch=None,
+        prompt=np.array(facts, np.int32),
+        lengths=np.full(RESPONSES, TOKENS, np.int32),
+        tokens=tokens,
+        ref_logprobs=tokens.astype(np.float32),
+        behavior_logprobs=tokens.astype(np.float32),
+        rewards=np.zeros(RESPONSES, np.float32),
+        finished=np.ones(RESPONSES, bool),
+        temperature=1.0,
+    )
