@@ -70,6 +70,12 @@ MEANING = {
     "ess": "effective sample size of π / b over the responses of a batch, mean of a run",
 }
 
+AXIS = {
+    "reward": "reward",
+    "distinct": "different right answers",
+    "kl_star": "KL to π* (tb, tba_prime aim at it)",
+}
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -303,9 +309,11 @@ def has_collapsed(reward: list[float]) -> bool:
 
 
 def draw(study: Study, cells: list[Cell], path: Path) -> None:
-    """A panel a task, reward against staleness, a line an objective; one of KL to pi*."""
+    """Reward, right responses, and KL to pi*, against staleness; a line an objective."""
     plt.switch_backend("agg")
-    panels = [(task, "reward") for task in dict.fromkeys(cell.task for cell in cells)]
+    own_tasks = [task for task in TASKS if task in {cell.task for cell in cells}]
+    panels = [(task, "reward") for task in own_tasks if task != LANGUAGE]
+    panels += [(task, "distinct") for task in own_tasks if task == "addends"]
     panels.append((LANGUAGE, "kl_star"))
     size = (4 * len(panels), 4.5)
     figure, axes = plt.subplots(1, len(panels), figsize=size, constrained_layout=True)
@@ -329,7 +337,7 @@ def draw(study: Study, cells: list[Cell], path: Path) -> None:
             study.shown_base[task][measure], color="gray", linestyle=":", label="base model"
         )
         axis.set_xticks(range(len(ages)), [f"{age:g}" for age in ages])
-        axis.set(title=task, xlabel="staleness, steps", ylabel=MEANING[measure])
+        axis.set(title=f"{task}: {AXIS[measure]}", xlabel="staleness, steps")
         if measure == "kl_star":
             axis.set_yscale("log")
             axis.invert_yaxis()  # up is better in each panel

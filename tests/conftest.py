@@ -159,20 +159,29 @@ def gsm8k_data(tmp_path_factory) -> Path:
 
 
 def start_tba(
-    *arguments, tag: str = "", root: Path = ROOT, directory: Path | None = None
+    *arguments,
+    tag: str = "",
+    root: Path = ROOT,
+    directory: Path | None = None,
+    own_session: bool = True,
 ) -> subprocess.Popen:
-    """`python tba.py ARGUMENTS`. Every process of the run carries `tag` in its environment."""
+    """`python tba.py ARGUMENTS`. Every process of the run carries `tag` in its environment.
+
+    own_session: else this process's session, with which it then shares cores task by task.
+    """
     command = [sys.executable, str(root / "tba.py"), *map(str, arguments)]
     environment = {**os.environ, "TBA_TEST_TAG": tag}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        command, cwd=directory or root, env=environment, start_new_session=True, **pipes
+        command, cwd=directory or root, env=environment, start_new_session=own_session, **pipes
     )
 
 
-def tba(*arguments, timeout: float = 240.0, root: Path = ROOT) -> subprocess.CompletedProcess:
+def tba(
+    *arguments, timeout: float = 240.0, root: Path = ROOT, own_session: bool = True
+) -> subprocess.CompletedProcess:
     """`python tba.py ARGUMENTS`, to its end."""
-    process = start_tba(*arguments, root=root)
+    process = start_tba(*arguments, root=root, own_session=own_session)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -225,11 +234,20 @@ def steps_of(run_dir: Path) -> list[dict]:
 class Run:
     """A run in the background. Whatever happens, nothing of it is left when the block ends."""
 
-    def __init__(self, run_dir: Path, *arguments, resume: bool = False, root: Path = ROOT):
+    def __init__(
+        self,
+        run_dir: Path,
+        *arguments,
+        resume: bool = False,
+        root: Path = ROOT,
+        own_session: bool = True,
+    ):
         self.run_dir, self.tag = run_dir, uuid.uuid4().hex
         self.shared: set[str] = set()  # files in shared memory that this run's processes have made
         where = ("--resume", run_dir) if resume else ("--output_dir", run_dir)
-        self.process = start_tba(*arguments, *where, tag=self.tag, root=root)
+        self.process = start_tba(
+            *arguments, *where, tag=self.tag, root=root, own_session=own_session
+        )
 
     def __enter__(self) -> "Run":
         return self
