@@ -2,7 +2,7 @@
 
 A searcher that generates with transformers stands where the trainer's queue stands. There is no
 vLLM to start and no clock to race against: a run takes seconds and comes out the same every time.
-staleness.py, off_policy.py and ablations.py are lists of such runs. Each is appended to a file as
+staleness.py and ablations.py are lists of such runs. Each is appended to a file as
 it ends, and a study that was interrupted continues where it was.
 """
 

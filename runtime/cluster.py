@@ -21,7 +21,7 @@ import torch
 from buffer import Group
 from config import LOAD_SECONDS, Config, UserError
 from runtime.messages import Evaluation, Notice
-from runtime.node import Found, Node, NodeBoard, as_arrays, describe_environment
+from runtime.node import Found, Node, NodeBoard, as_arrays, describe_environment, find_difference
 from runtime.places import Place
 from runtime.shares import SHARES, Dealing, Shares
 from runtime.supervisor import RunFailed, Supervisor
@@ -105,14 +105,19 @@ def check_node(node: dict, here: dict[str, str]) -> None:
     try:
         there = ray.get(asked.remote(), timeout=START_SECONDS)
     except RayError as error:
-        reason = str(error).strip().splitlines()[-1]
+        if node["NodeID"] not in [other["NodeID"] for other in other_nodes()]:
+            return  # it has just been lost
         raise UserError(
             f"--ray: {name} cannot run the project, which must lie at the same path there, with "
-            f"the same environment: {reason}"
+            f"the same environment: {last_line(error)}"
         ) from error
-    for what, value in here.items():
-        if there.get(what) != value:
-            raise UserError(f"--ray: {what}: {name} has {there.get(what)}, this machine {value}")
+    if difference := find_difference(there, here):
+        raise UserError(f"--ray: {name} has {difference}")
+
+
+def last_line(error: Exception) -> str:
+    """The end of what Ray says: what was raised, if anything was."""
+    return str(error).strip().splitlines()[-1]
 
 
 class ClusterBoard(NodeBoard):
@@ -211,6 +216,7 @@ class Cluster(Supervisor):
         self.outbox: deque[Group | Evaluation | Notice] = deque()
         self.dealing = Dealing(board.shares, len(places))
         super().__init__(config, places, weights, board, run_dir, target)
+        self.environment = describe_environment()
         self.failure: Exception | None = None
         self.attendant = threading.Thread(target=self.attend, daemon=True)
         self.attendant.start()
@@ -243,7 +249,7 @@ class Cluster(Supervisor):
                     except RayTaskError as error:
                         self.lose(far, f"failed: {str(error.cause or error).strip()}")
                     except RayError as error:
-                        self.lose(far, f"is lost: {type(error).__name__}")
+                        self.lose(far, f"is lost: {last_line(error)}")
         except Exception as error:  # for check(), in the thread that watches
             self.failure = error
 
@@ -273,11 +279,8 @@ class Cluster(Supervisor):
         if gpus := node["Resources"].get("GPU"):
             options["num_gpus"] = gpus
         slots = self.weights.shapes, self.weights.slots[0].dtype
-        actor = (
-            ray.remote(Node)
-            .options(**options)
-            .remote(self.given, *slots, len(self.board.shares), seeds, evaluates, self.target)
-        )
+        settings = len(self.board.shares), seeds, evaluates, self.target, self.environment
+        actor = ray.remote(Node).options(**options).remote(self.given, *slots, *settings)
         name = f"node {seeds[0] + 1} ({node['NodeManagerAddress']}, {id[:6]})"
         self.started[row] += 1
         logs = f"node-{seeds[0] + 1}" + (f"-{self.started[row]}" if self.started[row] > 1 else "")

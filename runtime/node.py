@@ -73,6 +73,14 @@ def describe_environment() -> dict[str, str]:
     return found
 
 
+def find_difference(there: dict[str, str], here: dict[str, str]) -> str:
+    """Name what a node has otherwise than the driver's machine; "" for nothing."""
+    for what, value in here.items():
+        if there.get(what) != value:
+            return f"{what} {there.get(what)}, the driver's machine has {value}"
+    return ""
+
+
 def is_source(path: Path) -> bool:
     """Whether a run executes this file of the project."""
     others = ("tests", "benchmarks", "examples")
@@ -84,6 +92,7 @@ class Node:
 
     config: as the user gave it. shares: how many there are. seeds: that no other node of the run
     has. evaluates: whether it evaluates the base model. target: as Supervisor's.
+    environment: of the driver's machine. Raises UserError where this one's is another.
     """
 
     def __init__(
@@ -95,7 +104,10 @@ class Node:
         seeds: tuple[int, ...],
         evaluates: bool,
         target: str,
+        environment: dict[str, str],
     ):
+        if difference := find_difference(describe_environment(), environment):
+            raise UserError(f"this node has {difference}")
         # Ray's processes ignore it, and then nobody learns how a child ended.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.run_dir = tempfile.mkdtemp(prefix="tba-node-")

@@ -110,7 +110,11 @@ def node_tokens(steps: list[dict]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("searchers", [0, 1])
-def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, record_property):
+def test_searchers_of_all_nodes_teach_arithmetic(
+    searchers, nodes, tmp_path, monkeypatch, record_property
+):
+    if not searchers:  # the trainer has all cores: the nodes, as Ray starts them, give way to it
+        monkeypatch.setenv("RAY_worker_niceness", "15")
     nodes.add(2)
     run_dir = tmp_path / "run"
     flags = [*nodes.flags, "--searchers", searchers, "--initial_responses", 4000, "--steps", 600]
@@ -356,6 +360,17 @@ def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_p
     assert done.min() > done.float().mean() / 2, "shares were forgotten"
 
 
+def test_a_node_that_joins_with_other_packages_is_named_and_the_others_go_on(driver, nodes):
+    driver.until_all_send(2, 60)
+    driver.cluster.environment |= {"torch": "1.0"}
+    nodes.add()
+    deadline = time.monotonic() + 40
+    while not any("this node has torch" in text for text in driver.notices):
+        assert time.monotonic() < deadline, driver.notices
+        driver.work(0.5)
+    driver.until_all_send(2, 20)
+
+
 def test_searchers_of_nodes_wait_where_nobody_takes_their_groups(driver):
     driver.until_all_send(2, 60)
 
@@ -420,7 +435,8 @@ def test_a_node_with_other_packages_is_named(nodes):
         ray.init(address=nodes.cluster.address, log_to_driver=False)
         (node,) = cluster.other_nodes()
         with pytest.raises(
-            UserError, match=r"--ray: torch: node 127.0.0.1 \(\w+\) has .*, this machine 1.0"
+            UserError,
+            match=r"--ray: node 127.0.0.1 \(\w+\) has torch .*, the driver's machine has 1.0",
         ):
             cluster.check_node(node, real | {"torch": "1.0"})
     finally:
