@@ -7,12 +7,14 @@ found. Nodes may join and be lost: what is lost is what was in flight there.
 """
 
 import json
+import os
 import queue
 import socket
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,23 +58,22 @@ RATE_SECONDS = 10.0  # over which tokens per second are taken
 def connect(config: Config) -> None:
     """Join the cluster, and compare what is installed on its nodes. Raises UserError."""
     check_address(config.ray)
-    options = dict(logging_level="ERROR", log_to_driver=False)
-    if config.ray != "local":
-        options["address"] = config.ray
-    else:
-        options["include_dashboard"] = False
+    options = dict(include_dashboard=False) if config.ray == "local" else {}
     try:
-        ray.init(**options)
+        ray.init(address=config.ray, logging_level="ERROR", log_to_driver=False, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--ray {config.ray}: no cluster was found: {reason}") from error
-    here = describe_environment()
-    for node in other_nodes():
+    here, nodes = describe_environment(), other_nodes()
+    for node in nodes:
         check_node(node, here)
+    print(f"further nodes in the Ray cluster: {len(nodes)}", flush=True)
 
 
 def check_address(address: str) -> None:
     """Raise UserError for a host:port where nobody answers: Ray would ask for a minute."""
+    if address == "auto":  # Ray takes this one, or the cluster that was started on this machine
+        address = os.environ.get("RAY_ADDRESS", address)
     if address in ("auto", "local"):
         return
     host, _, port = address.rpartition(":")
@@ -157,7 +158,7 @@ class ClusterBoard(NodeBoard):
         """Take over what a run of any number of nodes saved."""
         state = dict(state)
         for share, done in state.pop("shares", {}).items():
-            self.shares.done[int(share)] = done
+            self.shares.done[int(share)] = self.shares.drawn[int(share)] = done
         super().load_state_dict({name: row for name, row in state.items() if name in self.names})
 
 
@@ -171,8 +172,8 @@ class Far:
     logs: str  # what the names of its logs begin with
     actor: "ray.actor.ActorHandle"
     earlier: dict[str, float]  # what other actors in this row have counted
-    seen: float = field(default_factory=time.monotonic)  # its last answer
     call: "ray.ObjectRef | None" = None  # the collect() that is under way
+    called_at: float = 0.0
     transfer: "ray.ObjectRef | None" = None  # the take_weights() that is under way
     log_call: "ray.ObjectRef | None" = None  # the logs() that is under way
     version: int = -1  # that it was sent
@@ -207,8 +208,8 @@ class Cluster(Supervisor):
         self.given, self.pin = given, len(places)
         self.far: dict[str, Far] = {}  # by Ray's id of the node
         self.deaths_of: dict[str, int] = {}  # of a node's actors, since its last group
+        self.reasons: dict[str, str] = {}  # of the last of these deaths
         self.retry_at: dict[str, float] = {}
-        self.started: Counter[str] = Counter()  # actors, by row
         # The newest version in Ray's store, and the newest reference policy.
         self.stored: tuple[int, ray.ObjectRef | None] = -1, None
         self.stored_reference: tuple[int, ray.ObjectRef | None] = 0, None
@@ -224,8 +225,10 @@ class Cluster(Supervisor):
     def check(self) -> None:
         """Watch over this machine's searchers, and over all nodes. Raises RunFailed."""
         super().check()
-        if self.failure:
+        if isinstance(self.failure, RunFailed):
             raise self.failure
+        if self.failure:
+            raise RunFailed(f"nodes cannot be attended to: {self.failure!r}") from self.failure
 
     def attend(self) -> None:
         """Attend to all nodes, in a thread, until the run is over."""
@@ -262,7 +265,8 @@ class Cluster(Supervisor):
             self.lose(self.far[id], "is lost: its Ray has ended")
         hopeful = [id for id in nodes if self.deaths_of.get(id, 0) < DEATHS]
         if not self.places and nodes and not hopeful:
-            raise RunFailed(f"every node that searches has failed {DEATHS} times in a row")
+            reasons = "\n".join(self.reasons.values())
+            raise RunFailed(f"each node has failed {DEATHS} times in a row:\n{reasons}")
         for id in hopeful:
             if id not in self.far and self.retry_at.get(id, 0.0) < now:
                 self.start_node(nodes[id])
@@ -282,10 +286,13 @@ class Cluster(Supervisor):
         settings = len(self.board.shares), seeds, evaluates, self.target, self.environment
         actor = ray.remote(Node).options(**options).remote(self.given, *slots, *settings)
         name = f"node {seeds[0] + 1} ({node['NodeManagerAddress']}, {id[:6]})"
-        self.started[row] += 1
-        logs = f"node-{seeds[0] + 1}" + (f"-{self.started[row]}" if self.started[row] > 1 else "")
+        logs, again = f"node-{seeds[0] + 1}", 1
+        while any(Path(self.run_dir, "logs").glob(f"{logs}-searcher*")):  # of an earlier actor
+            again += 1
+            logs = f"node-{seeds[0] + 1}-{again}"
         earlier = {column: self.board.get(row, column) for column in COUNTED}
         self.far[id] = Far(id, row, name, logs, actor, earlier)
+        self.board.node_figures[self.board.nodes.index(row)] = 0
         self.board.set(row, "ready", 0)
         self.board.beat(row)
 
@@ -299,6 +306,7 @@ class Cluster(Supervisor):
         ray.kill(far.actor)
         self.board.set(far.row, "beat", 0)
         self.deaths_of[far.id] = self.deaths_of.get(far.id, 0) + 1
+        self.reasons[far.id] = f"{far.name} {why}"
         self.retry_at[far.id] = time.monotonic() + RETRY_SECONDS
         del self.far[far.id]
 
@@ -323,7 +331,8 @@ class Cluster(Supervisor):
         if far.call is None and not self.outbox:
             is_over, shares = self.board.last_step_done, self.dealing.next_call(far.id)
             far.call = far.actor.collect.remote(GROUPS, is_over, *shares)
-        silence = time.monotonic() - far.seen
+            far.called_at = time.monotonic()
+        silence = time.monotonic() - far.called_at if far.call else 0.0
         limit = self.config.searcher_timeout
         if silence > (limit if far.is_ready or limit > LOAD_SECONDS else LOAD_SECONDS):
             self.lose(far, f"gave no sign of life for {silence:.0f} s (--searcher_timeout)")
@@ -331,7 +340,7 @@ class Cluster(Supervisor):
     def take(self, far: Far, found: Found) -> None:
         """Take over what a node has found, and what it says of itself."""
         board, now = self.board, time.monotonic()
-        far.seen, far.clock = now, found.clock - now
+        far.clock = found.clock - now
         rows = found.rows.values()
         if not far.was_heard:
             far.was_heard = True
@@ -346,7 +355,7 @@ class Cluster(Supervisor):
             mean = number / len(rows) if column == "busy" else number
             board.set(far.row, column, far.earlier[column] + mean)
         board.set(far.row, "version", min(row["version"] for row in rows))
-        board.set(far.row, "ready", far.is_ready)
+        board.set(far.row, "ready", all(row["ready"] for row in rows))
         board.set(far.row, "beat", now - max(found.silence.values()))
         far.tokens.append((now, board.get(far.row, "tokens")))
         for item in found.items:
@@ -441,7 +450,15 @@ class Cluster(Supervisor):
         """Write a node's logs among those of the run; spans by this machine's clock."""
         for name, text in logs.items():
             if name.endswith(".spans.jsonl"):
-                spans = [json.loads(line) for line in text.splitlines()]
-                shifted = [(what, a - far.clock, b - far.clock) for what, a, b in spans]
-                text = "".join(json.dumps(span) + "\n" for span in shifted)
-            Path(self.run_dir, "logs", f"{far.logs}-{name}").write_text(text)
+                text = "".join(shifted(line, far.clock) for line in text.splitlines())
+            with suppress(OSError):  # the disk is full: that costs a log
+                Path(self.run_dir, "logs", f"{far.logs}-{name}").write_text(text)
+
+
+def shifted(line: str, clock: float) -> str:
+    """A line of spans by this machine's clock; "" for one that was cut off."""
+    try:
+        what, start, end = json.loads(line)
+    except ValueError:
+        return ""
+    return json.dumps((what, start - clock, end - clock)) + "\n"

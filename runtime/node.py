@@ -24,7 +24,7 @@ from config import Config, UserError
 from models.hub import fetch_model, find_model
 from runtime.board import Board
 from runtime.messages import Evaluation, Notice
-from runtime.places import find_gpus, find_places, resolve, searchers_of
+from runtime.places import Place, find_gpus, find_places, resolve, searchers_of
 from runtime.shares import Shares
 from runtime.supervisor import Supervisor
 from tasks import load_task
@@ -114,8 +114,8 @@ class Node:
         Path(self.run_dir, "logs").mkdir()
         wanted = dict(trainer_processes=1, searchers=config.searchers_per_node)
         config = dataclasses.replace(config, output_dir=self.run_dir, **wanted)
-        self.places = place_searchers(config)
-        config = resolve(config, self.places)
+        places = find_node_places(config)
+        self.places, config = searchers_of(places), resolve(config, places)
         task = load_task(config.task, **config.options)
         task.prepare()
         model = find_model("--model", config.model or task.base_model())
@@ -199,17 +199,20 @@ class Node:
         return logs
 
 
-def place_searchers(config: Config) -> list:
-    """Return a place for each searcher of a node: on every GPU, or on some of the cores."""
+def find_node_places(config: Config) -> list[Place]:
+    """Return a place for each searcher of a node, on every GPU or on some of the cores.
+
+    And one for a trainer, as find_places does, which stays empty.
+    """
     gpus = find_gpus()
     if not gpus:
-        return searchers_of(find_places(config, []))
+        return find_places(config, [])
     if config.searchers and config.searchers > len(gpus):
         raise UserError(
             f"--searchers_per_node is {config.searchers}, but a node has {len(gpus)} GPUs"
         )
     # Nobody trains there: a GPU that is not there is the trainer's.
-    return searchers_of(find_places(config, ["none", *gpus]))
+    return find_places(config, ["none", *gpus])
 
 
 def as_arrays(tensors: dict[str, torch.Tensor]) -> Weights:

@@ -7,6 +7,7 @@ what is handed over between nodes is a whole share, with how far it was drawn.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from runtime.workload import Work, Workload
@@ -112,13 +113,16 @@ class Dealing:
         searchers = here + sum(holder.searchers for holder in holders)
         if not searchers:
             return
-        lacking = [len(table) * h.searchers // searchers - len(h.shares) for h in holders]
+        # What each has of all shares in turn, rounded: together they are all.
+        ends = np.cumsum([here, *(h.searchers for h in holders)]) * len(table) // searchers
+        parts = np.diff(ends, prepend=0).tolist()
+        lacking = [part - len(h.shares) for h, part in zip(holders, parts[1:])]
         wanted = sum(max(0, number) for number in lacking) - len(self.pool)
         if here:
-            surplus = len(table.held()) - len(table) * here // searchers
+            surplus = len(table.held()) - parts[0]
             self.pool |= table.give_up(max(0, min(wanted, surplus))).keys()
         for holder, number in zip(holders, lacking):
-            holder.give_up = max(0, -number - 1)  # one more than its part is as good
+            holder.give_up = max(0, -number)
             for _ in range(min(len(self.pool), number)):
                 self.bring(holder, self.pool.pop())
         while self.pool:  # what is left over
@@ -148,6 +152,7 @@ class Dealing:
         for share, drawn in given_up.items():
             self.table.drawn[share] = self.table.done[share] = drawn
             self.holders[name].shares.remove(share)
+            self.holders[name].give_up -= 1
             self.pool.add(share)
 
 
@@ -163,8 +168,6 @@ class SharesWorkload(Workload):
         self.own: dict[int, Workload] = {}
         self.turns: list[int] = []
         self.of: dict[str, int] = {}  # the share of each request that is not finished
-        for share in shares.of(searcher):
-            shares.drawn[share] = shares.done[share]
         self.look()
 
     def look(self) -> None:
@@ -175,7 +178,7 @@ class SharesWorkload(Workload):
             self.own.pop(share, None)
             self.shares.owner[share] = NOBODY
         for share in dealt - self.own.keys():
-            cursor = int(self.shares.drawn[share])
+            cursor = int(self.shares.done[share])
             self.own[share] = Workload(self.queries, share, len(self.shares), self.seed, cursor)
 
     @property
@@ -196,7 +199,8 @@ class SharesWorkload(Workload):
             if workload := self.own.get(share):
                 work = workload.draw()
                 self.of[work.request] = share
-                self.shares.drawn[share] = workload.num_drawn
+                # Started again it draws some once more; whoever gets the share later does not.
+                self.shares.drawn[share] = max(int(self.shares.drawn[share]), workload.num_drawn)
                 return work
         return None
 

@@ -99,6 +99,62 @@ def test_each_node_gets_its_part_of_the_shares_within_a_few_calls():
     assert sorted(len(far.table.of(i)) for i in range(3)) == [16, 16, 16]
 
 
+@pytest.mark.parametrize("here, nodes", [(1, 2), (1, 16), (1, 40), (0, 3), (2, 5)])
+def test_shares_are_dealt_evenly_to_any_number_of_nodes(here, nodes):
+    table = Shares(SHARES)
+    dealing, rng = Dealing(table, here), random.Random(0)
+    own, far = Machine(table, here), {str(i): Machine(Shares(SHARES), 1) for i in range(nodes)}
+    for name in far:
+        dealing.join(name, 1)
+    for _ in range(4):
+        own.work(rng)
+        for name, node in far.items():
+            node.work(rng)
+            _, *said = node.collect(*dealing.next_call(name))
+            dealing.answered(name, *said)
+        dealing.balance()
+    held = [len(dealing.holders[name].shares) for name in far]
+    assert sum(held) + len(table.held()) == SHARES
+    even = SHARES / (here + nodes)
+    assert (
+        all(abs(number - even) <= 1 for number in held)
+        and abs(len(table.held()) - even * here) <= 1
+    )
+
+
+def test_a_node_is_asked_once_for_what_others_want():
+    table = Shares(SHARES)
+    dealing, rng = Dealing(table, 0), random.Random(0)
+    far = Machine(Shares(SHARES), 1)
+    dealing.join("first", 1)
+    for turn in range(8):
+        far.work(rng)
+        _, *said = far.collect(*dealing.next_call("first"))
+        dealing.answered("first", *said)
+        if turn == 1:
+            dealing.join("second", 1)
+    assert len(far.table.held()) == SHARES // 2
+
+
+def test_what_a_searcher_had_done_before_it_was_started_again_is_not_repeated_by_another_node():
+    table = Shares(SHARES)
+    dealing, far = Dealing(table, 0), Machine(Shares(SHARES), 1)
+    dealing.join("node", 1)
+    dealing.answered("node", *far.collect(*dealing.next_call("node"))[1:])
+    works = [far.workloads[0].draw() for _ in range(4 * SHARES)]
+    for work in works[SHARES:]:  # the oldest of each share is slow
+        far.workloads[0].finish(work)
+    far.workloads = [SharesWorkload(QUERIES, far.table, 0, seed=0)]
+    far.workloads[0].draw()
+    dealing.answered("node", *far.collect(*dealing.next_call("node"))[1:])
+    dealing.lose("node")
+    other = Machine(Shares(SHARES), 1)
+    dealing.join("other", 1)
+    other.collect(*dealing.next_call("other"))
+    drawn = {other.workloads[0].draw().query.id for _ in range(4 * SHARES)}
+    assert not drawn & {work.query.id for work in works}
+
+
 def test_a_searcher_that_is_started_again_goes_on_at_the_oldest_query_that_is_not_done():
     table = Shares(2)
     Dealing(table, 1)
