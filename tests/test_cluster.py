@@ -117,7 +117,7 @@ def test_searchers_of_all_nodes_teach_arithmetic(
         monkeypatch.setenv("RAY_worker_niceness", "15")
     nodes.add(2)
     run_dir = tmp_path / "run"
-    flags = [*nodes.flags, "--searchers", searchers, "--initial_responses", 4000, "--steps", 600]
+    flags = [*nodes.flags, "--searchers", searchers, "--initial_responses", 4000, "--steps", 1000]
     result = tba("arithmetic", *flags, "--output_dir", run_dir, timeout=400, own_session=False)
     assert result.returncode == 0, result.stderr
     accuracy = read(run_dir, "metrics.jsonl")[-1]["final_accuracy"]
