@@ -110,15 +110,17 @@ def node_tokens(steps: list[dict]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("searchers", [0, 1])
-def test_searchers_of_all_nodes_teach_arithmetic(
-    searchers, nodes, tmp_path, monkeypatch, record_property
-):
-    if not searchers:  # the trainer has all cores: the nodes, as Ray starts them, give way to it
-        monkeypatch.setenv("RAY_worker_niceness", "15")
+def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, record_property):
     nodes.add(2)
     run_dir = tmp_path / "run"
     flags = [*nodes.flags, "--searchers", searchers, "--initial_responses", 4000, "--steps", 1000]
-    result = tba("arithmetic", *flags, "--output_dir", run_dir, timeout=400, own_session=False)
+    cores = os.sched_getaffinity(0)
+    # A trainer alone would take all cores; the searchers of the nodes are on the second half.
+    os.sched_setaffinity(0, cores if searchers else sorted(cores)[: len(cores) // 2 or 1])
+    try:
+        result = tba("arithmetic", *flags, "--output_dir", run_dir, timeout=400, own_session=False)
+    finally:
+        os.sched_setaffinity(0, cores)
     assert result.returncode == 0, result.stderr
     accuracy = read(run_dir, "metrics.jsonl")[-1]["final_accuracy"]
     record_property("final accuracy", accuracy)
