@@ -1,6 +1,6 @@
 """Chart what staleness does to each objective, each at its best learning rate at that staleness.
 
-    python benchmarks/staleness.py             # three hours on 2 cores
+    python benchmarks/staleness.py             # two hours on 2 cores
     python benchmarks/staleness.py --quick     # four objectives, one rate, one seed: in 3 minutes
     python benchmarks/staleness.py --full      # all objectives, staleness 0 to 128: days
 
@@ -15,8 +15,9 @@ Tasks: arithmetic (one right answer), addends (many), and a language small enoug
 (exact_posterior.py), where KL to pi* is exact. A step is 16 queries x 8 responses, or 3 x 16 in the
 language. The learning rate of a cell is the best of four, a factor of about three apart, with a
 seed that the tables do not use: by the mean reward of samples for held-out queries, and in the
-language, for those that aim at pi*, by KL to that. Where the best lies at an edge, the next rate is
-tried too. Where no rate beats the base model, the cell says so, and no more is run.
+language, for those that aim at pi* with fresh data, by KL to that. Where the best lies at an edge,
+the next rate is tried too. Where no rate beats the base model, the cell says so, and no more is
+run.
 Writes benchmarks/results/staleness.{jsonl,md,png}; with --quick benchmarks/results/quick/.
 """
 
@@ -47,7 +48,8 @@ OBJECTIVES = (
     "raft",
 )
 REGRESSIONS = ("tb", "tba_prime", "tb_behavior", "kimi_k2", "oapl")
-AIM_AT_PI_STAR = ("tb", "tba_prime")
+# Those whose fixed point on fresh data is pi*.
+AIM_AT_PI_STAR = ("tb", "tba_prime", "reinforce", "rloo", "proximal_rloo")
 WITH_BUFFER = ("tb", "kimi_k2", "grpo", "raft")
 LANGUAGE = "language"
 TASKS = ("arithmetic", "addends", LANGUAGE)
@@ -73,7 +75,7 @@ MEANING = {
 AXIS = {
     "reward": "reward",
     "distinct": "different right answers",
-    "kl_star": "KL to π* (tb, tba_prime aim at it)",
+    "kl_star": "KL to π*",
 }
 
 
@@ -279,27 +281,56 @@ def responses_until(history: dict[str, list[float]], target: float) -> float:
 
 
 def collapse_table(cells: list[Cell], lines: list[dict]) -> str:
-    """Does a small effective sample size in the first half foretell a collapse in the second?
+    """Does a small effective sample size foretell a collapse?
 
-    Of all runs, those of the search too.
+    In the first `staleness` steps: all data come from the base model, and rewards show nothing yet.
+    Of all runs, those of the search too. Without staleness it is 1.
     """
     rows = []
-    for age in dict.fromkeys(cell.age for cell in cells):
-        early: dict[bool, list[float]] = {True: [], False: []}
-        for line in lines:
-            if line["job"].get("settings", {}).get("constant_staleness") == age:
-                history = line["result"]["history"]
-                half = len(history["reward"]) // 2
-                median = float(np.nanmedian(history["ess_responses"][:half]))
-                early[has_collapsed(history["reward"])].append(median)
-        collapsed, fine = np.array(early[True]), np.array(early[False])
-        shown = [f"{np.median(values):.3f}" if len(values) else "" for values in (collapsed, fine)]
-        both = len(collapsed) and len(fine)
-        order = f"{np.mean(collapsed[:, None] < fine[None, :]):.2f}" if both else ""
-        rows.append([f"{age:g}", str(len(collapsed)), str(len(fine)), *shown, order])
-    medians = "their early ESS, median", "the others'"
-    header = ["staleness", "collapsed", "not", *medians, "P(smaller where it collapses)"]
+    for age in sorted({cell.age for cell in cells} - {0}):
+        runs = [
+            line
+            for line in lines
+            if line["job"].get("settings", {}).get("constant_staleness") == age
+        ]
+        fallen = [run for run in runs if has_collapsed(run["result"]["history"]["reward"])]
+        fine = [run for run in runs if run not in fallen]
+        pairs = [(one, other) for one in fallen for other in fine]
+        alike = [pair for pair in pairs if task_and_rate(pair[0]) == task_and_rate(pair[1])]
+        shown = [
+            f"{np.median([early_ess(run, age) for run in part]):.3f}" if part else ""
+            for part in (fallen, fine)
+        ]
+        shown += [
+            f"{np.mean([early_ess(a, age) < early_ess(b, age) for a, b in part]):.2f}"
+            if part
+            else ""
+            for part in (pairs, alike)
+        ]
+        rows.append([f"{age:g}", str(len(fallen)), str(len(fine)), *shown])
+    header = [
+        "staleness",
+        "collapsed",
+        "not",
+        "early ESS, median, where it collapses",
+        "where not",
+        "P(smaller where it collapses)",
+        "the same, of runs of one task and rate",
+    ]
     return "**does a small effective sample size foretell a collapse?**\n\n" + table(header, rows)
+
+
+def early_ess(line: dict, age: float) -> float:
+    """Mean effective sample size of a run's first `age` steps."""
+    history = line["result"]["history"]
+    return float(
+        np.mean([e for s, e in zip(history["step"], history["ess_responses"]) if s <= age])
+    )
+
+
+def task_and_rate(line: dict) -> tuple[str, float]:
+    settings = line["job"]["settings"]
+    return settings["task"], settings["learning_rate"]
 
 
 def has_collapsed(reward: list[float]) -> bool:
@@ -390,7 +421,8 @@ def main() -> None:
 def caption(steps: int, seeds: tuple[int, ...]) -> str:
     return (
         f"{steps} steps, in the language {LANGUAGE_STEPS}; mean ± standard deviation of "
-        f"{len(seeds)} seeds, at the learning rate of the last table"
+        f"{len(seeds)} seeds, at the learning rate of the last table. The machine is the one that "
+        "the last runs were made on"
     )
 
 

@@ -293,5 +293,5 @@ def number(values: list[float]) -> tuple[float, float]:
 def spread(values: list[float]) -> str:
     """Write mean ± standard deviation."""
     mean, deviation = number(values)
-    digits = 1 if abs(mean) >= 10 else 3
-    return f"{mean:.{digits}f} ± {deviation:.{digits}f}"
+    form = ".1e" if 0 < abs(mean) < 1e-3 else ".1f" if abs(mean) >= 10 else ".3f"
+    return f"{mean:{form}} ± {deviation:{form}}"

@@ -91,6 +91,7 @@ def test_a_study_that_was_broken_off_runs_only_what_is_missing_or_of_another_bas
 
 def test_spread_is_the_mean_and_the_standard_deviation_of_a_sample():
     assert study.spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
+    assert study.spread([1e-5, 3e-5]) == "2.0e-05 ± 1.4e-05"
     assert common.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
 
@@ -147,6 +148,25 @@ def test_a_collapse_is_a_reward_that_falls_below_half_of_what_it_was():
     history = {"received": [100, 200, 300], "reward": [0.5, 0.91, 0.95]}
     assert staleness.responses_until(history, 0.9) == 200
     assert staleness.responses_until(history, 0.99) == float("inf")
+
+
+def test_the_effective_sample_size_that_foretells_is_that_of_the_base_models_responses():
+    """A run that falls, and one of the same task and rate that does not, with staleness 20."""
+    falling, rising = [0.4, 0.9] * 7 + [0.1] * 16, [0.4] * 10 + [0.9] * 20
+    lines = [
+        {
+            "job": {
+                "settings": {"task": "addends", "learning_rate": 1e-3, "constant_staleness": 20}
+            },
+            "result": {
+                "history": {"step": range(5, 305, 10), "reward": reward, "ess_responses": ess}
+            },
+        }
+        for reward, ess in [(falling, [0.2] * 2 + [0.9] * 28), (rising, [0.8] * 2 + [0.1] * 28)]
+    ]
+    cells = [staleness.Cell("addends", "tb", "stale", age) for age in (0, 20)]
+    *_, row = staleness.collapse_table(cells, lines).splitlines()
+    assert row == "| 20 | 1 | 1 | 0.200 | 0.800 | 1.00 | 1.00 |"
 
 
 def test_the_language_on_fresh_data_starts_at_its_reference_and_ends_at_pi_star():
