@@ -11,8 +11,8 @@ groups     searchers that send groups as fast as they are taken: 12 responses of
 versions   new weights of 0.13 M parameters without a pause; each searcher says what it has read
 transfer   one version of 10 M, 100 M, 1 B parameters in bf16: from the end of its publish until the
            searcher has copied all of it, and the driver knows
-runs       the arithmetic task with one searcher, here or on a further node: trainer and searcher
-           have a core each in both
+runs       the arithmetic task with one searcher, here or on a further node: the trainer and the
+           process that supervises have one core, the searcher (and its node) the other
 
 Writes benchmarks/results/cluster.md; with --quick benchmarks/results/quick/.
 """
@@ -220,49 +220,60 @@ def seconds_of_a_version(parameters: int, is_far: bool) -> float:
                 time.sleep(0.01)
             start = time.monotonic()
             while supervisor.board.get(row, "version") < version:
-                drain(supervisor, 0.01)
+                drain(supervisor, 0.001)
             taken.append(time.monotonic() - start)
         return float(np.median(taken))
 
 
 def run(is_far: bool) -> dict[str, float]:
-    """Make a run whose trainer has the first core, and whose searcher has the second."""
+    """Make a run whose trainer and driver have the first core, whose searcher has the second."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         output = Path(directory, "run")
         command = [sys.executable, str(ROOT / "tba.py"), "arithmetic", *RUN]
         command += ["--output_dir", str(output)]
-        rays: list[psutil.Process] = []
         if is_far:
             nodes = stack.enter_context(nodes_of_ray(1, cores={second}))
             command = ["taskset", "-c", str(first), *command]
             command += ["--ray", nodes.address, "--searchers", "0"]
-            names = "raylet", "gcs_server", "ray::"
-            found = psutil.process_iter(["cmdline"])
-            rays = [p for p in found if any(n in " ".join(p.info["cmdline"]) for n in names)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        driver, begun, last = psutil.Process(process.pid), None, None
+        driver, used = psutil.Process(process.pid), []  # CPU seconds: a line of figures a look
         while process.poll() is None:
             time.sleep(0.2)
             if (output / "metrics.jsonl").exists() and steps_of(output):
+                if not used:  # by now its children have cores of their own
+                    for thread in driver.threads():
+                        os.sched_setaffinity(thread.id, {first})
                 with contextlib.suppress(psutil.Error):
-                    # Of this machine's supervisor, and of Ray.
-                    last = seconds_of([driver]), seconds_of(rays), time.monotonic()
-                    begun = begun or last
+                    figures = [seconds_of([driver]), *map(seconds_of, processes_of_ray(is_far))]
+                    used.append([*figures, time.monotonic()])
         if process.returncode:
             sys.exit(f"a run failed: {process.stderr.read().decode()}")
         steps = steps_of(output)
         steady = steps[len(steps) // 20 :]
         span = steady[-1]["seconds"] - steady[0]["seconds"]
-        took = last[2] - begun[2]
+        *cpu, took = np.subtract(used[-1], used[0])
         return {
             "steps/s": (steady[-1]["step"] - steady[0]["step"]) / span,
             "trainer busy": trainer_busy(str(output)),
             "responses/s": (steady[-1]["received"] - steady[0]["received"]) / span,
             "staleness": float(np.mean([line["staleness_mean"] for line in steady])),
-            "driver's CPU": (last[0] - begun[0]) / took,
-            "Ray's CPU": (last[1] - begun[1]) / took,
+            "driver's CPU": cpu[0] / took,
+            "Ray's CPU": cpu[1] / took,
+            "CPU of the node's actor": cpu[2] / took,
         }
+
+
+def processes_of_ray(is_far: bool) -> tuple[list[psutil.Process], list[psutil.Process]]:
+    """Ray's own processes, and the actors of nodes; none without nodes."""
+    own, actors = [], []
+    for process in psutil.process_iter(["cmdline"]) if is_far else ():
+        command = " ".join(process.info["cmdline"] or [])
+        if "ray::Node" in command:
+            actors.append(process)
+        elif any(name in command for name in ("raylet", "gcs_server", "ray::")):
+            own.append(process)
+    return own, actors
 
 
 def seconds_of(processes: list[psutil.Process]) -> float:

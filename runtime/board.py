@@ -38,6 +38,7 @@ class Board:
     def __init__(self, names: list[str]):
         """names: of the processes, the trainer's first (runtime/places.py)."""
         self.names = names
+        self.num_trainers = sum(name.startswith("trainer") for name in names)
         shape = len(names), len(self.COLUMNS)
         self.words = torch.zeros(shape, dtype=torch.float64).share_memory_()
         self.words[:, self.COLUMNS.index("beat")] = time.monotonic()  # the start is a sign of life
@@ -47,7 +48,7 @@ class Board:
     @property
     def searchers(self) -> list[str]:
         """The names of the searchers."""
-        return [name for name in self.names if name.startswith("searcher")]
+        return self.names[self.num_trainers :]
 
     def get(self, name: str, column: str) -> float:
         return float(self.words[self.names.index(name), self.COLUMNS.index(column)])
@@ -60,7 +61,7 @@ class Board:
 
     def total(self, column: str) -> float:
         """Sum a column over all searchers."""
-        return sum(self.get(name, column) for name in self.searchers)
+        return float(self.words[self.num_trainers :, self.COLUMNS.index(column)].sum())
 
     def figures(self) -> dict[str, float]:
         """What metrics.jsonl says of further nodes (runtime/cluster.py): here are none."""
@@ -70,7 +71,7 @@ class Board:
         """What a run that is resumed must know of each searcher."""
         return {
             name: {column: self.get(name, column) for column in self.SAVED}
-            for name in self.searchers
+            for name in self.names[self.num_trainers :]
         }
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
@@ -99,6 +100,11 @@ class Board:
     def silence(self, name: str) -> float:
         """Seconds since the last sign of life."""
         return time.monotonic() - self.get(name, "beat")
+
+    def sign_of_life(self, name: str) -> str:
+        """The last sign of life, in words."""
+        is_ready = self.get(name, "ready")
+        return f"{name} {self.silence(name):.0f} s ago" if is_ready else f"{name} is loading"
 
     def is_silent(self, name: str, timeout: float) -> bool:
         """Whether it was silent for longer than `timeout` seconds, or than it may take to load."""

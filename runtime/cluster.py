@@ -7,7 +7,6 @@ found. Nodes may join and be lost: what is lost is what was in flight there.
 """
 
 import json
-import os
 import queue
 import socket
 import sys
@@ -32,6 +31,7 @@ from weights import SharedWeights
 
 try:
     import ray
+    from ray._private.services import get_ray_address_from_environment
     from ray.exceptions import RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
@@ -57,9 +57,9 @@ RATE_SECONDS = 10.0  # over which tokens per second are taken
 
 def connect(config: Config) -> None:
     """Join the cluster, and compare what is installed on its nodes. Raises UserError."""
-    check_address(config.ray)
     options = dict(include_dashboard=False) if config.ray == "local" else {}
     try:
+        check_address(config.ray)
         ray.init(address=config.ray, logging_level="ERROR", log_to_driver=False, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -72,9 +72,9 @@ def connect(config: Config) -> None:
 
 def check_address(address: str) -> None:
     """Raise UserError for a host:port where nobody answers: Ray would ask for a minute."""
-    if address == "auto":  # Ray takes this one, or the cluster that was started on this machine
-        address = os.environ.get("RAY_ADDRESS", address)
-    if address in ("auto", "local"):
+    if address == "auto":  # RAY_ADDRESS, or the cluster that was last started on this machine
+        address = get_ray_address_from_environment(address, None)
+    if address == "local":
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -130,24 +130,27 @@ class ClusterBoard(NodeBoard):
         shares = Shares(min(SHARES, len(queries)))
         super().__init__([*(place.name for place in places), *self.nodes], shares, config.seed)
         self.node_figures = torch.zeros(MAX_NODES, len(FIGURES)).share_memory_()
-        for row in self.nodes:
-            self.set(row, "beat", 0)  # nobody is there
+        self.beats = self.words[:, self.COLUMNS.index("beat")]
+        self.beats[-MAX_NODES:] = 0  # nobody is there
 
     @property
     def searchers(self) -> list[str]:
-        """This machine's searchers, and the nodes that are there."""
-        return [name for name in super().searchers if self.get(name, "beat") > 0]
+        """This machine's searchers, and the nodes that are there; where there are none, node 1."""
+        beats = self.beats.tolist()[self.num_trainers :]
+        there = [name for name, beat in zip(super().searchers, beats) if beat]
+        return there or self.nodes[:1]
 
-    def total(self, column: str) -> float:
-        return sum(self.get(name, column) for name in super().searchers)
+    def sign_of_life(self, name: str) -> str:
+        return super().sign_of_life(name) if self.get(name, "beat") else "no node is there"
 
     def figures(self) -> dict[str, float]:
         """What each node that is there does, for metrics.jsonl."""
+        beats, figures = self.beats.tolist()[-MAX_NODES:], self.node_figures.tolist()
         return {
-            f"node_{i + 1}_{name}": float(value)
-            for i, row in enumerate(self.nodes)
-            if self.get(row, "beat") > 0
-            for name, value in zip(FIGURES, self.node_figures[i])
+            f"node_{number}_{name}": value
+            for number, (beat, values) in enumerate(zip(beats, figures), 1)
+            if beat
+            for name, value in zip(FIGURES, values)
         }
 
     def state_dict(self) -> dict[str, dict[str, float]]:
@@ -213,7 +216,9 @@ class Cluster(Supervisor):
         # The newest version in Ray's store, and the newest reference policy.
         self.stored: tuple[int, ray.ObjectRef | None] = -1, None
         self.stored_reference: tuple[int, ray.ObjectRef | None] = 0, None
-        self.evaluated = -1  # the newest version whose evaluation has come from a node
+        # The newest version whose evaluation has come; of a run that is resumed, before it.
+        self.evaluated = int(board.words[:, board.COLUMNS.index("evaluated")].max())
+        self.alone_since = time.monotonic()  # no node is there
         self.outbox: deque[Group | Evaluation | Notice] = deque()
         self.dealing = Dealing(board.shares, len(places))
         super().__init__(config, places, weights, board, run_dir, target)
@@ -263,6 +268,11 @@ class Cluster(Supervisor):
         nodes, now = {node["NodeID"]: node for node in other_nodes()}, time.monotonic()
         for id in [id for id in self.far if id not in nodes]:
             self.lose(self.far[id], "is lost: its Ray has ended")
+        if nodes or self.places:
+            self.alone_since = now
+        limit = max(self.config.searcher_timeout, LOAD_SECONDS)
+        if now - self.alone_since > limit:
+            raise RunFailed(f"no node searches for {limit:.0f} s, and no searcher is here")
         hopeful = [id for id in nodes if self.deaths_of.get(id, 0) < DEATHS]
         if not self.places and nodes and not hopeful:
             reasons = "\n".join(self.reasons.values())
@@ -305,6 +315,7 @@ class Cluster(Supervisor):
         self.say(f"{far.name} {why}; {shares}; its logs {logs}")
         ray.kill(far.actor)
         self.board.set(far.row, "beat", 0)
+        self.board.set(far.row, "ready", 0)
         self.deaths_of[far.id] = self.deaths_of.get(far.id, 0) + 1
         self.reasons[far.id] = f"{far.name} {why}"
         self.retry_at[far.id] = time.monotonic() + RETRY_SECONDS

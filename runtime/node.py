@@ -6,14 +6,18 @@ deals shares of the queries, and collects what is found.
 
 import dataclasses
 import hashlib
+import os
 import platform
 import queue
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from importlib.metadata import distributions
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +114,7 @@ class Node:
             raise UserError(f"this node has {difference}")
         # Ray's processes ignore it, and then nobody learns how a child ended.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        start_tracker_apart()
         self.run_dir = tempfile.mkdtemp(prefix="tba-node-")
         Path(self.run_dir, "logs").mkdir()
         wanted = dict(trainer_processes=1, searchers=config.searchers_per_node)
@@ -197,6 +202,20 @@ class Node:
         logs = self.logs()
         shutil.rmtree(self.run_dir, ignore_errors=True)
         return logs
+
+
+def start_tracker_apart() -> None:
+    """Start Python's resource tracker, which unlinks the semaphores of who was killed, on its own.
+
+    As this process's child, which Python makes it, Ray would kill it first.
+    """
+    reading, writing = os.pipe()
+    code = f"from multiprocessing.resource_tracker import main; main({reading})"
+    # The shell ends at once, and then it is nobody's child.
+    shell = ["sh", "-c", 'setsid "$@" &', "sh", sys.executable, "-c", code]
+    subprocess.run(shell, pass_fds=[reading], check=True)
+    os.close(reading)
+    resource_tracker._resource_tracker._fd = writing  # as in a child of who started it
 
 
 def find_node_places(config: Config) -> list[Place]:

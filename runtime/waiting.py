@@ -47,8 +47,9 @@ class Waits:
                 self.board.beat("trainer")
                 if now - said > HEALTH_PERIOD:
                     said = now
+                    signs = ", ".join(map(self.board.sign_of_life, self.board.searchers))
                     waited = f"waiting since {now - start:.0f} s for {what()}"
-                    self.report.say(f"{waited}; signs of life: {self.signs_of_life()}")
+                    self.report.say(f"{waited}; signs of life: {signs}")
                 if not all(self.board.get(name, "ready") for name in self.board.searchers):
                     loaded = now
                 if now - loaded > self.config.searcher_timeout:
@@ -57,12 +58,3 @@ class Waits:
                     )
                 time.sleep(POLL_SECONDS)
         self.seconds += time.monotonic() - start
-
-    def signs_of_life(self) -> str:
-        """Each searcher's last sign of life, in words."""
-        signs = []
-        for name in self.board.searchers:
-            is_ready = self.board.get(name, "ready")
-            sign = f"{self.board.silence(name):.0f} s ago" if is_ready else "is loading"
-            signs.append(f"{name} {sign}")
-        return ", ".join(signs)

@@ -20,12 +20,24 @@ from pathlib import Path
 import checked_search
 import pytest
 import torch
-from conftest import FOREVER, ROOT, SMALL, Run, living, read, steps_of, tba
+from conftest import (
+    FOREVER,
+    ROOT,
+    SHARED_MEMORY,
+    SMALL,
+    Run,
+    living,
+    read,
+    shared_files,
+    steps_of,
+    tba,
+)
 
 from config import UserError
 from runtime import command_line
 from runtime.messages import Notice
 from runtime.places import find_places
+from runtime.supervisor import RunFailed
 from runtime.timeline import read_lines, read_spans
 from weights import SharedWeights
 
@@ -155,6 +167,23 @@ def goes_on(run: Run, steps: int = 20) -> None:
     run.until(lambda: run.step() >= before + steps, 60, f"{steps} more steps")
 
 
+def node_searches(run: Run, number: int = 1) -> None:
+    """Wait until this node has generated something from now on."""
+    from runtime.cluster import RATE_SECONDS
+
+    start, rate = time.monotonic(), f"node_{number}_tokens_per_second"
+    run.until(
+        lambda: time.monotonic() > start + RATE_SECONDS + 3 and run.steps()[-1].get(rate, 0) > 0,
+        120,
+        f"tokens of node {number}",
+    )
+
+
+def evaluated(run: Run) -> list[int]:
+    lines = read_lines(run.run_dir / "metrics.jsonl")
+    return [line["step"] for line in lines if "accuracy" in line]
+
+
 def test_a_node_that_is_lost_costs_no_step_and_one_that_joins_is_used(
     nodes, tmp_path, record_property
 ):
@@ -165,14 +194,21 @@ def test_a_node_that_is_lost_costs_no_step_and_one_that_joins_is_used(
         goes_on(run)
         record_property("seconds for 20 steps after a node was killed", time.monotonic() - start)
         nodes.add()
-        rates = run.until(
-            lambda: run.steps()[-1].get("node_1_tokens_per_second", 0) > 0,
-            120,
-            "groups of a node that joined",
-        )
-        assert rates
+        node_searches(run)
         out, _ = run.end(seconds=60)
     assert "is lost" in out and "shares of the queries go to others" in out
+
+
+def test_where_the_only_node_is_lost_the_trainer_goes_on_and_uses_the_next(nodes, tmp_path):
+    flags = ["--searchers", 0, "--checkpoint_every", 10]
+    with training(nodes.add(1), tmp_path / "run", *flags) as run:
+        nodes.lose()
+        run.until(lambda: "node_1_staleness" not in run.steps()[-1], 60, "a step without nodes")
+        goes_on(run)  # on what is in the buffer
+        assert run.steps()[-1]["searcher_tokens_per_second"] >= 0
+        nodes.add()
+        node_searches(run)
+        run.end(seconds=60)
 
 
 @pytest.mark.parametrize("searchers", [0, 1])
@@ -182,19 +218,14 @@ def test_a_node_that_is_killed_during_an_evaluation_costs_neither_that_nor_a_ste
     # Ten steps take less than an evaluation: one is always under way.
     flags = ["--searchers", searchers, "--eval_every", 10]
     with training(nodes.add(2), tmp_path / "run", *flags) as run:
-
-        def evaluated() -> list[int]:
-            lines = read_lines(run.run_dir / "metrics.jsonl")
-            return [line["step"] for line in lines if "accuracy" in line]
-
         for _ in range(2):  # each node that was there
-            seen = len(evaluated())
+            seen = len(evaluated(run))
             nodes.lose()
             nodes.add()
-            run.until(lambda seen=seen: len(evaluated()) > seen + 2, 120, "three evaluations")
+            run.until(lambda seen=seen: len(evaluated(run)) > seen + 2, 120, "three evaluations")
         goes_on(run)
         run.end(seconds=60)
-        assert evaluated() == sorted(set(evaluated()))
+        assert evaluated(run) == sorted(set(evaluated(run)))
 
 
 def test_an_actor_that_is_stopped_for_30_seconds_goes_on(nodes, tmp_path):
@@ -205,12 +236,8 @@ def test_an_actor_that_is_stopped_for_30_seconds_goes_on(nodes, tmp_path):
         time.sleep(30)
         assert run.step() > start, "the others go on"
         os.kill(actor, signal.SIGCONT)
-        seen = run.steps()[-1]["received"]
-        run.until(
-            lambda: run.steps()[-1]["node_1_silence"] < 5 and run.steps()[-1]["received"] > seen,
-            60,
-            "its groups",
-        )
+        run.until(lambda: run.steps()[-1]["node_1_silence"] < 5, 60, "a sign of life")
+        node_searches(run)
         out, _ = run.end(seconds=60)
     assert "is lost" not in out
 
@@ -221,7 +248,7 @@ def test_a_far_searcher_that_is_killed_is_started_again(nodes, tmp_path):
         os.kill(searcher, signal.SIGKILL)
         run.until(lambda: run.steps()[-1]["node_1_restarts"] == 1, 60, "a restart")
         run.until(lambda: nodes.pids("tba searcher 0"), 60, "another searcher")
-        goes_on(run)
+        node_searches(run)
         out, _ = run.end(seconds=60)
     assert "node 1 (127.0.0.1" in out and "searcher 0 ended with exit code -9" in out
 
@@ -229,9 +256,15 @@ def test_a_far_searcher_that_is_killed_is_started_again(nodes, tmp_path):
 def test_where_the_driver_is_killed_nothing_is_left_on_any_node(nodes, tmp_path, record_property):
     with training(nodes.add(2), tmp_path / "run") as run:
         assert len(nodes.pids("tba searcher 0")) == 2
+        made = shared_files([*nodes.actors(), *nodes.pids("tba searcher 0")])
+        semaphores = {name for name in made if name.startswith("sem.")}
+        assert semaphores
         start = time.monotonic()
         run.process.kill()
         while nodes.pids("tba searcher 0") or nodes.actors():
+            assert time.monotonic() < start + 30
+            time.sleep(0.2)
+        while semaphores & set(os.listdir(SHARED_MEMORY)):
             assert time.monotonic() < start + 30
             time.sleep(0.2)
         record_property("seconds until all had ended", round(time.monotonic() - start, 1))
@@ -242,13 +275,17 @@ def test_a_run_is_resumed_with_another_number_of_nodes(nodes, tmp_path):
     flags = ["--checkpoint_every", 10]
     with training(nodes.add(2), tmp_path / "run", *flags) as run:
         goes_on(run)
+        run.until(lambda: evaluated(run) == [0], 60, "the base model's evaluation")
         run.end(seconds=60)
-    step = run.step()
+    step, received = run.step(), run.steps()[-1]["received"]
     nodes.lose()
     flags = *nodes.flags, "--searchers", 0
     with Run(tmp_path / "run", *flags, resume=True, own_session=False) as again:
         again.until(lambda: again.step() > step + 10, 150, "further steps")
+        node_searches(again)
+        assert again.steps()[-1]["received"] > received
         again.end(seconds=60)
+        assert evaluated(again) == [0]
 
 
 class Driver:
@@ -259,11 +296,11 @@ class Driver:
 
     SHAPES = {"a": (2_000_000,), "b": (3, 2_000_000)}  # 32 MB a version
 
-    def __init__(self, nodes: Nodes, run_dir: Path):
+    def __init__(self, nodes: Nodes, run_dir: Path, *flags: str):
         from runtime import cluster
 
         (run_dir / "logs").mkdir(parents=True)
-        flags = ["arithmetic", *nodes.flags, "--searchers", "0", "--output_dir", str(run_dir)]
+        flags = "arithmetic", *nodes.flags, "--searchers", "0", "--output_dir", str(run_dir), *flags
         config = command_line.build_config(flags)
         cluster.connect(config)
         places = find_places(config)
@@ -326,9 +363,9 @@ class Driver:
 
 
 @pytest.fixture
-def driver(nodes, tmp_path):
+def driver(nodes, tmp_path, request):
     nodes.add(2)
-    found = Driver(nodes, tmp_path / "run")
+    found = Driver(nodes, tmp_path / "run", *getattr(request, "param", ()))
     yield found
     found.stop()
 
@@ -373,6 +410,7 @@ def test_a_node_that_joins_with_other_packages_is_named_and_the_others_go_on(dri
     driver.until_all_send(2, 20)
 
 
+@pytest.mark.parametrize("driver", [("--searcher_timeout", "8")], indirect=True)
 def test_searchers_of_nodes_wait_where_nobody_takes_their_groups(driver):
     driver.until_all_send(2, 60)
 
@@ -388,6 +426,29 @@ def test_searchers_of_nodes_wait_where_nobody_takes_their_groups(driver):
     assert found_in(5) == 0
     assert len(driver.cluster.outbox) <= 2 * 32  # a call's, of each node
     driver.until_all_send(2, 20)
+    assert not [text for text in driver.notices if "no sign of life" in text], driver.notices
+
+
+def test_a_run_without_a_searcher_anywhere_ends_and_says_so(nodes, tmp_path, monkeypatch):
+    from runtime import cluster
+
+    monkeypatch.setattr(cluster, "LOAD_SECONDS", 2.0)
+    driver = Driver(nodes, tmp_path / "run", "--searcher_timeout", "1")
+    try:
+        assert driver.board.searchers == ["searchers of node 1"]
+        assert driver.board.sign_of_life("searchers of node 1") == "no node is there"
+        assert driver.board.figures() == {}
+        with pytest.raises(RunFailed, match="no node searches for 2 s, and no searcher is here"):
+            driver.work(20)
+    finally:
+        driver.stop()
+
+
+def test_spans_of_a_node_are_shown_by_this_machines_clock_and_a_torn_line_is_left_out():
+    from runtime.cluster import shifted
+
+    assert shifted('["search", 105.0, 107.5]', clock=100.0) == '["search", 5.0, 7.5]\n'
+    assert shifted('["search", 105.0, 1', clock=100.0) == ""
 
 
 def test_a_node_that_is_killed_while_it_gets_weights_leaves_none_half_seen(driver, nodes):
@@ -408,16 +469,21 @@ def test_a_node_that_is_killed_while_it_gets_weights_leaves_none_half_seen(drive
 
 
 @pytest.mark.parametrize(
-    "address, expected",
+    "address, written, expected",
     [
-        ("127.0.0.1:9", "--ray 127.0.0.1:9: nobody answers there"),
-        ("somewhere", "--ray is 'somewhere': it is auto, local or host:port"),
-        ("auto", "--ray auto: no cluster was found"),
+        ("127.0.0.1:9", None, "--ray 127.0.0.1:9: nobody answers there"),
+        ("somewhere", None, "--ray is 'somewhere': it is auto, local or host:port"),
+        ("auto", None, "--ray auto: no cluster was found"),
+        ("auto", "127.0.0.1:9", "--ray 127.0.0.1:9: nobody answers there"),
     ],
 )
 def test_an_address_where_no_cluster_is_ends_in_one_line_within_15_seconds(
-    address, expected, record_property
+    address, written, expected, record_property, monkeypatch, tmp_path
 ):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    if written:  # by a `ray start` whose cluster has ended without `ray stop`
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(written)
     start = time.monotonic()
     result = tba("arithmetic", "--ray", address)
     seconds = time.monotonic() - start
