@@ -57,7 +57,7 @@ class Trainer:
         board.beat("trainer")
         self.timeline = Timeline(run_dir, "trainer")
         self.metric = load_task(config.task, **config.options).metric
-        self.report = Report(run_dir, config.steps)
+        self.report = Report(run_dir, config, board)
         self.learner = Learner(config, self.report.say, ranks)
         lock_pages_for_gpu(weights, self.report.say)
         try_largest_batch(config, self.learner, self.report.say)

@@ -24,18 +24,19 @@ COLORS = {
     "eval": "tab:red",
     "checkpoint": "black",
 }
-PANELS = {  # title -> metrics
-    "reward": ["reward"],
+PANELS = {  # title, with the unit -> metrics; first what matters first
+    "reward of new responses": ["reward"],
+    "KL to the reference, nats a response": ["kl"],
+    "entropy, nats a token": ["entropy"],
     "loss": ["loss"],
-    "log_z": ["log_z"],
-    "kl": ["kl"],
-    "entropy": ["entropy"],
+    "log Z, mean of the batch, nats": ["log_z"],
     "staleness, steps": ["staleness_mean", "staleness_in_flight", "staleness_in_buffer"],
-    "effective sample size of π / b": ["ess_responses", "ess_tokens"],
-    "log π / b of responses, 5 and 95 %": ["log_w_5", "log_w_95"],
-    "grad_norm": ["grad_norm"],
-    "mismatch": ["mismatch"],
+    "effective sample size, share of the batch": ["ess_responses", "ess_tokens"],
+    "log π / b of responses, nats, 5 and 95 %": ["log_w_5", "log_w_95"],
+    "norm of the gradient": ["grad_norm"],
+    "mismatch with vLLM, nats a token": ["mismatch"],
 }
+STRETCHES = 50  # of a run: a smoothed line is the mean over one of them
 SHARES = 200  # parts of the run, in each of which the share of each activity is shown
 
 
@@ -54,12 +55,14 @@ def draw(run_dir: str, metric: str) -> None:
 
 
 def draw_curves(run_dir: str, steps: list[dict], evaluations: list[dict], metric: str) -> None:
-    """curves.png: a panel for each of PANELS, against the trainer step."""
+    """curves.png: a panel for each of PANELS, against the trainer step; smoothed, raw behind."""
     figure, axes = plt.subplots(2, 5, figsize=(20, 6), constrained_layout=True)
     for axis, (title, names) in zip(axes.flat, PANELS.items()):
-        for name in names:
+        for i, name in enumerate(names):
             points = [(line["step"], line[name]) for line in steps if name in line]
-            axis.plot(*zip(*(points or [(0, 0)])), label=name)
+            raw = np.array(points or [(0, 0)], float).T
+            axis.plot(*raw, color=f"C{i}", alpha=0.25)
+            axis.plot(*smoothed(raw, len(points) // STRETCHES), color=f"C{i}", label=name)
         axis.set(title=title, xlabel="trainer step")
         if len(names) > 1:
             axis.legend()
@@ -68,11 +71,20 @@ def draw_curves(run_dir: str, steps: list[dict], evaluations: list[dict], metric
         [line["step"] for line in evaluations],
         [line[metric] for line in evaluations],
         "o-",
+        color="C3",
         label=f"{metric}, test queries",
     )
     reward.legend()
     figure.savefig(Path(run_dir) / "curves.png", dpi=80)
     plt.close(figure)
+
+
+def smoothed(points: np.ndarray, width: int) -> np.ndarray:
+    """Average (2, N) points over so many neighbours at a time; as they are for fewer than two."""
+    if width < 2:
+        return points
+    windows = np.lib.stride_tricks.sliding_window_view(points, width, axis=1)
+    return windows.mean(axis=2)
 
 
 def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:

@@ -7,41 +7,29 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 
 from buffer import Group
+from config import Config
 from models.logprobs import sampled
+from runtime.alarms import Alarms
 from runtime.board import Board
+from runtime.live import RATE_WINDOW, SHOWN, LiveView, number
 from runtime.timeline import Lines, read_lines
 
 PLAIN_PERIOD = 5.0  # seconds between two progress lines where there is no terminal
 LIVE_PERIOD = 0.25  # ... and between two updates of the live view
-RATE_WINDOW = 10.0  # seconds over which rates and busy shares are taken
-SHOWN = (
-    "reward",
-    "loss",
-    "log_z",
-    "kl",
-    "entropy",
-    "staleness_mean",
-    "trainer_busy",
-    "searcher_tokens_per_second",
-)
 
 
 class Report:
     """The trainer's: writes metrics.jsonl, and shows progress, live on a terminal."""
 
-    def __init__(self, run_dir: str, steps: int):
-        self.steps = steps
+    def __init__(self, run_dir: str, config: Config, board: Board):
+        self.steps = config.steps
         self.start = time.monotonic()
         self.metrics = Lines(Path(run_dir) / "metrics.jsonl")
+        self.alarms = Alarms(run_dir, config)
         self.shown_at = -PLAIN_PERIOD
-        self.live = Live(auto_refresh=False) if sys.stdout.isatty() else None
-        if self.live:
-            self.live.start()
+        self.live = LiveView(board, self.steps) if sys.stdout.isatty() else None
 
     @property
     def seconds(self) -> float:
@@ -51,13 +39,15 @@ class Report:
     def step(self, metrics: dict) -> None:
         """Write a line of metrics.jsonl, and now and then one for the person who watches."""
         self.metrics.write(metrics)
+        for warning in self.alarms.observe(metrics):
+            self.say(f"warning: {warning}")
         now = time.monotonic()
         period = LIVE_PERIOD if self.live else PLAIN_PERIOD
         if now - self.shown_at < period and metrics["step"] < self.steps:
             return
         self.shown_at = now
         if self.live:
-            self.live.update(self.table(metrics), refresh=True)
+            self.live.show(metrics)
         else:
             figures = [f"{name} {number(metrics[name])}" for name in SHOWN if name in metrics]
             progress = f"step {metrics['step']}/{self.steps}"
@@ -66,24 +56,13 @@ class Report:
     def say(self, text: str) -> None:
         """Show a line that stays: an evaluation, a wait, something dropped."""
         if self.live:
-            self.live.console.print(text, highlight=False, markup=False)
+            self.live.say(text)
         else:
             print(text, flush=True)
 
-    def table(self, metrics: dict) -> Table:
-        """The live view."""
-        title = f"step {metrics['step']} of {self.steps}, {self.seconds:.0f} s"
-        table = Table(title=title, title_justify="left", show_header=False)
-        bar = ProgressBar(total=self.steps, completed=metrics["step"], width=40)
-        table.add_row("progress", bar)
-        for name, value in metrics.items():
-            if name not in ("step", "seconds"):
-                table.add_row(name, number(value))
-        return table
-
     def close(self) -> None:
         if self.live:
-            self.live.stop()
+            self.live.close()
 
 
 class Rates:
@@ -124,15 +103,12 @@ def describe(groups: list[Group]) -> dict[str, float]:
     kl = {"kl": float((behavior - reference).sum() / len(lengths))} if has_reference else {}
     return {
         "reward": float(np.concatenate([group.rewards for group in groups]).mean()),
+        "equal_rewards": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
         **kl,
         "entropy": float(-behavior.mean()),
         "response_tokens": float(was_sampled.sum() / len(lengths)),
         "finished": float(np.concatenate([group.finished for group in groups]).mean()),
     }
-
-
-def number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def rewind(run_dir: str, step: int) -> None:

@@ -28,6 +28,7 @@ OUTPUTS = (
 METRICS = {
     "step",
     "reward",
+    "equal_rewards",
     "loss",
     "log_z",
     "kl",

@@ -210,7 +210,8 @@ def test_learning_rate_schedules(settings, expected):
 
 def test_the_progress_line_shows_the_figures_that_an_objective_has(tmp_path, capsys):
     # There is no log Z: only trajectory balance has one.
-    Report(str(tmp_path), steps=1).step({"step": 1, "reward": 0.5, "loss": 2.0})
+    report = Report(str(tmp_path), Config(task="arithmetic", steps=1), Board(["trainer"]))
+    report.step({"step": 1, "reward": 0.5, "loss": 2.0, "received": 8, "seconds": 1.0})
     assert capsys.readouterr().out.startswith("step 1/1  reward 0.5  loss 2  ")
 
 
@@ -232,6 +233,7 @@ def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
     )
     assert describe([group]) == {
         "reward": 0.5,
+        "equal_rewards": 0.0,
         "kl": 1.5,
         "entropy": 1.0,
         "response_tokens": 1.5,

@@ -1,0 +1,122 @@
+"""Alarms: what is wrong with a run is said once, with what to do about it."""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SMALL, read, tba
+
+from buffer import Group
+from config import Config
+from runtime import alarms
+from runtime.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms
+from runtime.board import Board
+from runtime.report import Report, describe
+
+HEALTHY = {
+    "mismatch": 1e-6,
+    "equal_rewards": 0.5,
+    "reward": 0.4,
+    "ess_responses": 0.6,
+    "finished": 0.9,
+}
+
+
+def raised(run_dir: Path, steps: list[dict], **settings) -> list[str]:
+    """What is said of a run with these metrics, a step a second that brings responses."""
+    run_dir.mkdir(exist_ok=True)
+    config = Config(**{"task": "arithmetic", "dtype": "float32"} | settings)
+    watching = Alarms(str(run_dir), config)
+    lines = [{"step": i, "seconds": i, "received": 8 * i} | line for i, line in enumerate(steps, 1)]
+    return [text for line in lines for text in watching.observe(line)]
+
+
+def names(run_dir: Path) -> list[str]:
+    return [line["name"] for line in read(run_dir, "alarms.jsonl")]
+
+
+def test_a_healthy_run_raises_no_alarm(tmp_path):
+    assert raised(tmp_path, [HEALTHY] * 100) == []
+    assert not (tmp_path / "alarms.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "name, figures, says",
+    [
+        ("mismatch", {"mismatch": 2e-4}, "differ by 0.0002 nats a token"),
+        ("equal rewards", {"equal_rewards": 0.96}, "in 96% of the groups all rewards are equal"),
+        ("effective sample size", {"ess_responses": 0.008}, "is 0.80%"),
+        ("unfinished", {"finished": 0.0}, "no response ends before --max_response_tokens"),
+    ],
+)
+def test_each_alarm_is_raised_once_with_what_to_do_and_is_logged(
+    name, figures, says, tmp_path, caplog
+):
+    with caplog.at_level(logging.WARNING):
+        (text,) = raised(tmp_path, [HEALTHY] * 30 + [HEALTHY | figures] * 100)
+    assert says in text and "--" in text, "a flag that may help"
+    (line,) = read(tmp_path, "alarms.jsonl")
+    assert line["name"] == name and line["text"] == text and line["step"] > 30
+    assert text in caplog.text
+
+
+def test_one_odd_batch_among_good_ones_is_no_alarm(tmp_path):
+    odd = {"equal_rewards": 1.0, "ess_responses": 0.004, "finished": 0.0}
+    assert raised(tmp_path, ([HEALTHY] * (WINDOW - 1) + [HEALTHY | odd]) * 5) == []
+
+
+def test_a_mismatch_that_is_normal_in_bf16_or_where_vllm_masks_an_early_end_is_no_alarm(tmp_path):
+    lines = [HEALTHY | {"mismatch": 0.05}]
+    assert not raised(tmp_path, lines, dtype="bfloat16")
+    assert not raised(tmp_path, lines, task="redteam")
+    assert raised(tmp_path, lines)
+    assert raised(tmp_path / "bf16", [HEALTHY | {"mismatch": 0.2}], dtype="bfloat16")
+
+
+def test_a_buffer_that_gets_nothing_new_is_an_alarm_but_not_where_there_is_none(tmp_path):
+    seconds = int(NOTHING_NEW_SECONDS)
+    stalled = [HEALTHY | {"received": 64}] * (seconds + 3)
+    (text,) = raised(tmp_path, [HEALTHY] * 8 + stalled)
+    assert "the buffer got nothing new for" in text and names(tmp_path) == ["nothing new"]
+    lockstep = [HEALTHY | {"received": 0}] * (seconds + 3)
+    assert raised(tmp_path / "lockstep", lockstep) == []
+
+
+def test_a_resumed_run_does_not_say_it_again(tmp_path):
+    steps = [HEALTHY | {"finished": 0.0}] * WINDOW
+    assert len(raised(tmp_path, steps)) == 1 and raised(tmp_path, steps) == []
+
+
+def test_the_terminal_shows_an_alarm_as_a_warning(tmp_path, capsys):
+    report = Report(str(tmp_path), Config(task="arithmetic", steps=9), Board(["trainer"]))
+    report.step({"step": 1, "seconds": 1.0, "received": 8} | HEALTHY | {"mismatch": 1.0})
+    assert capsys.readouterr().out.startswith("warning: vLLM and the trainer differ by 1 nats")
+
+
+def test_groups_whose_rewards_are_all_equal_are_counted():
+    def group(*rewards: float) -> Group:
+        count = len(rewards)
+        zeros, ones = np.zeros(count, np.float32), np.ones(count, np.int32)
+        named = dict(query_id=0, version=0, last_version=0, reference_version=0, batch=None)
+        arrays = dict(tokens=ones, ref_logprobs=zeros, behavior_logprobs=zeros, lengths=ones)
+        ends = dict(finished=np.ones(count, bool), temperature=1.0, prompt=ones)
+        return Group(**named, **arrays, **ends, rewards=np.array(rewards, np.float32))
+
+    figures = describe([group(1, 1, 1), group(0, 1, 0), group(0, 0, 0), group(0.5, 0.5, 0.5)])
+    assert figures["equal_rewards"] == 0.75
+
+
+@pytest.mark.runs
+def test_a_run_whose_responses_are_all_cut_off_says_so_and_goes_on(tmp_path):
+    run_dir = tmp_path / "run"
+    flags = ["--max_response_tokens", 1, "--steps", 60, "--output_dir", run_dir]
+    result = tba("arithmetic", *SMALL, *flags)
+    assert result.returncode == 0, result.stderr
+    assert set(names(run_dir)) == {"unfinished", "equal rewards"}
+    for line in read(run_dir, "alarms.jsonl"):
+        assert f"warning: {line['text']}\n" in result.stdout
+        assert line["text"] in (run_dir / "logs" / "trainer.log").read_text()
+    assert json.loads((run_dir / "config.json").read_text())["steps"] == 60
+    assert alarms.WINDOW < 60
