@@ -272,7 +272,7 @@ def test_where_the_driver_is_killed_nothing_is_left_on_any_node(nodes, tmp_path,
 
 
 def test_a_run_is_resumed_with_another_number_of_nodes(nodes, tmp_path):
-    flags = ["--checkpoint_every", 10]
+    flags = ["--checkpoint_every", 10, "--eval_every", 10**6]  # the base model alone
     with training(nodes.add(2), tmp_path / "run", *flags) as run:
         goes_on(run)
         run.until(lambda: evaluated(run) == [0], 60, "the base model's evaluation")
