@@ -236,6 +236,12 @@ def test_without_a_reference_policy_no_token_has_a_colour_and_the_report_says_wh
     assert "not known" in page.text and "has no reference" in page.text
 
 
+def test_a_chat_is_shown_message_by_message(run_dir):
+    chat = [{"role": "user", "content": f"<b>{i}</b>"} for i in range(7)]
+    text = report_of(run_dir([sample(prompt=chat)])).text
+    assert "The last 5 of 7 messages" in text and "<b>6</b>" in text and "<b>1</b>" not in text
+
+
 def test_beta_is_that_of_the_groups_version(run_dir):
     run = run_dir([sample(0), sample(2), sample(4)], beta=0.125)
     steps = [{"step": i, "loss": 1.0, "beta": beta} for i, beta in [(1, 0.5), (2, 0.4), (3, 0.3)]]
