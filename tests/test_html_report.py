@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from runtime.evaluation import EvaluationRun
 from runtime.samples import SampleLog
 from runtime.scoring import Responses
 from runtime.shown_samples import GROUPS
+from runtime.supervisor import RunFailed
 from tasks import Query, load_task
 from tba import main
 
@@ -118,13 +120,16 @@ def report_of(run: Path) -> Page:
 
 
 def test_a_report_shows_settings_pictures_evaluations_waits_alarms_and_responses(run_dir):
-    run = run_dir([sample(0), sample(2, text="13", reward=0.0, finished=False)])
+    samples = [sample(0), sample(2, text="13", reward=0.0, finished=False)]
+    run = run_dir(samples, preset="demo")
     provenance.write_start(str(run), build_config(["arithmetic", "--steps", "4"]))
     write_lines(run / "alarms.jsonl", [{"step": 3, "name": "mismatch", "text": "too large"}])
     page = report_of(run)
     assert "4 of 4 steps, 4 s." in page.text and "not finished" not in page.text
     assert "Step 3: too large" in page.text
-    assert "differs from preset" in page.text and "steps 4" in page.text and "torch" in page.text
+    assert (
+        "differs from preset demo" in page.text and "steps 4" in page.text and "torch" in page.text
+    )
     assert len([a for tag, a in page.tags if tag == "img"]) == 2
     assert "0.125 to 0.375" in page.text and "0.375 to 0.625" in page.text
     assert "25.0 %" in page.text and "75.0 %" in page.text, "shares of the trainer's time"
@@ -194,14 +199,14 @@ def test_a_response_of_10000_tokens_is_shown_whole_where_there_is_room(run_dir):
 
 def test_however_long_the_responses_are_the_report_is_under_5_mb(run_dir):
     text = f"<&.{EMOJI}" * 1_250  # 10,000 tokens
-    samples = [sample(version, text=text, prompt=text, answer=text) for version in range(30)] * 4
+    samples = [sample(version, text=text, prompt=text, answer=text) for version in range(26)] * 4
     samples.sort(key=lambda line: line["version"])
     run = run_dir(samples)
     for name in html_report.PICTURES:
         (run / name).write_bytes(os.urandom(900_000))
     page = report_of(run)
     assert page.text.count("Version") == GROUPS, "a spread of them"
-    assert "Version 29" in page.text and "Version 0" in page.text
+    assert "Version 25" in page.text and "Version 0" in page.text
     counts = set(re.findall(r"(\d+) of 10000 tokens left out", page.text))
     assert len(counts) == 1 and 0 < int(counts.pop()) < 10_000
 
@@ -284,6 +289,23 @@ def test_report_of_what_is_no_run_is_one_line(flags, expected, tmp_path, capsys)
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and expected in err
     assert not list(tmp_path.glob("**/report.html*"))
+
+
+@pytest.mark.parametrize("end, code", [("failed", 1), ("interrupted", 130)])
+def test_a_run_that_failed_or_was_interrupted_has_pictures_and_a_report(run_dir, end, code, capsys):
+    run = run_dir([sample()])
+
+    def train():
+        if end == "failed":
+            raise RunFailed("a searcher died")
+
+    config = Config(output_dir=str(run))
+    interrupt = SimpleNamespace(signal=signal.SIGINT if end == "interrupted" else 0)
+    ended = SimpleNamespace(config=config, interrupt=interrupt, train=train, stop=lambda: None)
+    assert launch.supervise(ended, "accuracy") == code
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "Version 0" in Page(run / "report.html").check().text
+    assert "could not be written" not in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_run(run_dir, monkeypatch, capsys):
