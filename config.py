@@ -246,6 +246,8 @@ class ProcessSettings:
     """Only print what each process will need of memory and disk, and whether it is there."""
     plan_gpus: GPUs = ""
     """With --plan: for such GPUs, 4x80 for four of 80 GiB. Empty: those of this machine."""
+    report: str = ""
+    """Directory of a run: only write its report.html, and its pictures if they are out of date."""
     eval_only: bool = False
     """Only evaluate --model: the task's metrics on its test queries, with 95 % intervals."""
     json: bool = False
@@ -403,6 +405,9 @@ def check_modes(config: Config) -> None:
         )
     if config.json and not config.eval_only:
         raise UserError("--json is for --eval_only: a run writes metrics.jsonl")
+    if config.report and (config.plan or config.eval_only):
+        other = "--plan" if config.plan else "--eval_only"
+        raise UserError(f"--report and {other} are both given: give one of the two")
     if config.plan and config.eval_only:
         raise UserError("--plan is for a run, and --eval_only is none: give one of the two")
     if config.plan_gpus and not config.plan:

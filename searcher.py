@@ -86,7 +86,7 @@ class Searcher:
         self.reference = load_reference(config, weights, pin)
         self.scorer = Scorer(config, self.task)
         self.failures = FailureLimit(board, row)
-        self.samples = SampleLog(run_dir, self.task)
+        self.samples = SampleLog(run_dir, self.task, self.tokenizer)
         begin = partial(
             EvaluationRun,
             self.engine,
@@ -229,7 +229,6 @@ class Searcher:
             else:
                 self.workload.finish(group.sender.work)
                 self.failures.count_scored()
-                self.samples.write(group, rewards, group.sender.version)
                 scored.append((group, rewards))
         self.board.set(self.row, "cursor", self.workload.cursor)
         return scored
@@ -255,6 +254,7 @@ class Searcher:
             ref_logprobs = np.concatenate([next(logprobs) for _ in group.texts])
             self.board.add(self.row, "tokens", len(ref_logprobs))
             groups.append(make_group(group, rewards, ref_logprobs, self.reference.version))
+            self.samples.write(group, groups[-1])
         return groups
 
     def send(self, groups: list[Group]) -> None:

@@ -3,6 +3,7 @@
     python tba.py                       # the arithmetic demo, no GPU needed
     python tba.py gsm8k                 # RhoMath-1B: the trainer on GPU 0, searchers on others
     python tba.py gsm8k --eval_only --model runs/…/model
+    python tba.py --report runs/…
     python tba.py --help
 
 Spawned children import this file: nothing slow (torch, vLLM) is imported at its top.
@@ -24,6 +25,10 @@ def main(arguments: list[str]) -> int:
     """Parse, check, launch. Returns the exit code."""
     try:
         config = build_config(arguments)
+        if config.report:
+            from runtime import html_report  # without all that a run imports
+
+            return html_report.show(config.report)
         # They import torch, which a child must not before its target runs.
         from runtime import launch, plan
 

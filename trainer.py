@@ -207,7 +207,7 @@ class Trainer:
         self.evaluations.arrived(evaluation)
         # Not before: a searcher that dies with it unsent is replaced by one that repeats it.
         self.board.set(self.board.searchers[0], "evaluated", evaluation.version)
-        self.report.metrics.write({"step": evaluation.version, self.metric: evaluation.score})
+        self.report.metrics.write(evaluation.line(self.metric))
         what = f"step {evaluation.version}: {self.metric}"
         if evaluation.version == 0:
             what = f"base {self.metric}:"

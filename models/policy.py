@@ -1,6 +1,7 @@
 """The policy as transformers loads it: trainer and reference policy both come from here."""
 
 import torch
+from tokenizers.decoders import DecodeStream
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -11,6 +12,8 @@ from transformers import (
 from config import Config, UserError
 from models.hub import cached_model
 from models.logprobs import check_architecture
+
+CHARACTER_BYTES = 4  # at most, in UTF-8
 
 
 def load_policy(
@@ -85,6 +88,28 @@ def encode_prompt(
         return tokenizer(prompt).input_ids
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
+    """Return the text that each token adds to those before it, special tokens included.
+
+    A character that several tokens make comes with the last of them, "" with the others. What is no
+    text is U+FFFD.
+    """
+    if not tokenizer.is_fast:
+        return [tokenizer.decode([token]) for token in tokens]
+    texts, stream, num_held = [], DecodeStream(), 0
+    for token in tokens:
+        text = None
+        try:
+            text = stream.step(tokenizer.backend_tokenizer, token)
+            num_held = 0 if text else num_held + 1
+        except Exception:  # some sequences of bytes have no decoding step by step
+            num_held = CHARACTER_BYTES
+        if num_held == CHARACTER_BYTES:  # then these bytes are no character
+            text, stream, num_held = "\ufffd", DecodeStream(), 0
+        texts.append(text or "")
+    return texts
 
 
 def policy_without_weights(config: Config) -> torch.nn.Module:

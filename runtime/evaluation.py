@@ -13,6 +13,7 @@ from config import Config
 from models.engine import Engine
 from models.policy import encode_prompt
 from runtime.board import Board
+from runtime.bootstrap import interval
 from runtime.messages import Evaluation
 from runtime.scoring import Responses, Scorer, decode
 from tasks import Query, sampling_for_tests
@@ -88,7 +89,8 @@ class EvaluationRun:
     def result(self) -> Evaluation:
         scores = [score for _, score in self.scored if score is not None]
         mean, unscored = float(np.mean(scores or [0.0])), len(self.scored) - len(scores)
-        return Evaluation(self.version, mean, len(scores), self.long_prompts, unscored)
+        ends = interval(np.array(scores)) if scores else None
+        return Evaluation(self.version, mean, len(scores), self.long_prompts, unscored, ends)
 
 
 class EvaluationService:

@@ -34,6 +34,7 @@ from runtime.places import (
     trainers_of,
 )
 from runtime.plan import check_plan
+from runtime.provenance import write_start
 from runtime.report import rewind
 from runtime.supervisor import RunFailed, Supervisor
 from runtime.timeline import trainer_busy
@@ -244,6 +245,7 @@ def run(config: Config) -> int:
         )
     config = fetch(config, task)
     open_run_dir(config, resume, settings)
+    write_start(config.output_dir, given)
     return supervise(Run(config, places, shapes, dtype, resume, given), task.metric)
 
 
@@ -326,9 +328,7 @@ def supervise(run: Run, metric: str) -> int:
             run.save_seconds = 0.0
     finally:
         run.stop()
-    from runtime import pictures  # matplotlib: slow to import, and not wanted before
-
-    pictures.draw(run_dir, metric)
+    report(run_dir, metric)
     if has_failed or interrupt.signal:
         has_begun = checkpoint.has_begun(run_dir)
         advice = f"; to go on: python tba.py --resume {run_dir}" if has_begun else ""
@@ -343,13 +343,27 @@ def supervise(run: Run, metric: str) -> int:
     return 0
 
 
+def report(run_dir: str, metric: str) -> None:
+    """Draw the pictures of a run, and write report.html."""
+    from runtime import html_report, pictures  # slow to import, and not wanted before
+
+    pictures.draw(run_dir, metric)
+    try:
+        html_report.write(run_dir)
+    except Exception as error:  # whatever it is, the run's own result stands
+        problem = f"{type(error).__name__}: {error}"
+        print(f"report.html could not be written: {problem}", file=sys.stderr)
+
+
 def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None:
     """Load the saved model afresh into an engine of its own and evaluate it there."""
     model = str(Path(config.output_dir, "model").resolve())
     result = evaluate(dataclasses.replace(config, model=model), place, interrupt)
     if not result:
         return
-    line = {f"final_{name}": value for name, (value, _, _) in result.metrics.items()}
+    line = {}
+    for name, (value, low, high) in result.metrics.items():
+        line |= {f"final_{name}": value, f"final_{name}_interval": (low, high)}
     with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
         print(json.dumps({"step": config.steps} | line), file=file)
     left_out = describe_left_out(result.long_prompts, result.unscored)

@@ -12,6 +12,12 @@ class Evaluation:
     queries: int
     long_prompts: int  # test queries left out, their prompt exceeds the limit
     unscored: int  # test queries left out, score() failed on the response
+    interval: tuple[float, float] | None = None  # of 95 %
+
+    def line(self, metric: str) -> dict:
+        """Make its line of metrics.jsonl. metric: what the score is called."""
+        interval = {f"{metric}_interval": self.interval} if self.interval else {}
+        return {"step": self.version, metric: self.score, **interval}
 
     def __str__(self) -> str:
         left_out = describe_left_out(self.long_prompts, self.unscored)

@@ -1,45 +1,61 @@
-"""samples.jsonl: what the policy answers, for a person to read."""
+"""samples.jsonl: what the policy answers, token by token, for report.html and for a person."""
 
 import time
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
+from buffer import Group, rows_of
+from models.policy import token_texts
 from runtime.scoring import Responses
 from runtime.timeline import Lines
 from tasks import Task
 
 PERIOD = 1.0  # seconds between two groups of one searcher
 PER_GROUP = 4
+TOKENS_PER_SECOND = 200  # of one searcher at most, at about 20 bytes a token
 
 
 class SampleLog:
-    """Writes some responses of about a group a second."""
+    """Writes some responses of about a group a second, fewer where responses are long."""
 
-    def __init__(self, run_dir: str, task: Task):
+    def __init__(self, run_dir: str, task: Task, tokenizer: PreTrainedTokenizerBase):
         self.lines, self.task = Lines(Path(run_dir) / "samples.jsonl"), task
-        self.written_at = -PERIOD  # time.monotonic()
+        self.tokenizer = tokenizer
+        self.is_due_at = 0.0  # time.monotonic()
 
-    def write(self, group: Responses, rewards: np.ndarray, version: int) -> None:
-        """Write a few responses of this group, unless one was written just before.
-
-        rewards: (S,); version: of the weights that the group was started with.
-        """
-        if time.monotonic() - self.written_at < PERIOD:
+    def write(self, responses: Responses, group: Group) -> None:
+        """Write a few responses of this group, unless one was written just before."""
+        now = time.monotonic()
+        if now < self.is_due_at:
             return
-        self.written_at = time.monotonic()
-        rows = list(zip(group.texts, group.finished, rewards.tolist()))
+        rows = rows_of(group)[:PER_GROUP]
+        num_tokens = sum(len(row.tokens) for row in rows)
+        self.is_due_at = now + max(PERIOD, num_tokens / TOKENS_PER_SECOND)
         lines = [
             {
-                "version": version,
-                "query_id": group.query.id,
-                "prompt": group.query.prompt,
-                "answer": str(group.query.answer),
+                # Of the weights that the group was started with. These two come first: report.html
+                # finds the groups by them.
+                "version": row.version,
+                "query_id": row.query_id,
+                "prompt": responses.query.prompt,
+                "answer": str(responses.query.answer),
                 "response": text,
                 "extracted": self.task.extract(text),
-                "reward": reward,
-                "finished": finished,
+                "reward": row.reward,
+                "finished": is_finished,
+                "tokens": token_texts(self.tokenizer, row.tokens.tolist()),
+                "behavior_logprobs": rounded(row.behavior_logprobs),
+                "ref_logprobs": rounded(row.ref_logprobs),
             }
-            for text, finished, reward in rows[:PER_GROUP]
+            for text, is_finished, row in zip(responses.texts, responses.finished, rows)
         ]
         self.lines.write(*lines)
+
+
+def rounded(logprobs: np.ndarray) -> list[float] | None:
+    """Log-probabilities in short, as JSON has no NaN; None without a reference policy."""
+    if not np.isfinite(logprobs).all():
+        return None
+    return [round(value, 3) for value in logprobs.tolist()]

@@ -18,11 +18,13 @@ from runtime.pictures import PANELS
 
 OUTPUTS = (
     "config.json",
+    "starts.jsonl",
     "metrics.jsonl",
     "samples.jsonl",
     "curves.png",
     "timeline.json",
     "timeline.png",
+    "report.html",
     "model",
 )
 METRICS = {
@@ -83,7 +85,8 @@ def test_an_arithmetic_run_learns_and_leaves_every_output(tmp_path):
     assert 0 in evaluations and len(evaluations) == 3, "the base model, and two on the way"
     assert evaluations[0] <= 0.60
     final = read(run_dir, "metrics.jsonl")[-1]
-    assert final.keys() == {"step", "final_accuracy"} and final["step"] == 250
+    assert final.keys() == {"step", "final_accuracy", "final_accuracy_interval"}
+    assert final["step"] == 250
     saved = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     last = checkpoint.load_tensors(run_dir / "checkpoints" / "step-00000250", "learner")
     are_equal = [(last[f"policy.{name}"] == p).all() for name, p in saved.named_parameters()]
@@ -109,6 +112,9 @@ def test_an_arithmetic_run_learns_and_leaves_every_output(tmp_path):
         "extracted",
         "reward",
         "finished",
+        "tokens",
+        "behavior_logprobs",
+        "ref_logprobs",
     }
 
 

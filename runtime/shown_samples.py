@@ -1,0 +1,169 @@
+"""What report.html shows of samples.jsonl: groups from the whole run, token by token."""
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+GROUPS = 24  # that are shown
+RESPONSES = 8  # of a group, at most
+SHADES = (0.05, 0.25, 1.0, 2.5)  # |log b - log pi_ref| of a token, in nats, from which it is darker
+# A group's lines are known by their beginning: the file may be far larger than what is shown of it,
+# and other lines are not parsed.
+HEAD = re.compile(rb'\{"version": (\d+), "query_id": (-?\d+), ')
+NO_TEXT = "\ufffd"
+Place = tuple[int, int, int]  # of a group: version, query id, byte in the file
+
+
+@dataclass
+class Token:
+    """A token as it is shown; a character that several tokens make is one, with their sums."""
+
+    text: str
+    behavior: float | None  # log b
+    reference: float | None  # log pi_ref
+
+    @property
+    def shade(self) -> str:
+        """The class of its colour: u1 to u4 where b is above pi_ref, d1 to d4 below; or none."""
+        if self.behavior is None or self.reference is None:
+            return ""
+        difference = self.behavior - self.reference
+        shade = bisect_right(SHADES, abs(difference))
+        return f"{'u' if difference > 0 else 'd'}{shade}" if shade else ""
+
+
+@dataclass
+class Response:
+    """A line of samples.jsonl. log_z: r/β + log π_ref − log b; None without a reference policy."""
+
+    line: dict
+    tokens: list[Token]
+    log_z: float | None
+
+    def parts(self, most_tokens: int) -> tuple[list[Token], int, list[Token]]:
+        """Return its beginning, the number of tokens left out, and its end."""
+        left_out = len(self.tokens) - most_tokens
+        if left_out <= 0:
+            return self.tokens, 0, []
+        half = most_tokens // 2
+        return self.tokens[:half], left_out, self.tokens[half + left_out :]
+
+
+@dataclass
+class SampledGroup:
+    """What samples.jsonl has of the responses to a query. beta: that of its version."""
+
+    version: int
+    query_id: int
+    beta: float
+    responses: list[Response]
+
+    @property
+    def log_z(self) -> float | None:
+        """The mean over its responses: an estimate of log Z, as in Eq. 4 with b for pi."""
+        values = [response.log_z for response in self.responses]
+        return None if None in values else sum(values) / len(values)
+
+
+def read_groups(path: Path, beta: float, steps: list[dict]) -> list[SampledGroup]:
+    """Read the newest groups of versions from the whole run, the newest version first.
+
+    beta: that of the run's settings; steps: the lines of metrics.jsonl, which have that of a step.
+    """
+    if not path.exists():
+        return []
+    groups = []
+    with open(path, "rb") as file:
+        for version, query_id, offset in choose_groups(find_groups(file)):
+            file.seek(offset)
+            lines = read_group(file, (version, query_id))
+            own_beta = beta_of(version, beta, steps)
+            responses = [read_response(line, own_beta) for line in lines]
+            if responses:
+                groups.append(SampledGroup(version, query_id, own_beta, responses))
+    return groups
+
+
+def find_groups(file: BinaryIO) -> list[Place]:
+    """Find where each group begins."""
+    places, offset, previous = [], 0, None
+    for data in file:
+        if head := read_head(data):
+            if head != previous:
+                places.append((*head, offset))
+            previous = head
+        offset += len(data)
+    return places
+
+
+def choose_groups(places: list[Place]) -> list[Place]:
+    """Choose the newest groups of versions at even distances, the newest version first."""
+    by_version: dict[int, list[Place]] = {}
+    for place in places:
+        by_version.setdefault(place[0], []).append(place)
+    versions = spread(sorted(by_version), GROUPS)
+    per_version = GROUPS // max(1, len(versions))
+    chosen = [by_version[version][-per_version:] for version in reversed(versions)]
+    return [place for newest in chosen for place in reversed(newest)]
+
+
+def spread(values: list, most: int) -> list:
+    """Take so many values at even distances, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    return [values[i] for i in np.linspace(0, len(values) - 1, most).round().astype(int)]
+
+
+def read_group(file: BinaryIO, group: tuple[int, int]) -> list[dict]:
+    """Read the lines of a group, which are next in the file; one that was cut off is left out."""
+    lines = []
+    for data in file:
+        if read_head(data) != group or len(lines) == RESPONSES:
+            break
+        with suppress(ValueError):
+            lines.append(json.loads(data))
+    return lines
+
+
+def read_head(data: bytes) -> tuple[int, int] | None:
+    """Read version and query id of a line; None of what is no line."""
+    head = HEAD.match(data)
+    return (int(head[1]), int(head[2])) if head else None
+
+
+def beta_of(version: int, beta: float, steps: list[dict]) -> float:
+    """Return the beta with which a version was trained: the line of the step after it has that."""
+    after = bisect_right([line["step"] for line in steps], version)
+    return steps[min(after, len(steps) - 1)].get("beta", beta) if steps else beta
+
+
+def read_response(line: dict, beta: float) -> Response:
+    """Make a Response of a line. One without log-probabilities is shown as its characters are."""
+    behavior, reference = line.get("behavior_logprobs"), line.get("ref_logprobs")
+    texts = line.get("tokens") or list(line["response"])
+    log_z = None
+    if behavior is not None and reference is not None:
+        log_z = line["reward"] / beta + sum(reference) - sum(behavior)
+    return Response(line, list(merge_parts(texts, behavior, reference)), log_z)
+
+
+def merge_parts(
+    texts: list[str], behavior: list[float] | None, reference: list[float] | None
+) -> Iterator[Token]:
+    """Yield the tokens, those that have no text of their own together with the one that has it."""
+    start = 0
+    for end, text in enumerate(texts, 1):
+        if text or end == len(texts):
+            sums = (
+                None if values is None else sum(values[start:end])
+                for values in (behavior, reference)
+            )
+            yield Token(text or NO_TEXT, *sums)
+            start = end

@@ -1,0 +1,419 @@
+"""report.html: what it shows of a run, whatever the run left, and that no text of a model runs."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT, byte_tokenizer, read
+from transformers import ByT5Tokenizer
+
+from buffer import Group
+from config import Config
+from models.policy import token_texts
+from runtime import html_report, launch, pictures, provenance
+from runtime.command_line import build_config
+from runtime.evaluation import EvaluationRun
+from runtime.samples import SampleLog
+from runtime.scoring import Responses
+from runtime.shown_samples import GROUPS
+from runtime.supervisor import RunFailed
+from tasks import Query, load_task
+from tba import main
+
+FIVE_MB = 5_000_000
+EMOJI = "👩‍🔬 \U0001f600"
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: tags with their attributes, and the text."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags: list[tuple[str, dict]] = []
+        self.texts: list[str] = []
+        self.feed(self.source)
+        self.close()
+        self.text = "".join(self.texts)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    def check(self) -> "Page":
+        """Nothing in it can run or fetch, and it is of a size that a browser opens at once."""
+        assert len(self.source.encode()) < FIVE_MB
+        assert not {tag for tag, _ in self.tags} & {"script", "iframe", "object", "link", "a"}
+        for tag, attributes in self.tags:
+            assert not [name for name in attributes if name.startswith("on")], tag
+            assert "javascript:" not in "".join(value or "" for value in attributes.values())
+            assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png")
+        policy = next(a["content"] for _, a in self.tags if "http-equiv" in a)
+        assert "default-src 'none'" in policy and "script" not in policy
+        return self
+
+    def colours(self) -> list[tuple[str | None, str]]:
+        """Class and title of each token that has log-probabilities."""
+        return [(a.get("class"), a["title"]) for tag, a in self.tags if tag == "i" and "title" in a]
+
+
+def sample(version: int = 0, query_id: int = 7, text: str = "12", **changed) -> dict:
+    """A line of samples.jsonl, a token a character."""
+    line = {
+        "version": version,
+        "query_id": query_id,
+        "prompt": "5+7=",
+        "answer": "12",
+        "response": text,
+        "extracted": text,
+        "reward": 1.0,
+        "finished": True,
+        "tokens": list(text),
+        "behavior_logprobs": [-0.5] * len(text),
+        "ref_logprobs": [-1.0] * len(text),
+    }
+    return line | changed
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A function that makes the directory of a run, with these samples."""
+
+    def make(samples: list[dict] = (), **config) -> Path:
+        run = tmp_path / "run"
+        (run / "logs").mkdir(parents=True)
+        settings = dataclasses.asdict(Config(steps=4, samples_per_query=24, **config))
+        (run / "config.json").write_text(json.dumps(settings))
+        steps = [{"step": i, "loss": 1 / i, "beta": 0.5, "seconds": i} for i in (1, 2, 3, 4)]
+        base = {"step": 0, "accuracy": 0.25, "accuracy_interval": [0.125, 0.375]}
+        final = {"step": 4, "final_accuracy": 0.5, "final_accuracy_interval": [0.375, 0.625]}
+        write_lines(run / "metrics.jsonl", [base, *steps, final])
+        write_lines(run / "samples.jsonl", samples)
+        write_lines(run / "logs" / "trainer.spans.jsonl", [["wait", 0, 1], ["step", 1, 4]])
+        write_lines(run / "logs" / "searcher-0.spans.jsonl", [["search", 0, 2], ["load", 3, 4]])
+        for name in html_report.PICTURES:
+            (run / name).write_bytes(b"a picture of " + name.encode())
+        return run
+
+    return make
+
+
+def write_lines(path: Path, lines: list) -> None:
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def report_of(run: Path) -> Page:
+    html_report.write(str(run))
+    return Page(run / "report.html").check()
+
+
+def test_a_report_shows_settings_pictures_evaluations_waits_alarms_and_responses(run_dir):
+    samples = [sample(0), sample(2, text="13", reward=0.0, finished=False)]
+    run = run_dir(samples, preset="demo")
+    provenance.write_start(str(run), build_config(["arithmetic", "--steps", "4"]))
+    write_lines(run / "alarms.jsonl", [{"step": 3, "name": "mismatch", "text": "too large"}])
+    page = report_of(run)
+    assert "4 of 4 steps, 4 s." in page.text and "not finished" not in page.text
+    assert "Step 3: too large" in page.text
+    assert (
+        "differs from preset demo" in page.text and "steps 4" in page.text and "torch" in page.text
+    )
+    assert len([a for tag, a in page.tags if tag == "img"]) == 2
+    assert "0.125 to 0.375" in page.text and "0.375 to 0.625" in page.text
+    assert "25.0 %" in page.text and "75.0 %" in page.text, "shares of the trainer's time"
+    assert page.text.index("Version 2") < page.text.index("Version 0"), "the newest first"
+    assert page.text.count("unfinished") == 1
+
+
+def test_the_report_says_how_responses_of_a_group_stand_to_each_other_and_colours_tokens(run_dir):
+    right = sample(text="ab", behavior_logprobs=[-0.125, -3.0], ref_logprobs=[-4.0, -2.5])
+    wrong = sample(text="c", reward=0.0, behavior_logprobs=[-1.0], ref_logprobs=[-1.0])
+    page = report_of(run_dir([right, wrong]))
+    # beta is 0.5: 1 / 0.5 - 6.5 + 3.125 for the one, 0 for the other.
+    assert "-1.38" in page.text and "0.00" in page.text
+    assert "-0.69" in page.text and "+0.69" in page.text, "less the mean"
+    assert page.colours() == [
+        ("u4", "-0.12 | -4.00"),
+        ("d2", "-3.00 | -2.50"),
+        (None, "-1.00 | -1.00"),
+    ]
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</td></table><img src=x onerror=alert(1)>",
+    '" onmouseover="alert(1)',
+    "{{ 7 * 7 }} &lt;b&gt; <!-- ",
+    "<style>* { display: none }</style>",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("field", ["tokens", "response", "prompt", "answer", "extracted"])
+def test_text_from_a_model_or_a_task_is_shown_and_never_is_markup(run_dir, text, field):
+    lines = [sample(**{field: [text, "."] if field == "tokens" else text})]
+    if field == "response":  # as runs had it before there were tokens
+        del lines[0]["tokens"]
+    elif field == "tokens":
+        lines[0] |= {"behavior_logprobs": [0.0, 0.0], "ref_logprobs": [0.0, 0.0]}
+    page = report_of(run_dir(lines))
+    assert text in page.text
+
+
+def test_alarms_commands_and_settings_are_escaped_too(run_dir):
+    text = HOSTILE[1]
+    run = run_dir([sample()], model=text)
+    write_lines(run / "alarms.jsonl", [{"step": 1, "name": text, "text": text}])
+    start = {"time": text, "command": text, "changed": {text: text}}
+    start |= {"machine": {text: text}, "versions": {text: text}, "commit": text}
+    write_lines(run / "starts.jsonl", [start])
+    assert report_of(run).text.count(text) == 12
+
+
+def test_what_is_invisible_gets_a_sign_and_cannot_turn_the_text_around(run_dir):
+    text = f"\x00\x1b[2J\x7f\x9b\u202eabc\u2066 {EMOJI}\r\né\ud800"
+    run = run_dir()
+    (run / "samples.jsonl").write_text(json.dumps(sample(text=text)) + "\n")
+    page = report_of(run)
+    shown = f"␀␛[2J⟨U+007F⟩⟨U+009B⟩⟨U+202E⟩abc⟨U+2066⟩ {EMOJI}␍↵\né⟨U+D800⟩"
+    assert shown in page.text
+    assert not re.search("[\x00\x1b\x7f\x9b\u202e\u2066\r]", page.source)
+
+
+def test_a_response_of_10000_tokens_is_shown_whole_where_there_is_room(run_dir):
+    page = report_of(run_dir([sample(text="<" * 10_000, extracted=None)]))
+    assert page.text.count("<") == 10_000 and "left out" not in page.text
+
+
+def test_however_long_the_responses_are_the_report_is_under_5_mb(run_dir):
+    text = f"<&.{EMOJI}" * 1_250  # 10,000 tokens
+    samples = [sample(version, text=text, prompt=text, answer=text) for version in range(26)] * 4
+    samples.sort(key=lambda line: line["version"])
+    run = run_dir(samples)
+    for name in html_report.PICTURES:
+        (run / name).write_bytes(os.urandom(900_000))
+    page = report_of(run)
+    assert page.text.count("Version") == GROUPS, "a spread of them"
+    assert "Version 25" in page.text and "Version 0" in page.text
+    counts = set(re.findall(r"(\d+) of 10000 tokens left out", page.text))
+    assert len(counts) == 1 and 0 < int(counts.pop()) < 10_000
+
+
+def test_a_picture_that_is_too_large_is_named_and_not_shown(run_dir):
+    run = run_dir()
+    (run / "curves.png").write_bytes(os.urandom(4_000_000))
+    assert "curves.png is not there, or too large" in report_of(run).text
+
+
+def test_an_interrupted_run_with_lines_that_were_cut_off_has_a_report(run_dir):
+    run = run_dir([sample(0), sample(1, text="13")])
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
+    for path in (run / "samples.jsonl", run / "logs" / "trainer.spans.jsonl"):
+        path.write_text(path.read_text()[:-9])
+    page = report_of(run)
+    assert "2 of 4 steps" in page.text and "not finished" in page.text
+    assert "Version 0" in page.text and "Version 1" not in page.text
+
+
+def test_a_run_that_left_nothing_but_its_settings_has_a_report(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Config())))
+    page = report_of(tmp_path)
+    assert "0 of 1000 steps" in page.text and "samples.jsonl has none" in page.text
+    assert "There was none." in page.text, "no evaluation"
+
+
+def test_without_a_reference_policy_no_token_has_a_colour_and_the_report_says_why(run_dir):
+    page = report_of(run_dir([sample(ref_logprobs=None)]))
+    assert page.colours() == [(None, "-0.50"), (None, "-0.50")]
+    assert "not known" in page.text and "has no reference" in page.text
+
+
+def test_a_chat_is_shown_message_by_message(run_dir):
+    chat = [{"role": "user", "content": f"<b>{i}</b>"} for i in range(7)]
+    text = report_of(run_dir([sample(prompt=chat)])).text
+    assert "The last 5 of 7 messages" in text and "<b>6</b>" in text and "<b>1</b>" not in text
+
+
+def test_beta_is_that_of_the_groups_version(run_dir):
+    run = run_dir([sample(0), sample(2), sample(4)], beta=0.125)
+    steps = [{"step": i, "loss": 1.0, "beta": beta} for i, beta in [(1, 0.5), (2, 0.4), (3, 0.3)]]
+    write_lines(run / "metrics.jsonl", steps)
+    assert re.findall(r"β (\d\S*)", report_of(run).text) == ["0.3", "0.3", "0.5"]
+    write_lines(run / "metrics.jsonl", [])
+    assert re.findall(r"β (\d\S*)", report_of(run).text) == ["0.125"] * 3
+
+
+def test_report_redraws_pictures_that_are_out_of_date_and_loads_no_library_of_models(run_dir):
+    run = run_dir([sample()])
+    code = f"import sys, tba; assert tba.main(['--report', {str(run)!r}]) == 0\n"
+    code += "print({'transformers', 'vllm', 'matplotlib'} & set(sys.modules))"
+    command = [sys.executable, "-c", code]
+    for is_new in (True, False):
+        if not is_new:
+            os.utime(run / "metrics.jsonl", (time.time() + 9, time.time() + 9))
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said, loaded = done.stdout.splitlines()
+        assert said == f"report: {run / 'report.html'}"
+        assert loaded == ("set()" if is_new else "{'matplotlib'}")
+        assert (run / "curves.png").read_bytes().startswith(b"a picture") == is_new
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--report {tmp}/absent", "absent' is no run's directory: it has no config.json of one"),
+        ("--report {tmp}", "is no run's directory"),
+        ("--report {tmp}/model", "is no run's directory"),
+        ("--report {tmp} --plan", "--report and --plan are both given: give one of the two"),
+        ("--report {tmp} --eval_only", "--report and --eval_only are both given"),
+    ],
+)
+def test_report_of_what_is_no_run_is_one_line(flags, expected, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    assert main(flags.format(tmp=tmp_path).split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and expected in err
+    assert not list(tmp_path.glob("**/report.html*"))
+
+
+@pytest.mark.parametrize("end, code", [("failed", 1), ("interrupted", 130)])
+def test_a_run_that_failed_or_was_interrupted_has_pictures_and_a_report(run_dir, end, code, capsys):
+    run = run_dir([sample()])
+
+    def train():
+        if end == "failed":
+            raise RunFailed("a searcher died")
+
+    config = Config(output_dir=str(run))
+    interrupt = SimpleNamespace(signal=signal.SIGINT if end == "interrupted" else 0)
+    ended = SimpleNamespace(config=config, interrupt=interrupt, train=train, stop=lambda: None)
+    assert launch.supervise(ended, "accuracy") == code
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "Version 0" in Page(run / "report.html").check().text
+    assert "could not be written" not in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_run(run_dir, monkeypatch, capsys):
+    drawn = []
+    monkeypatch.setattr(pictures, "draw", lambda *arguments: drawn.append(arguments))
+    run = run_dir()
+    (run / "report.html").mkdir()
+    launch.report(str(run), "accuracy")
+    assert drawn == [(str(run), "accuracy")]
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "report.html could not be written: IsADirector" in err
+
+
+def test_a_resumed_run_adds_its_command_and_each_names_what_differs_from_the_preset(run_dir):
+    run = str(run_dir())
+    first = build_config(["addends", "--seed", "3", "--beta", "0.75"])
+    provenance.write_start(run, first)
+    provenance.write_start(run, dataclasses.replace(first, steps=9, resume=run))
+    starts = read(Path(run), "starts.jsonl")
+    assert [start["changed"] for start in starts] == [
+        {"seed": 3, "beta": 0.75},
+        {"seed": 3, "beta": 0.75, "steps": 9},
+    ]
+    assert set(starts[0]["versions"]) >= {"Python", "torch", "transformers"}
+    assert "pytest" in starts[0]["command"] and "cores" in starts[0]["machine"]
+    text = report_of(Path(run)).text
+    assert text.count("Started") == 1 and text.count("Resumed") == 1
+
+
+# What searchers write
+
+
+def a_group(texts: list[str], reference: float = -2.0) -> tuple[Responses, Group]:
+    tokens = [np.array(byte_tokenizer()(text).input_ids, np.int32) for text in texts]
+    total = sum(map(len, tokens))
+    group = Group(
+        query_id=5,
+        version=3,
+        last_version=4,
+        reference_version=0,
+        batch=None,
+        prompt=np.zeros(1, np.int32),
+        lengths=np.array([len(ids) for ids in tokens], np.int32),
+        tokens=np.concatenate(tokens),
+        ref_logprobs=np.full(total, reference, np.float32),
+        behavior_logprobs=np.full(total, -1 / 3, np.float32),
+        rewards=np.arange(len(texts), dtype=np.float32),
+        finished=np.ones(len(texts), bool),
+        temperature=1.0,
+    )
+    query = Query(5, "5+7=", "12")
+    return Responses(None, query, texts, [True] * len(texts)), group
+
+
+@pytest.mark.parametrize("reference", [-2.0, float("nan")])
+def test_a_line_of_samples_has_each_tokens_text_and_log_probabilities(tmp_path, reference):
+    texts = [f"1 {EMOJI}\n", "13", "", "14", "15"]
+    log = SampleLog(str(tmp_path), load_task("arithmetic"), byte_tokenizer())
+    log.write(*a_group(texts, reference))
+    assert "NaN" not in (tmp_path / "samples.jsonl").read_text()
+    lines = read(tmp_path, "samples.jsonl")
+    assert [line["response"] for line in lines] == texts[:4]
+    for line, reward in zip(lines, (0.0, 1.0, 2.0, 3.0)):
+        assert "".join(line["tokens"]) == line["response"]
+        num_tokens = len(line["response"].encode())
+        assert line["behavior_logprobs"] == [-0.333] * num_tokens
+        expected = None if np.isnan(reference) and num_tokens else [-2.0] * num_tokens
+        assert line["ref_logprobs"] == expected
+        assert (line["version"], line["query_id"], line["reward"]) == (3, 5, reward)
+    run = tmp_path
+    (run / "config.json").write_text(json.dumps(dataclasses.asdict(Config())))
+    assert f"1 {EMOJI}↵\n" in report_of(run).text
+
+
+def test_searchers_write_fewer_groups_where_responses_are_long(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("runtime.samples.time", clock)
+    log = SampleLog(str(tmp_path), load_task("arithmetic"), byte_tokenizer())
+    written = []
+    for text in ("12", "1" * 250):  # 1,000 tokens: 5 s
+        for _ in range(100):
+            log.write(*a_group([text] * 4))
+            clock.now += 0.1
+        written.append(len((tmp_path / "samples.jsonl").read_text().splitlines()) // 4)
+    assert written == [10, 12]
+
+
+def test_the_text_of_each_token_is_found_in_time_proportional_to_their_number():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(f"a {EMOJI} é<eos>").input_ids
+    texts = token_texts(tokenizer, ids)
+    assert "".join(texts) == f"a {EMOJI} é<eos>" and texts[-1] == "<eos>"
+    assert len(texts) == len(ids) and texts[2:6] == ["", "", "", "👩"]
+    half_a_character = tokenizer("é").input_ids[:1]
+    start = time.perf_counter()
+    texts = token_texts(tokenizer, half_a_character * 20_000)
+    assert time.perf_counter() - start < 2.0, "a policy that has gone wrong costs no time"
+    assert set("".join(texts)) == {"\ufffd"}
+    assert token_texts(ByT5Tokenizer(), ByT5Tokenizer()("ab").input_ids)[:2] == ["a", "b"]
+
+
+def test_an_evaluation_on_the_way_has_its_interval_in_the_metrics():
+    run = EvaluationRun.__new__(EvaluationRun)
+    run.version, run.long_prompts = 40, 0
+    run.scored = [(None, float(i % 4 == 0)) for i in range(400)] + [(None, None)]
+    line = json.loads(json.dumps(run.result().line("accuracy")))
+    low, high = line.pop("accuracy_interval")
+    assert line == {"step": 40, "accuracy": 0.25}
+    assert 0.19 < low < 0.23 and 0.27 < high < 0.31
+    run.scored = [(None, None)]
+    assert run.result().line("accuracy") == {"step": 40, "accuracy": 0.0}, "no score, no interval"
