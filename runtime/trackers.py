@@ -145,7 +145,7 @@ class Wandb:
     def __init__(self, run_dir: str, settings: dict, record: Record, again: int | None):
         import wandb
 
-        self.record, self.table = record, wandb.Table
+        self.record, self.wandb = record, wandb
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tba"),
             name=Path(run_dir).resolve().name,
@@ -167,7 +167,7 @@ class Wandb:
 
     def show(self, step: int, samples: list[dict]) -> None:
         rows = [[plain(sample[name]) for name in FIELDS] for sample in samples]
-        table = self.table(columns=list(FIELDS), data=rows, allow_mixed_types=True)
+        table = self.wandb.Table(columns=list(FIELDS), data=rows, allow_mixed_types=True)
         self.log(step, {"samples": table})
 
     def flush(self) -> None:
@@ -175,6 +175,7 @@ class Wandb:
 
     def close(self, exit_code: int) -> None:
         self.run.finish(exit_code=exit_code)
+        self.wandb.teardown()  # waits until its process has written all
 
 
 class TensorBoard:

@@ -135,19 +135,22 @@ class Feed:
         self.before = replace(self.record)  # what an earlier process has sent
         again = None if is_new else resumed_step + 1
         self.tracker = TRACKERS[name](run_dir, settings, self.record, again)
+        self.record.save(run_dir, name)
         self.metrics = NewLines(Path(run_dir, "metrics.jsonl"))
         self.samples = NewLines(Path(run_dir, "samples.jsonl"), from_end=not is_new)
         self.num_tables = 0  # that would have been due by now
 
     def send_new(self) -> None:
         """Give the tracker what has come since the last time."""
-        for line in self.metrics.read():
-            if not self.before.has(line):
-                self.tracker.log(line["step"], grouped(line))
-                self.record.note(line)
-        self.send_samples()
-        self.tracker.flush()
-        self.record.save(self.run_dir, self.name)
+        try:
+            for line in self.metrics.read():
+                if not self.before.has(line):
+                    self.tracker.log(line["step"], grouped(line))
+                    self.record.note(line)
+            self.send_samples()
+            self.tracker.flush()
+        finally:  # a resumed run goes on from there
+            self.record.save(self.run_dir, self.name)
 
     def send_samples(self) -> None:
         """Show the newest samples, each time that another hundredth of the steps is done."""

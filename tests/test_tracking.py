@@ -45,9 +45,6 @@ def offline(monkeypatch, tmp_path):
         monkeypatch.delenv(variable)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    yield
-    if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()
 
 
 def step_line(step: int, **more) -> dict:
