@@ -256,6 +256,7 @@ def test_a_resumed_run_goes_on_in_its_curves_in_tensorboard(tmp_path):
     feed("tensorboard", run_dir)
     go_on(run_dir)
     feed("tensorboard", run_dir, 4)
+    assert [version for version, _ in texts(run_dir, "samples")] == [4], "none twice"
     read_back = scalars(run_dir)
     kept = [(step, pytest.approx(1 / step)) for step in range(1, 5)]
     assert read_back["loss/loss"] == [*kept, (5, 7.0), (6, 7.0), (7, 7.0)]
