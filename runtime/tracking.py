@@ -23,6 +23,7 @@ from runtime.trackers import TRACKERS, Record, grouped
 
 PERIOD = 1.0  # seconds between two looks at the files
 FINISH_SECONDS = 30.0  # for a tracker to send what is left, at the end of a run
+EXIT_SECONDS = 1.0  # for its process to end once it has said that it failed
 NICENESS = 10  # what else runs comes first
 TABLES = 100  # of samples that a run shows, at most
 SAMPLES = 8  # in a table
@@ -56,8 +57,8 @@ class Tracking:
                 say(f"--track {self.name}: {self.connection.recv()}")
             except (EOFError, OSError):
                 self.has_ended = True
-                self.process.join()
-                if self.process.exitcode not in (0, 1):  # who raises has said so
+                self.process.join(EXIT_SECONDS)
+                if self.process.exitcode not in (None, 0, 1):  # what raised has said so
                     say(
                         f"--track {self.name}: its process was killed (exit code "
                         f"{self.process.exitcode}); the run does without it"
@@ -65,16 +66,18 @@ class Tracking:
 
     def finish(self, exit_code: int) -> None:
         """Have the tracker sent what is left, for a bounded time. exit_code: the run's."""
-        with suppress(OSError):  # it has ended
-            self.connection.send(exit_code)
-        self.process.join(FINISH_SECONDS)
-        if self.process.exitcode is None:
-            warn(
-                f"--track {self.name}: it did not end within {FINISH_SECONDS:.0f} s and is killed: "
-                f"{self.describe_unsent()}"
-            )
-        else:
-            self.check(warn)
+        self.check(warn)
+        if not self.has_ended:
+            with suppress(OSError):  # it ends just now
+                self.connection.send(exit_code)
+            self.process.join(FINISH_SECONDS)
+            if self.process.exitcode is None:
+                warn(
+                    f"--track {self.name}: it did not end within {FINISH_SECONDS:.0f} s and is "
+                    f"killed: {self.describe_unsent()}"
+                )
+            else:
+                self.check(warn)
         processes.kill(self.process)
 
     def describe_unsent(self) -> str:
