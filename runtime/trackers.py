@@ -153,7 +153,9 @@ class Wandb:
             id=record.run_id or None,
             resume="allow",
             config=settings,
-            settings=wandb.Settings(console="off"),  # this process prints nothing of the run
+            # This process prints nothing of the run. What it has been given is to outlive a kill -9
+            # but for a second: wandb would keep 15 s in memory.
+            settings=wandb.Settings(console="off", x_transaction_log_flush_interval=1.0),
         )
         record.run_id, record.rows = self.run.id, max(record.rows, self.run.step)
         self.run.define_metric("trainer_step", hidden=True)

@@ -103,7 +103,7 @@ def run(name: str, run_dir: str, resumed_step: int, connection: Connection) -> N
     os.nice(NICENESS)
     try:
         follow(name, run_dir, resumed_step, connection)
-    except Exception as error:
+    except BaseException as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         log = processes.log_path(run_dir, "tracker")
         connection.send(f"it failed, and the run does without it: {reason}; see {log}")

@@ -11,6 +11,7 @@ import struct
 import sys
 import time
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -344,6 +345,23 @@ def test_a_tracker_that_raises_is_one_warning(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
+@needs["wandb"]
+def test_what_wandb_was_given_outlives_a_tracker_that_is_killed(tmp_path, monkeypatch):
+    """Ctrl-C, too, where it is the first process: multiprocessing then starts a helper before."""
+    run_dir, said, helper = make_run(tmp_path), [], resource_tracker.ResourceTracker()
+    monkeypatch.setattr(resource_tracker, "ensure_running", helper.ensure_running)
+    monkeypatch.setattr(resource_tracker, "getfd", helper.getfd)
+    tracker = track("wandb", run_dir)
+    until(lambda: tracker.check(said.append) or said)  # it follows the files now
+    os.kill(tracker.process.pid, signal.SIGINT)  # Ctrl-C is for the run
+    until(lambda: wandb_files(run_dir) and len(own_figures(wandb_files(run_dir)[0])) == 8)
+    os.kill(tracker.process.pid, signal.SIGKILL)
+    until(lambda: tracker.check(said.append) or tracker.has_ended)
+    tracker.finish(0)
+    helper._stop()
+    assert len(said) == 2 and "its process was killed (exit code -9)" in said[1]
+
+
 def silent_server(monkeypatch) -> socket.socket:
     """A server for wandb that takes connections and never answers."""
     server = socket.create_server(("127.0.0.1", 0))
@@ -362,7 +380,6 @@ def test_a_tracker_that_hangs_ends_with_the_run_with_one_warning(tmp_path, monke
         server.accept()  # now it waits for an answer
         children = psutil.Process(tracker.process.pid).children(recursive=True)
         tracker.check(said.append)
-        os.kill(tracker.process.pid, signal.SIGINT)  # Ctrl-C is for the run
         start = time.monotonic()
         tracker.finish(0)
         assert time.monotonic() - start < 3.0
