@@ -354,7 +354,8 @@ def test_what_wandb_was_given_outlives_a_tracker_that_is_killed(tmp_path, monkey
     tracker = track("wandb", run_dir)
     until(lambda: tracker.check(said.append) or said)  # it follows the files now
     os.kill(tracker.process.pid, signal.SIGINT)  # Ctrl-C is for the run
-    until(lambda: wandb_files(run_dir) and len(own_figures(wandb_files(run_dir)[0])) == 8)
+    (file,) = wandb_files(run_dir)
+    until(lambda: len(own_figures(file)) == 8, 10.0)
     os.kill(tracker.process.pid, signal.SIGKILL)
     until(lambda: tracker.check(said.append) or tracker.has_ended)
     tracker.finish(0)
