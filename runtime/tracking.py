@@ -66,18 +66,19 @@ class Tracking:
 
     def finish(self, exit_code: int) -> None:
         """Have the tracker sent what is left, for a bounded time. exit_code: the run's."""
-        self.check(warn)
+        self.check(print)
         if not self.has_ended:
             with suppress(OSError):  # it ends just now
                 self.connection.send(exit_code)
             self.process.join(FINISH_SECONDS)
             if self.process.exitcode is None:
-                warn(
+                print(
                     f"--track {self.name}: it did not end within {FINISH_SECONDS:.0f} s and is "
-                    f"killed: {self.describe_unsent()}"
+                    f"killed: {self.describe_unsent()}",
+                    file=sys.stderr,
                 )
             else:
-                self.check(warn)
+                self.check(print)
         processes.kill(self.process)
 
     def describe_unsent(self) -> str:
@@ -86,10 +87,6 @@ class Tracking:
         if record.step >= last:
             return "it was given all steps, and may not have sent the last ones"
         return f"steps {max(record.step, 0) + 1} to {last} were not sent"
-
-
-def warn(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def last_step(run_dir: str) -> int:

@@ -35,7 +35,7 @@ needs = {
     for name in NAMES
 }
 EACH = pytest.mark.parametrize("name", [pytest.param(name, marks=needs[name]) for name in NAMES])
-SHORT = ["arithmetic", *SMALL, "--steps", 40, "--eval_every", 20, "--checkpoint_every", 20]
+TINY = ["arithmetic", *SMALL, "--eval_every", 20]
 CODE = "**bold** <b>x</b> | a | `b`\n```\n    # c\n</code>\u2028&amp;"
 
 
@@ -395,7 +395,7 @@ def test_a_tracker_that_hangs_ends_with_the_run_with_one_warning(tmp_path, monke
 @EACH
 def test_a_run_with_a_tracker_hands_over_all_that_it_writes(name, tmp_path):
     run_dir = tmp_path / "run"
-    result = tba(*SHORT, "--track", name, "--output_dir", run_dir)
+    result = tba(*TINY, "--steps", 40, "--track", name, "--output_dir", run_dir)
     assert result.returncode == 0 and result.stderr == "", result.stderr
     lines = read(run_dir, "metrics.jsonl")
     assert len(steps_of(run_dir)) == 40
@@ -420,13 +420,13 @@ def test_a_run_with_a_tracker_hands_over_all_that_it_writes(name, tmp_path):
 @EACH
 def test_ctrl_c_and_resume_lose_nothing_and_send_nothing_twice(name, tmp_path):
     run_dir = tmp_path / "run"
-    with Run(run_dir, *SHORT[:-4], "--steps", 100_000, "--track", name) as run:
+    with Run(run_dir, *TINY, "--steps", 100_000, "--track", name) as run:
         run.is_at(30)
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it: to all of them
         _, err = run.process.communicate(timeout=30)
         assert run.process.returncode == 130 and "--track" not in err, err
         stopped = steps_of(run_dir)[-1]["step"]
-    assert living(run.tag) == []
+    until(lambda: not living(run.tag), 10.0)
     result = tba("--resume", run_dir, "--steps", stopped + 20)
     assert result.returncode == 0, result.stderr
     steps = list(range(1, stopped + 21))
@@ -440,7 +440,7 @@ def test_ctrl_c_and_resume_lose_nothing_and_send_nothing_twice(name, tmp_path):
 @pytest.mark.runs
 @needs["wandb"]
 def test_a_tracker_that_hangs_or_is_killed_costs_a_run_no_step(tmp_path, monkeypatch):
-    with Run(tmp_path / "killed", *SHORT[:-4], "--steps", 400, "--track", "wandb") as run:
+    with Run(tmp_path / "killed", *TINY, "--steps", 400, "--track", "wandb") as run:
         run.is_at(1)
         run.kill("tracker")
         out, err = run.process.communicate(timeout=120)
@@ -448,7 +448,7 @@ def test_a_tracker_that_hangs_or_is_killed_costs_a_run_no_step(tmp_path, monkeyp
         assert (out + err).count("--track wandb: its process was killed (exit code -9)") == 1
         assert len(run.steps()) == 400
     with silent_server(monkeypatch):
-        hung = tba(*SHORT, "--track", "wandb", "--output_dir", tmp_path / "hung")
+        hung = tba(*TINY, "--steps", 40, "--track", "wandb", "--output_dir", tmp_path / "hung")
     assert hung.returncode == 0 and len(steps_of(tmp_path / "hung")) == 40
     assert hung.stderr == (
         "--track wandb: it did not end within 30 s and is killed: steps 1 to 40 were not sent\n"
