@@ -40,10 +40,10 @@ test-gpu: setup
 
 setup: $(INSTALLED)
 
-setup-tests: $(TEST_VENV)/requirements-lora.txt.installed
+setup-tests: $(TEST_VENV)/requirements-lora.txt.installed $(TEST_VENV)/requirements-track.txt.installed
 
 # What is optional, for the tests.
-OPTIONAL := $(addprefix $(TEST_VENV)/,requirements-lora.txt.installed requirements-ray.txt.installed)
+OPTIONAL := $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora ray track)
 $(OPTIONAL): $(TEST_VENV)/%.installed: % $(TEST_VENV)/requirements-cpu.txt.installed
 	$(uv_install)
 	touch $@

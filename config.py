@@ -73,6 +73,13 @@ GPUs = Annotated[
         "it is a number of GPUs and the GiB of each, like 4x80",
     ),
 ]
+TrackerName = Annotated[
+    str,
+    Bound(
+        lambda value: value in ("", "wandb", "tensorboard"),
+        "it is wandb or tensorboard, or empty for none",
+    ),
+]
 DType = one_of("auto", "float32", "bfloat16")
 MasterDType = one_of("float32", "bfloat16")
 Switch = one_of("auto", "on", "off")
@@ -230,6 +237,8 @@ class ProcessSettings:
     """Seconds of silence after which a process counts as dead, and the trainer stops waiting."""
     checkpoint_every: NonNegativeInt = 100
     """Steps between checkpoints; the last two are kept. 0: only at the end or an interrupt."""
+    track: TrackerName = ""
+    """Give metrics, settings and samples to a tracker too: wandb or tensorboard. Empty: none."""
     config: str = ""
     """The config.json of an earlier run: start a new run with its settings, flags over them."""
     resume: str = ""

@@ -25,6 +25,7 @@ CHANGEABLE = (
     "evaluation_samples",
     "evaluation_temperature",
     "checkpoint_every",
+    "track",
     "output_dir",
     "searcher_timeout",
     "gpu_memory_utilization",

@@ -38,6 +38,7 @@ from runtime.provenance import write_start
 from runtime.report import rewind
 from runtime.supervisor import RunFailed, Supervisor
 from runtime.timeline import trainer_busy
+from runtime.tracking import Tracking, check_tracker
 from tasks import Task
 from weights import SharedWeights, num_elements
 
@@ -109,6 +110,7 @@ class Run:
             self.supervisor = Cluster(config, *where, "runtime.share_search:run", given)
         else:
             self.supervisor = Supervisor(config, *where, "searcher:run")
+        self.tracking = Tracking(config) if config.track else None
 
     def train(self) -> None:
         """Start the trainer, and watch over all until it has ended. Raises RunFailed."""
@@ -144,6 +146,8 @@ class Run:
             time.sleep(POLL_SECONDS)
             self.supervisor.check()
             self.check_trainer()
+            if self.tracking:
+                self.tracking.check(self.supervisor.say)
 
     def check_trainer(self) -> None:
         """Raise RunFailed when a trainer process has died, or gives no sign of life."""
@@ -217,6 +221,7 @@ def run(config: Config) -> int:
     """Train. Returns the exit code; raises UserError while nothing has started."""
     given = config
     check_peft(config)
+    check_tracker(config)
     if config.ray:
         from runtime import cluster  # Ray is not wanted otherwise
 
@@ -314,29 +319,32 @@ def open_run_dir(config: Config, resume: str | None, settings: dict) -> None:
 
 def supervise(run: Run, metric: str) -> int:
     """Let a run go to its end, whatever that is, and report it. Returns the exit code."""
-    config, has_failed = run.config, False
+    config, exit_code = run.config, 1
     run_dir, interrupt = config.output_dir, run.interrupt
     try:
         run.train()
         run.stop()  # the evaluation needs the cores and GPUs
         if not interrupt.signal:
             final_evaluation(config, evaluation_place(run.places), interrupt)
+        exit_code = 0
     except RunFailed as failure:
-        has_failed = True
         print(f"error: {failure}", file=sys.stderr)
         if config.lockstep:  # the trainer may wait for what will never come
             run.save_seconds = 0.0
     finally:
         run.stop()
+        exit_code = 128 + interrupt.signal if interrupt.signal else exit_code
+        if run.tracking:
+            run.tracking.finish(exit_code)
     report(run_dir, metric)
-    if has_failed or interrupt.signal:
+    if exit_code:
         has_begun = checkpoint.has_begun(run_dir)
         advice = f"; to go on: python tba.py --resume {run_dir}" if has_begun else ""
         cause = ""
         if interrupt.signal:
             cause = f"stopped by {signal.Signals(interrupt.signal).name}: "
         print(f"{cause}partial results are in {run_dir}{advice}", file=sys.stderr)
-        return 128 + interrupt.signal if interrupt.signal else 1
+        return exit_code
     if busy := trainer_busy(run_dir):
         print(f"trainer busy: {busy:.3f} of the time between the first and the last step")
     print(f"results: {run_dir}")

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch.multiprocessing
@@ -75,6 +76,7 @@ def start(
     process = torch.multiprocessing.get_context("spawn").Process(
         target=_child, args=(place.name, target, arguments, run_dir, os.getpid()), name=place.name
     )
+    resource_tracker.ensure_running()  # its own start, inside of process.start(), unblocks signals
     try:
         os.environ.update(environment(place))
         os.sched_setaffinity(0, place.cores)

@@ -127,7 +127,10 @@ class Supervisor:
         self.board.add(row, "restarts", 1)
         self.searchers[rank] = self.start(rank)
         log = processes.log_path(self.run_dir, row)
-        line = f"{fault}: it is started again; its log is {log}"
+        self.say(f"{fault}: it is started again; its log is {log}")
+
+    def say(self, line: str) -> None:
+        """Have the trainer show a line: the terminal is its own."""
         try:
             self.rollout_queue.put_nowait(Notice(line))
         except queue.Full:

@@ -31,12 +31,34 @@ class Lines:
 
 def read_lines(path: Path) -> list:
     """The values of a .jsonl file, [] if there is none; a line that was cut off is left out."""
+    return parse_lines(path.read_bytes()) if path.exists() else []
+
+
+def parse_lines(data: bytes) -> list:
+    """The values of lines of JSON, in which a text may hold ends of lines that are not newlines."""
     values = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.splitlines():
+    for line in data.decode(errors="replace").split("\n"):
         with suppress(ValueError):
             values.append(json.loads(line))
     return values
+
+
+class NewLines:
+    """Reads what a .jsonl file has got since the last look; a line that is not whole yet waits."""
+
+    def __init__(self, path: Path, from_end: bool = False):
+        self.path = path
+        self.offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def read(self) -> list:
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return parse_lines(whole)
 
 
 class Timeline:

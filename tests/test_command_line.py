@@ -270,8 +270,9 @@ def test_without_ray_its_flag_says_what_to_install(monkeypatch, capfd):
     assert "pip install -r requirements-ray.txt" in err
 
 
-def test_without_its_flag_nothing_of_ray_is_imported():
-    code = "import sys, runtime.launch, trainer; sys.exit('ray' in sys.modules)"
+def test_without_its_flag_nothing_of_ray_or_of_a_tracker_is_imported():
+    code = "import sys, runtime.launch, trainer; sys.exit(not {optional}.isdisjoint(sys.modules))"
+    code = code.format(optional={"ray", "wandb", "tensorboard"})
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

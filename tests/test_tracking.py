@@ -1,0 +1,455 @@
+"""--track: the real trackers get what a run writes, and cost it nothing when they fail."""
+
+import html
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import time
+from importlib.util import find_spec
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import SMALL, Run, living, read, steps_of, tba
+
+from config import Config
+from runtime import tracking
+from runtime.command_line import build_config
+from runtime.report import rewind
+from runtime.timeline import Lines
+from runtime.trackers import GROUPS, as_code, group_of, grouped
+from runtime.tracking import Tracking, follow
+from tba import main
+
+NAMES = ("wandb", "tensorboard")
+needs = {
+    name: pytest.mark.skipif(
+        not find_spec(name), reason=f"no {name}: pip install -r requirements-track.txt"
+    )
+    for name in NAMES
+}
+EACH = pytest.mark.parametrize("name", [pytest.param(name, marks=needs[name]) for name in NAMES])
+TINY = ["arithmetic", *SMALL, "--eval_every", 20]
+CODE = "**bold** <b>x</b> | a | `b`\n```\n    # c\n</code>\u2028&amp;"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    """wandb asks nobody, and finds no key of the user's."""
+    for variable in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def step_line(step: int, **more) -> dict:
+    """A line of metrics.jsonl, as a step writes it."""
+    return {"step": step, "loss": 1 / step, "reward": 0.5, "node_1_staleness": 2.0, **more}
+
+
+def evaluation(version: int, score: float) -> dict:
+    return {"step": version, "reward": score}
+
+
+def make_run(directory: Path, steps: int = 10) -> Path:
+    """The files of a run; the evaluation of version 2 arrives after step 6."""
+    run_dir = directory / "a-run"
+    (run_dir / "logs").mkdir(parents=True)
+    settings = {"steps": steps, "beta": 0.1, "options": {"data_dir": CODE}}
+    (run_dir / "config.json").write_text(json.dumps(settings))
+    append(run_dir, evaluation(0, 0.25), *(step_line(step) for step in range(1, 7)))
+    append(run_dir, evaluation(2, 0.5))
+    sample = {"query_id": 3, "prompt": CODE, "answer": "4", "response": CODE, "extracted": None}
+    samples = [{"version": version, "reward": 1.0, **sample} for version in range(5)]
+    Lines(run_dir / "samples.jsonl").write(*samples)
+    return run_dir
+
+
+def append(run_dir: Path, *lines: dict) -> None:
+    Lines(run_dir / "metrics.jsonl").write(*lines)
+
+
+def feed(name: str, run_dir: Path, resumed_step: int = 0, exit_code: int = 0) -> str:
+    """Have a tracker given what there is, in this process; where it says to look."""
+    here, there = multiprocessing.Pipe()
+    here.send(exit_code)
+    follow(name, str(run_dir), resumed_step, there)
+    return here.recv()
+
+
+def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard itself reads of a run: for each name its steps and values."""
+    events = accumulated(run_dir)
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def texts(run_dir: Path, tag: str) -> list[tuple[int, str]]:
+    events = accumulated(run_dir).Tensors(f"{tag}/text_summary")
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
+
+
+def accumulated(run_dir: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    everything = {"scalars": 0, "tensors": 0}
+    return EventAccumulator(str(run_dir / "tensorboard"), size_guidance=everything).Reload()
+
+
+def wandb_records(file: Path) -> list:
+    """The records in a .wandb file: LevelDB's log format, behind seven bytes of wandb's."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, parts, records = file.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768  # a part does not cross the end of a block
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            records.append(Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def wandb_files(run_dir: Path) -> list[Path]:
+    return sorted(run_dir.glob("wandb/*run-*/*.wandb"))
+
+
+def history(file: Path) -> list[dict]:
+    """What was logged, a dictionary for each call."""
+    rows = [record.history for record in wandb_records(file) if record.HasField("history")]
+    return [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item}
+        for row in rows
+    ]
+
+
+def own_figures(file: Path) -> list[dict]:
+    """What was logged but for samples and wandb's own figures, by trainer_step."""
+    rows = [row for row in history(file) if "samples" not in row]
+    return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "metric, group",
+    [
+        ("reward", "reward"),
+        ("grad_norm", "loss"),
+        ("ess_tokens", "staleness"),
+        ("received", "speed"),
+        ("kl", "policy"),
+        ("node_3_staleness", "staleness"),
+        ("node_3_tokens_per_second", "speed"),
+        ("node_12_silence", "speed"),
+        ("reward_of_level_4", "reward"),
+        ("staleness_90", "staleness"),
+        ("my_objectives_own", "loss"),
+    ],
+)
+def test_each_metric_has_a_group_a_new_one_too(metric, group):
+    assert group_of(metric) == group
+    assert grouped({"step": 1, "loss": 2.0, metric: 3.0})[f"{group}/{metric}"] == 3.0
+
+
+def test_what_cannot_be_drawn_stops_nothing():
+    assert grouped({"step": 1, "loss": 2.0, "note": "a text", "more": [1]}) == {"loss/loss": 2.0}
+
+
+@needs["tensorboard"]
+def test_tensorboard_reads_back_every_figure_configuration_and_samples(tmp_path):
+    run_dir = make_run(tmp_path)
+    assert feed("tensorboard", run_dir) == f"tensorboard --logdir {tmp_path}"
+    read_back = scalars(run_dir)
+    assert read_back["loss/loss"] == [(s, pytest.approx(1 / s)) for s in range(1, 7)]
+    assert read_back["staleness/node_1_staleness"] == [(s, 2.0) for s in range(1, 7)]
+    assert read_back["evaluation/reward"] == [(0, 0.25), (2, 0.5)], "not among the steps' own"
+    ((_, configuration),) = texts(run_dir, "configuration")
+    assert '"beta": 0.1' in configuration
+    ((version, shown),) = texts(run_dir, "samples")
+    assert version == 4 and shown.count("query_id: 3") == 5
+
+
+@needs["tensorboard"]
+@pytest.mark.filterwarnings("ignore:html5lib")
+def test_tensorboard_shows_a_text_as_it_is():
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    shown = markdown_to_safe_html(as_code(CODE))
+    block = re.fullmatch(r"(?s)<pre><code>(.*?)\n?</code></pre>", shown)
+    assert block and html.unescape(block.group(1)) == CODE
+
+
+@needs["wandb"]
+def test_wandb_offline_keeps_every_figure_configuration_and_samples(tmp_path):
+    run_dir = make_run(tmp_path)
+    where = feed("wandb", run_dir, exit_code=130)
+    (file,) = wandb_files(run_dir)
+    assert where == f"offline, see wandb sync {file.parent}"
+    rows = own_figures(file)
+    assert rows[0] == {"trainer_step": 0, "evaluation/reward": 0.25}
+    assert rows[7] == {"trainer_step": 2, "evaluation/reward": 0.5}, "though it came after step 6"
+    figures = {"loss/loss": 0.25, "reward/reward": 0.5, "staleness/node_1_staleness": 2.0}
+    assert rows[4] == {"trainer_step": 4, **figures}
+    records = wandb_records(file)
+    run = next(record.run for record in records if record.HasField("run"))
+    assert (run.project, run.display_name) == ("tba", "a-run")
+    (end,) = [record.exit for record in records if record.HasField("exit")]
+    assert end.exit_code == 130, "shown as failed"
+    config = {item.key: item.value_json for item in run.config.update}
+    assert json.loads(config["options"]) == {"data_dir": CODE}
+    axes = {record.metric.step_metric for record in records if record.HasField("metric")}
+    assert "trainer_step" in axes
+    (table,) = file.parent.glob("files/media/table/samples*.json")
+    table = json.loads(table.read_text())
+    assert [row[table["columns"].index("response")] for row in table["data"]] == [CODE] * 5
+
+
+def test_samples_are_bounded_in_number(tmp_path, monkeypatch):
+    shown = []
+
+    class Watched:
+        def __init__(self, *_):
+            pass
+
+        def show(self, step, samples):
+            shown.append((step, len(samples)))
+
+        def log(self, *_):
+            pass
+
+        flush = log
+
+    monkeypatch.setitem(tracking.TRACKERS, "tensorboard", Watched)
+    run_dir = make_run(tmp_path, steps=1000)
+    (run_dir / "tensorboard").mkdir()
+    watching = tracking.Feed("tensorboard", str(run_dir), 0)
+    sample = {"reward": 1.0, "response": ""}
+    for version in range(5, 1000):
+        watching.send_new()
+        Lines(run_dir / "samples.jsonl").write(*[{"version": version, **sample}] * 20)
+    assert shown[0] == (4, 5) and {length for _, length in shown[1:]} == {tracking.SAMPLES}
+    assert len(shown) == tracking.TABLES
+
+
+def go_on(run_dir: Path) -> None:
+    """The run goes on from step 4: what came after it is made again, with another loss."""
+    rewind(str(run_dir), 4)
+    assert [line["step"] for line in read(run_dir, "metrics.jsonl")] == [0, 1, 2, 3, 4, 2]
+    append(run_dir, *(step_line(step, loss=7.0) for step in (5, 6, 7)), evaluation(4, 0.75))
+
+
+@needs["tensorboard"]
+def test_a_resumed_run_goes_on_in_its_curves_in_tensorboard(tmp_path):
+    run_dir = make_run(tmp_path)
+    append(run_dir, evaluation(5, 0.1))
+    feed("tensorboard", run_dir)
+    go_on(run_dir)
+    feed("tensorboard", run_dir, 4)
+    assert [version for version, _ in texts(run_dir, "samples")] == [4], "none twice"
+    read_back = scalars(run_dir)
+    kept = [(step, pytest.approx(1 / step)) for step in range(1, 5)]
+    assert read_back["loss/loss"] == [*kept, (5, 7.0), (6, 7.0), (7, 7.0)]
+    assert read_back["evaluation/reward"] == [(0, 0.25), (2, 0.5), (4, 0.75)]
+
+
+@needs["wandb"]
+def test_a_resumed_run_goes_on_in_its_record_in_wandb(tmp_path):
+    run_dir = make_run(tmp_path)
+    feed("wandb", run_dir)
+    (first,) = wandb_files(run_dir)
+    time.sleep(1.0)  # the directories are named by the second
+    go_on(run_dir)
+    feed("wandb", run_dir, 4)
+    (second,) = set(wandb_files(run_dir)) - {first}
+    assert second.name == first.name, "the run's id, by which wandb sync joins them"
+    run = next(record.run for record in wandb_records(second) if record.HasField("run"))
+    assert run.resume
+    assert [row["trainer_step"] for row in own_figures(second)] == [5, 6, 7, 4], "nothing twice"
+    steps = [row["_step"] for file in (first, second) for row in history(file)]
+    assert steps == sorted(set(steps)), "wandb's own step goes on"
+
+
+@needs["tensorboard"]
+def test_what_an_earlier_tracker_was_not_given_is_given_when_the_run_goes_on(tmp_path):
+    run_dir = make_run(tmp_path)
+    whole = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text("".join(whole.splitlines(keepends=True)[:3]))
+    feed("tensorboard", run_dir)
+    (run_dir / "metrics.jsonl").write_text(whole)
+    feed("tensorboard", run_dir, 6)
+    assert [step for step, _ in scalars(run_dir)["loss/loss"]] == [1, 2, 3, 4, 5, 6]
+    assert scalars(run_dir)["evaluation/reward"] == [(0, 0.25), (2, 0.5)]
+
+
+def test_a_resumed_run_keeps_its_tracker_and_may_change_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"task": "arithmetic", "track": "wandb"}))
+    assert build_config(["--resume", str(tmp_path)]).track == "wandb"
+    assert build_config(["--resume", str(tmp_path), "--track", ""]).track == ""
+    other = ["--resume", str(tmp_path), "--track", "tensorboard"]
+    assert build_config(other).track == "tensorboard"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tracker_that_is_not_installed_is_one_line(name, monkeypatch, capfd, tmp_path):
+    monkeypatch.setitem(sys.modules, name, None)
+    assert main(["arithmetic", "--track", name]) == 2
+    line = f"error: --track {name}: it is not installed: pip install {name}\n"
+    assert capfd.readouterr() == ("", line)
+    monkeypatch.delitem(sys.modules, name)
+    (tmp_path / name).mkdir()  # such as wandb leaves where a run of it was started
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert main(["arithmetic", "--track", name]) == 2
+    assert capfd.readouterr() == ("", line)
+
+
+def test_an_unknown_tracker_is_one_line(capfd):
+    assert main(["arithmetic", "--track", "mlflow"]) == 2
+    line = "error: --track is 'mlflow': it is wandb or tensorboard, or empty for none\n"
+    assert capfd.readouterr() == ("", line)
+
+
+def track(name: str, run_dir: Path) -> Tracking:
+    return Tracking(Config(track=name, output_dir=str(run_dir)))
+
+
+def until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@needs["wandb"]
+def test_a_tracker_that_raises_is_one_warning(tmp_path, monkeypatch, capfd):
+    """wandb without a key, where nobody can be asked for one."""
+    monkeypatch.delenv("WANDB_MODE")
+    run_dir, said = make_run(tmp_path), []
+    tracker = track("wandb", run_dir)
+    until(lambda: tracker.check(said.append) or tracker.has_ended)
+    tracker.finish(0)
+    (line,) = said
+    assert "--track wandb: it failed" in line and "wandb login" in line
+    assert f"see {run_dir}/logs/tracker.log" in line and "\n" not in line
+    assert capfd.readouterr().err == ""
+
+
+@needs["wandb"]
+def test_what_wandb_was_given_outlives_a_tracker_that_is_killed(tmp_path, monkeypatch):
+    """Ctrl-C, too, where it is the first process: multiprocessing then starts a helper before."""
+    run_dir, said, helper = make_run(tmp_path), [], resource_tracker.ResourceTracker()
+    monkeypatch.setattr(resource_tracker, "ensure_running", helper.ensure_running)
+    monkeypatch.setattr(resource_tracker, "getfd", helper.getfd)
+    tracker = track("wandb", run_dir)
+    until(lambda: tracker.check(said.append) or said)  # it follows the files now
+    os.kill(tracker.process.pid, signal.SIGINT)  # Ctrl-C is for the run
+    (file,) = wandb_files(run_dir)
+    until(lambda: len(own_figures(file)) == 8, 10.0)
+    os.kill(tracker.process.pid, signal.SIGKILL)
+    until(lambda: tracker.check(said.append) or tracker.has_ended)
+    tracker.finish(0)
+    helper._stop()
+    assert len(said) == 2 and "its process was killed (exit code -9)" in said[1]
+
+
+def silent_server(monkeypatch) -> socket.socket:
+    """A server for wandb that takes connections and never answers."""
+    server = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+    return server
+
+
+@needs["wandb"]
+def test_a_tracker_that_hangs_ends_with_the_run_with_one_warning(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tracking, "FINISH_SECONDS", 1.0)
+    run_dir, said = make_run(tmp_path), []
+    with silent_server(monkeypatch) as server:
+        tracker = track("wandb", run_dir)
+        server.accept()  # now it waits for an answer
+        children = psutil.Process(tracker.process.pid).children(recursive=True)
+        tracker.check(said.append)
+        start = time.monotonic()
+        tracker.finish(0)
+        assert time.monotonic() - start < 3.0
+    assert said == []
+    assert capfd.readouterr().err == (
+        "--track wandb: it did not end within 1 s and is killed: steps 1 to 6 were not sent\n"
+    )
+    until(lambda: not any(child.is_running() for child in children), 10.0)
+
+
+@pytest.mark.runs
+@EACH
+def test_a_run_with_a_tracker_hands_over_all_that_it_writes(name, tmp_path):
+    run_dir = tmp_path / "run"
+    result = tba(*TINY, "--steps", 40, "--track", name, "--output_dir", run_dir)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    lines = read(run_dir, "metrics.jsonl")
+    assert len(steps_of(run_dir)) == 40
+    named = {metric for names in GROUPS.values() for metric in names}
+    assert set().union(*steps_of(run_dir)) - named == {"step"}, "each name has a group of its own"
+    if name == "wandb":
+        (file,) = wandb_files(run_dir)
+        expected = [{"trainer_step": line["step"], **grouped(line)} for line in lines]
+        assert own_figures(file) == expected
+        assert any("samples" in row for row in history(file))
+    else:
+        assert f"--track tensorboard: tensorboard --logdir {tmp_path}" in result.stdout
+        expected = {}
+        for line in lines:
+            for metric, value in grouped(line).items():
+                expected.setdefault(metric, []).append((line["step"], pytest.approx(value)))
+        assert scalars(run_dir) == expected
+        assert texts(run_dir, "samples")
+
+
+@pytest.mark.runs
+@EACH
+def test_ctrl_c_and_resume_lose_nothing_and_send_nothing_twice(name, tmp_path):
+    run_dir = tmp_path / "run"
+    with Run(run_dir, *TINY, "--steps", 100_000, "--track", name) as run:
+        run.is_at(30)
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it: to all of them
+        _, err = run.process.communicate(timeout=30)
+        assert run.process.returncode == 130 and "--track" not in err, err
+        stopped = steps_of(run_dir)[-1]["step"]
+    until(lambda: not living(run.tag), 10.0)
+    result = tba("--resume", run_dir, "--steps", stopped + 20)
+    assert result.returncode == 0, result.stderr
+    steps = list(range(1, stopped + 21))
+    if name == "wandb":
+        rows = [row for file in wandb_files(run_dir) for row in own_figures(file)]
+        assert [row["trainer_step"] for row in rows if "loss/loss" in row] == steps
+    else:
+        assert [step for step, _ in scalars(run_dir)["loss/loss"]] == steps
+
+
+@pytest.mark.runs
+@needs["wandb"]
+def test_a_tracker_that_hangs_or_is_killed_costs_a_run_no_step(tmp_path, monkeypatch):
+    with Run(tmp_path / "killed", *TINY, "--steps", 400, "--track", "wandb") as run:
+        run.is_at(1)
+        run.kill("tracker")
+        out, err = run.process.communicate(timeout=120)
+        assert run.process.returncode == 0
+        assert (out + err).count("--track wandb: its process was killed (exit code -9)") == 1
+        assert len(run.steps()) == 400
+    with silent_server(monkeypatch):
+        hung = tba(*TINY, "--steps", 40, "--track", "wandb", "--output_dir", tmp_path / "hung")
+    assert hung.returncode == 0 and len(steps_of(tmp_path / "hung")) == 40
+    assert hung.stderr == (
+        "--track wandb: it did not end within 30 s and is killed: steps 1 to 40 were not sent\n"
+    )
