@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 GROUPS = {
-    "reward": ("reward", "finished"),
+    "reward": ("reward", "equal_rewards", "finished"),
     "loss": ("loss", "log_z", "pairs", "grad_norm", "learning_rate", "beta", "bad_steps"),
     "staleness": (
         "staleness_mean",

@@ -301,7 +301,9 @@ def test_a_run_that_failed_or_was_interrupted_has_pictures_and_a_report(run_dir,
 
     config = Config(output_dir=str(run))
     interrupt = SimpleNamespace(signal=signal.SIGINT if end == "interrupted" else 0)
-    ended = SimpleNamespace(config=config, interrupt=interrupt, train=train, stop=lambda: None)
+    ended = SimpleNamespace(
+        config=config, interrupt=interrupt, train=train, stop=lambda: None, tracking=None
+    )
     assert launch.supervise(ended, "accuracy") == code
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "Version 0" in Page(run / "report.html").check().text
