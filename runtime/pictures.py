@@ -45,7 +45,7 @@ def draw(run_dir: str, metric: str) -> None:
     lines = read_lines(Path(run_dir) / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     evaluations = [
-        {"step": line["step"], metric: line[name]}
+        (line["step"], line[name], *line.get(f"{name}_interval", (line[name], line[name])))
         for line in lines
         for name in (metric, f"final_{metric}")
         if name in line and "loss" not in line
@@ -54,8 +54,16 @@ def draw(run_dir: str, metric: str) -> None:
     draw_timeline(run_dir)
 
 
-def draw_curves(run_dir: str, steps: list[dict], evaluations: list[dict], metric: str) -> None:
-    """curves.png: a panel for each of PANELS, against the trainer step; smoothed, raw behind."""
+def draw_curves(
+    run_dir: str,
+    steps: list[dict],
+    evaluations: list[tuple[int, float, float, float]],
+    metric: str,
+) -> None:
+    """curves.png: a panel for each of PANELS, against the trainer step; smoothed, raw behind.
+
+    evaluations: step, value, and the two ends of its 95 % interval.
+    """
     figure, axes = plt.subplots(2, 5, figsize=(20, 6), constrained_layout=True)
     for axis, (title, names) in zip(axes.flat, PANELS.items()):
         for i, name in enumerate(names):
@@ -67,13 +75,10 @@ def draw_curves(run_dir: str, steps: list[dict], evaluations: list[dict], metric
         if len(names) > 1:
             axis.legend()
     reward = axes.flat[0]
-    reward.plot(
-        [line["step"] for line in evaluations],
-        [line[metric] for line in evaluations],
-        "o-",
-        color="C3",
-        label=f"{metric}, test queries",
-    )
+    if evaluations:
+        at, values, low, high = np.array(evaluations, float).T
+        reward.plot(at, values, "o-", color="C3", label=f"{metric}, test queries, 95 %")
+        reward.vlines(at, low, high, color="C3")
     reward.legend()
     figure.savefig(Path(run_dir) / "curves.png", dpi=80)
     plt.close(figure)
