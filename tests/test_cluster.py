@@ -199,21 +199,29 @@ def test_a_node_that_is_lost_costs_no_step_and_one_that_joins_is_used(
     assert "is lost" in out and "shares of the queries go to others" in out
 
 
-def test_where_the_only_node_is_lost_the_trainer_goes_on_and_uses_the_next(nodes, tmp_path):
+def test_where_the_only_node_is_lost_the_trainer_goes_on_and_uses_the_next(
+    nodes, tmp_path, record_property
+):
     flags = ["--searchers", 0, "--checkpoint_every", 10]
     with training(nodes.add(1), tmp_path / "run", *flags) as run:
+        before = run.step()
         nodes.lose()
         run.until(lambda: "node_1_staleness" not in run.steps()[-1], 60, "a step without nodes")
         goes_on(run)  # on what is in the buffer
         assert run.steps()[-1]["searcher_tokens_per_second"] >= 0
         nodes.add()
+        start = time.monotonic()
         node_searches(run)
+        record_property(
+            "seconds until the next node searched, at most", round(time.monotonic() - start, 1)
+        )
+        record_property("steps meanwhile", run.step() - before)
         run.end(seconds=60)
 
 
 @pytest.mark.parametrize("searchers", [0, 1])
 def test_a_node_that_is_killed_during_an_evaluation_costs_neither_that_nor_a_step(
-    searchers, nodes, tmp_path
+    searchers, nodes, tmp_path, record_property
 ):
     # Ten steps take less than an evaluation: one is always under way.
     flags = ["--searchers", searchers, "--eval_every", 10]
@@ -221,34 +229,44 @@ def test_a_node_that_is_killed_during_an_evaluation_costs_neither_that_nor_a_ste
         for _ in range(2):  # each node that was there
             seen = len(evaluated(run))
             nodes.lose()
+            start = time.monotonic()
             nodes.add()
+            run.until(lambda seen=seen: len(evaluated(run)) > seen, 120, "an evaluation")
+            record_property("seconds to the next evaluation", round(time.monotonic() - start, 1))
             run.until(lambda seen=seen: len(evaluated(run)) > seen + 2, 120, "three evaluations")
         goes_on(run)
         run.end(seconds=60)
         assert evaluated(run) == sorted(set(evaluated(run)))
 
 
-def test_an_actor_that_is_stopped_for_30_seconds_goes_on(nodes, tmp_path):
+def test_an_actor_that_is_stopped_for_30_seconds_goes_on(nodes, tmp_path, record_property):
     with training(nodes.add(1), tmp_path / "run") as run:
         (actor,) = nodes.actors()
         os.kill(actor, signal.SIGSTOP)
         start = run.step()
         time.sleep(30)
         assert run.step() > start, "the others go on"
+        record_property("steps while it was stopped", run.step() - start)
         os.kill(actor, signal.SIGCONT)
+        continued = time.monotonic()
         run.until(lambda: run.steps()[-1]["node_1_silence"] < 5, 60, "a sign of life")
+        record_property("seconds to a sign of life", round(time.monotonic() - continued, 1))
         node_searches(run)
         out, _ = run.end(seconds=60)
     assert "is lost" not in out
 
 
-def test_a_far_searcher_that_is_killed_is_started_again(nodes, tmp_path):
+def test_a_far_searcher_that_is_killed_is_started_again(nodes, tmp_path, record_property):
     with training(nodes.add(1), tmp_path / "run") as run:
         (searcher,) = nodes.pids("tba searcher 0")
+        start = time.monotonic()
         os.kill(searcher, signal.SIGKILL)
         run.until(lambda: run.steps()[-1]["node_1_restarts"] == 1, 60, "a restart")
         run.until(lambda: nodes.pids("tba searcher 0"), 60, "another searcher")
         node_searches(run)
+        record_property(
+            "seconds until it searched again, at most", round(time.monotonic() - start, 1)
+        )
         out, _ = run.end(seconds=60)
     assert "node 1 (127.0.0.1" in out and "searcher 0 ended with exit code -9" in out
 
@@ -451,7 +469,9 @@ def test_spans_of_a_node_are_shown_by_this_machines_clock_and_a_torn_line_is_lef
     assert shifted('["search", 105.0, 1', clock=100.0) == ""
 
 
-def test_a_node_that_is_killed_while_it_gets_weights_leaves_none_half_seen(driver, nodes):
+def test_a_node_that_is_killed_while_it_gets_weights_leaves_none_half_seen(
+    driver, nodes, record_property
+):
     driver.until_all_send(2, 60)
     for _ in range(3):
         deadline = time.monotonic() + 30
@@ -460,9 +480,9 @@ def test_a_node_that_is_killed_while_it_gets_weights_leaves_none_half_seen(drive
             driver.publish()
             time.sleep(0.01)
         nodes.lose()
-        driver.until_all_send(1, 60)
+        record_property("s until the other sent", round(driver.until_all_send(1, 60), 1))
         nodes.add()
-        driver.until_all_send(2, 60)
+        record_property("s until both sent", round(driver.until_all_send(2, 60), 1))
     newest, deadline = driver.version, time.monotonic() + 60
     while max(driver.versions) <= newest:  # Ray asks for what it lost again, after some seconds
         assert time.monotonic() < deadline
