@@ -50,6 +50,7 @@ SIZES = {"10 M": 10_000_000, "100 M": 100_000_000, "1 B": 1_000_000_000}
 POLICIES = {"GSM8K, 1.1 B": 1.1e9, "MATH, 7.6 B": 7.6e9}  # parameters, for the calculation
 NETWORKS = {"10 Gb/s": 1.25e9, "25 Gb/s": 3.125e9}  # bytes a second
 STORE = 200 * 2**20  # bytes of a node's object store, if the weights are small
+LAYER = 50_000_000  # parameters of a tensor at most, as in a model
 TRANSFERS = 5
 ALTERNATIONS, STEPS = 5, 1500
 RUN = as_flags(steps=STEPS, initial_responses=4000, eval_every=0, checkpoint_every=0)
@@ -141,12 +142,13 @@ def searching(
     target: str, number: int, is_far: bool, parameters: int
 ) -> Iterator[tuple[Supervisor, SharedWeights]]:
     """So many searchers, here or one on each of as many nodes, that have all been heard of."""
-    store = max(STORE, 3 * 2 * parameters)
+    store = max(STORE, 3 * parameters)  # bytes: of a version and a half
+    layers = [min(LAYER, parameters - first) for first in range(0, parameters, LAYER)]
     with contextlib.ExitStack() as stack:
         run_dir = stack.enter_context(tempfile.TemporaryDirectory())
         Path(run_dir, "logs").mkdir()
         flags = ["arithmetic", "--output_dir", run_dir, "--searchers", str(0 if is_far else number)]
-        shapes, here = {"w": (parameters,)}, 0 if is_far else number
+        shapes, here = {f"layer {i}": (n,) for i, n in enumerate(layers)}, 0 if is_far else number
         weights = SharedWeights(shapes, torch.bfloat16, readers=here + is_far)
         if is_far:
             nodes = stack.enter_context(nodes_of_ray(number, store))
@@ -175,8 +177,9 @@ def searching(
 
 
 def publish(weights: SharedWeights, version: int) -> bool:
-    size = weights.shapes["w"]
-    return weights.publish(version, [("w", torch.zeros(1, dtype=torch.bfloat16).expand(size))])
+    zero = torch.zeros(1, dtype=torch.bfloat16)
+    tensors = ((name, zero.expand(shape)) for name, shape in weights.shapes.items())
+    return weights.publish(version, tensors)
 
 
 def heard(board: Board) -> list[str]:

@@ -401,9 +401,9 @@ class Cluster(Supervisor):
         if weights.version <= far.version and not is_asked or weights.version < 0:
             return
         if self.stored[0] < weights.version:
+            self.stored = -1, None  # Ray holds one version at a time, if no transfer needs two
             with weights.read(self.pin) as (version, tensors):
                 self.stored = version, ray.put(as_arrays(tensors))
-        reference = None
         if weights.reference_version > self.stored_reference[0]:
             with weights.read_reference(self.pin) as (version, tensors):
                 if version > 0:  # it is not being written
