@@ -242,29 +242,38 @@ def run(is_far: bool) -> dict[str, float]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         driver, used = psutil.Process(process.pid), []  # CPU seconds: a line of figures a look
         while process.poll() is None:
-            time.sleep(0.2)
-            if (output / "metrics.jsonl").exists() and steps_of(output):
-                if not used:  # by now its children have cores of their own
-                    for thread in driver.threads():
-                        os.sched_setaffinity(thread.id, {first})
-                with contextlib.suppress(psutil.Error):
-                    figures = [seconds_of([driver]), *map(seconds_of, processes_of_ray(is_far))]
-                    used.append([*figures, time.monotonic()])
+            time.sleep(1.0)
+            num_steps = len(steps_of(output))
+            if not 0 < num_steps < STEPS:
+                continue
+            if not used:
+                for thread in driver.threads():  # its children have cores of their own by now
+                    os.sched_setaffinity(thread.id, {first})
+            with contextlib.suppress(psutil.Error):
+                groups = [driver], trainers_of(driver), *processes_of_ray(is_far)
+                used.append([*map(seconds_of, groups), time.monotonic(), num_steps])
         if process.returncode:
             sys.exit(f"a run failed: {process.stderr.read().decode()}")
         steps = steps_of(output)
         steady = steps[len(steps) // 20 :]
         span = steady[-1]["seconds"] - steady[0]["seconds"]
-        *cpu, took = np.subtract(used[-1], used[0])
+        # The most, not the last: what a process used is gone with it.
+        *cpu, took, num_steps = np.max(used, axis=0) - used[0]
         return {
             "steps/s": (steady[-1]["step"] - steady[0]["step"]) / span,
             "trainer busy": trainer_busy(str(output)),
             "responses/s": (steady[-1]["received"] - steady[0]["received"]) / span,
             "staleness": float(np.mean([line["staleness_mean"] for line in steady])),
+            "trainer's CPU": cpu[1] / took,
+            "trainer's CPU, ms a step": 1e3 * cpu[1] / num_steps,
             "driver's CPU": cpu[0] / took,
-            "Ray's CPU": cpu[1] / took,
-            "CPU of the node's actor": cpu[2] / took,
+            "Ray's CPU": cpu[2] / took,
+            "CPU of the node's actor": cpu[3] / took,
         }
+
+
+def trainers_of(driver: psutil.Process) -> list[psutil.Process]:
+    return [child for child in driver.children() if child.name() == "tba trainer"]
 
 
 def processes_of_ray(is_far: bool) -> tuple[list[psutil.Process], list[psutil.Process]]:

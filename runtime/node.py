@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from multiprocessing import resource_tracker
@@ -34,7 +35,7 @@ from runtime.supervisor import Supervisor
 from tasks import load_task
 from weights import SharedWeights
 
-COLLECT_SECONDS = 0.1  # that a node waits for something to send
+COLLECT_SECONDS = 0.1  # that a call waits for groups: calls are dearer than groups
 STOP_SECONDS = 2.0  # grace period for its searchers
 ROOT = Path(__file__).parents[1]
 # Python packages that must be of one version on all nodes: what is sent depends on them.
@@ -161,14 +162,12 @@ class Node:
         return Found(items, rows, silence, shares, given_up, places, time.monotonic())
 
     def take_items(self, room: int) -> list:
-        """Take at most so many from the queue; wait a little where there is none yet."""
+        """Take what comes within COLLECT_SECONDS, at most so many."""
         items, deadline = [], time.monotonic() + COLLECT_SECONDS
-        while len(items) < room:
-            try:
-                rest = 0.0 if items else max(0.0, deadline - time.monotonic())
-                items.append(self.supervisor.rollout_queue.get(timeout=rest or 1e-3))
-            except queue.Empty:
-                break
+        with suppress(queue.Empty):
+            while len(items) < room:
+                rest = max(1e-3, deadline - time.monotonic())
+                items.append(self.supervisor.rollout_queue.get(timeout=rest))
         return items
 
     def take_weights(
