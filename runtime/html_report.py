@@ -1,7 +1,7 @@
 """report.html: a run in one file that opens without a network: settings, curves, waits, responses.
 
-What models wrote is not trusted: jinja2 escapes it, what is invisible gets a sign, and the page has
-no script and forbids any.
+What models wrote is not trusted: jinja2 escapes it, control characters and those that turn the text
+around get a sign, and the page has no script and forbids any.
 """
 
 import base64
@@ -20,7 +20,7 @@ LIMIT = 4_900_000  # bytes of the page
 PICTURE_LIMIT = 1_000_000  # bytes of a picture; a larger one is only named
 EVALUATIONS = 60  # that are shown
 MOST_TOKENS = (20_000, 10_000, 5_000, 2_000, 1_000, 500, 200, 100, 50, 25)  # shown of a response
-TOKEN_BYTES = 50  # that a token with its log-probabilities takes at least
+TOKEN_BYTES = 30  # that a token with its log-probabilities takes at least
 PICTURES = ("curves.png", "timeline.png")
 # Control characters but tab and newline, and what changes the direction of the text behind it.
 INVISIBLE = re.compile(
@@ -31,7 +31,7 @@ INVISIBLE = re.compile(
 def show(run_dir: str) -> int:
     """--report: write report.html of a run, whether it has ended or not. Returns the exit code.
 
-    Raises UserError for a directory that is no run's.
+    Raises UserError for a directory that is no run's, or that cannot be written.
     """
     try:
         is_run = "sync_period" in json.loads(Path(run_dir, "config.json").read_text())
@@ -39,11 +39,14 @@ def show(run_dir: str) -> int:
         is_run = False
     if not is_run:
         raise UserError(f"--report {run_dir!r} is no run's directory: it has no config.json of one")
-    if are_pictures_old(run_dir):
-        from runtime import pictures  # matplotlib is slow to import
+    try:
+        if are_pictures_old(run_dir):
+            from runtime import pictures  # matplotlib is slow to import
 
-        pictures.draw(run_dir, find_metric(run_dir))
-    write(run_dir)
+            pictures.draw(run_dir, find_metric(run_dir))
+        write(run_dir)
+    except OSError as error:
+        raise UserError(f"--report {run_dir!r} could not be written: {error}") from None
     print(f"report: {Path(run_dir, 'report.html')}")
     return 0
 
@@ -54,6 +57,7 @@ def write(run_dir: str) -> None:
     config = json.loads((run / "config.json").read_text())
     metrics = read_lines(run / "metrics.jsonl")
     steps = [line for line in metrics if "loss" in line]
+    shares = shares_of_time(run_dir)
     facts = {
         "name": run.resolve().name,
         "config": config,
@@ -63,7 +67,8 @@ def write(run_dir: str) -> None:
         "is_whole": any(name.startswith("final_") for line in metrics for name in line),
         "evaluations": spread(list(find_evaluations(metrics)), EVALUATIONS),
         "pictures": {name: read_picture(run / name) for name in PICTURES},
-        "shares": shares_of_time(run_dir),
+        "shares": shares,
+        "activities": list(dict.fromkeys(name for own in shares.values() for name in own)),
         "groups": read_groups(run / "samples.jsonl", config["beta"], steps),
         "shades": SHADES,
     }

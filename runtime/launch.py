@@ -334,8 +334,6 @@ def supervise(run: Run, metric: str) -> int:
     finally:
         run.stop()
         exit_code = 128 + interrupt.signal if interrupt.signal else exit_code
-        if run.tracking:
-            run.tracking.finish(exit_code)
     report(run_dir, metric)
     if exit_code:
         has_begun = checkpoint.has_begun(run_dir)
@@ -344,11 +342,13 @@ def supervise(run: Run, metric: str) -> int:
         if interrupt.signal:
             cause = f"stopped by {signal.Signals(interrupt.signal).name}: "
         print(f"{cause}partial results are in {run_dir}{advice}", file=sys.stderr)
-        return exit_code
-    if busy := trainer_busy(run_dir):
-        print(f"trainer busy: {busy:.3f} of the time between the first and the last step")
-    print(f"results: {run_dir}")
-    return 0
+    else:
+        if busy := trainer_busy(run_dir):
+            print(f"trainer busy: {busy:.3f} of the time between the first and the last step")
+        print(f"results: {run_dir}")
+    if run.tracking:  # last: it may take a while, and nothing else is to wait for it
+        run.tracking.finish(exit_code)
+    return exit_code
 
 
 def report(run_dir: str, metric: str) -> None:

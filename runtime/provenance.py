@@ -14,7 +14,8 @@ import psutil
 import torch
 
 from config import Config, settle
-from runtime.timeline import Lines
+from runtime.command_line import CHANGEABLE
+from runtime.timeline import Lines, read_lines
 from tasks import find_presets
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +28,7 @@ GIT_SECONDS = 10.0
 def write_start(run_dir: str, given: Config) -> None:
     """Add a line for a start of the run. given: the configuration as the user gave it."""
     line = {
+        "resumed": bool(given.resume),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": shlex.join(sys.orig_argv),
         "changed": changed_settings(given),
@@ -38,14 +40,23 @@ def write_start(run_dir: str, given: Config) -> None:
 
 
 def changed_settings(config: Config) -> dict[str, object]:
-    """Return the settings that differ from those of the preset, the task's own included."""
+    """Return the settings that differ from those of the preset, the task's own included.
+
+    A resumed run's are those that it began with, and those that a resume may change: its own
+    settings also hold what the first start has found, as the model's directory.
+    """
     preset = Config(**find_presets(config.task).get(config.preset, {}))
     plain, given = (dataclasses.asdict(c) | c.options for c in (settle(preset), config))
-    return {
+    changed = {
         name: value
         for name, value in given.items()
         if name not in NAMES and value != plain.get(name)
     }
+    if not config.resume:
+        return changed
+    starts = read_lines(Path(config.resume, "starts.jsonl"))
+    kept = {name: value for name, value in changed.items() if name in CHANGEABLE}
+    return (starts[0]["changed"] if starts else {}) | kept
 
 
 def describe_machine() -> dict[str, str]:

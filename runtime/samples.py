@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from buffer import Group, rows_of
 from models.policy import token_texts
 from runtime.scoring import Responses
+from runtime.shown_samples import RESPONSES
 from runtime.timeline import Lines
 from tasks import Task
 
 PERIOD = 1.0  # seconds between two groups of one searcher
-PER_GROUP = 4
 TOKENS_PER_SECOND = 200  # of one searcher at most, at about 20 bytes a token
 
 
@@ -30,7 +30,7 @@ class SampleLog:
         now = time.monotonic()
         if now < self.is_due_at:
             return
-        rows = rows_of(group)[:PER_GROUP]
+        rows = rows_of(group)[:RESPONSES]
         num_tokens = sum(len(row.tokens) for row in rows)
         self.is_due_at = now + max(PERIOD, num_tokens / TOKENS_PER_SECOND)
         lines = [

@@ -12,13 +12,13 @@ from typing import BinaryIO
 import numpy as np
 
 GROUPS = 24  # that are shown
-RESPONSES = 8  # of a group, at most
+RESPONSES = 4  # of a group in samples.jsonl, at most
 SHADES = (0.05, 0.25, 1.0, 2.5)  # |log b - log pi_ref| of a token, in nats, from which it is darker
 # A group's lines are known by their beginning: the file may be far larger than what is shown of it,
 # and other lines are not parsed.
 HEAD = re.compile(rb'\{"version": (\d+), "query_id": (-?\d+), ')
 NO_TEXT = "\ufffd"
-Place = tuple[int, int, int]  # of a group: version, query id, byte in the file
+GroupOffset = tuple[int, int, int]  # of a group: version, query id, byte in the file
 
 
 @dataclass
@@ -91,21 +91,23 @@ def read_groups(path: Path, beta: float, steps: list[dict]) -> list[SampledGroup
     return groups
 
 
-def find_groups(file: BinaryIO) -> list[Place]:
+def find_groups(file: BinaryIO) -> list[GroupOffset]:
     """Find where each group begins."""
-    places, offset, previous = [], 0, None
+    places, offset, previous, lines = [], 0, None, 0
     for data in file:
         if head := read_head(data):
-            if head != previous:
+            # A task of one query has groups of the same version and query beside each other.
+            if head != previous or lines == RESPONSES:
                 places.append((*head, offset))
-            previous = head
+                lines = 0
+            previous, lines = head, lines + 1
         offset += len(data)
     return places
 
 
-def choose_groups(places: list[Place]) -> list[Place]:
+def choose_groups(places: list[GroupOffset]) -> list[GroupOffset]:
     """Choose the newest groups of versions at even distances, the newest version first."""
-    by_version: dict[int, list[Place]] = {}
+    by_version: dict[int, list[GroupOffset]] = {}
     for place in places:
         by_version.setdefault(place[0], []).append(place)
     versions = spread(sorted(by_version), GROUPS)

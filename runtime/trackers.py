@@ -39,8 +39,8 @@ GROUPS = {
     ),
     "policy": ("kl", "entropy", "response_tokens", "mismatch", "mismatch_version"),
 }
-# Of names that are in no group: the first pattern that is found in one. What is left comes from
-# an objective of the user's own.
+# For names in no group: the first pattern that matches decides. A name that matches none comes
+# from a user's objective and goes to loss/.
 RULES = (
     (r"staleness|^ess_|^log_w_", "staleness"),
     (r"^node_|busy|per_second|seconds|queue|buffer|restarts|silence", "speed"),
@@ -80,7 +80,7 @@ class Record:
     step, evaluation: the last step, and the last version whose evaluation, it was given.
     """
 
-    step: int = -1
+    step: int = 0
     evaluation: int = -1
     rows: int = 0  # wandb's own steps, one for each thing that it is given
     run_id: str = ""  # wandb's
@@ -116,8 +116,8 @@ class Record:
 class Tracker(Protocol):
     """What the tracker's process wants of a tracker. Each call may raise, or never return.
 
-    Made of the run's directory, its settings, its Record and, where that was begun before, the
-    first step that is made again.
+    Its constructor takes the run's directory, its settings, its Record and, for a record that was
+    begun before, the first step to be sent anew (None for a new one).
     """
 
     where: str  # to look, in words for the user
@@ -153,8 +153,8 @@ class Wandb:
             id=record.run_id or None,
             resume="allow",
             config=settings,
-            # This process prints nothing of the run. What it has been given is to outlive a kill -9
-            # but for a second: wandb would keep 15 s in memory.
+            # This process prints nothing of the run. A kill -9 may cost a second of what was sent:
+            # wandb would keep 15 s in memory.
             settings=wandb.Settings(console="off", x_transaction_log_flush_interval=1.0),
         )
         record.run_id, record.rows = self.run.id, max(record.rows, self.run.step)

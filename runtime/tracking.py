@@ -22,7 +22,9 @@ from runtime.timeline import NewLines, read_lines
 from runtime.trackers import TRACKERS, Record, grouped
 
 PERIOD = 1.0  # seconds between two looks at the files
+QUIET_SECONDS = 2.0  # of the wait at the end of a run, before it is mentioned
 FINISH_SECONDS = 30.0  # for a tracker to send what is left, at the end of a run
+FAILED = "it failed"  # how a message of that begins
 EXIT_SECONDS = 1.0  # for its process to end once it has said that it failed
 NICENESS = 10  # what else runs comes first
 TABLES = 100  # of samples that a run shows, at most
@@ -34,7 +36,9 @@ def check_tracker(config: Config) -> None:
     spec = find_spec(config.track) if config.track else None
     # A directory that happens to have the name is found too, without an origin.
     if config.track and not (spec and spec.origin):
-        raise UserError(f"--track {config.track}: it is not installed: pip install {config.track}")
+        raise UserError(
+            f"--track {config.track}: it is not installed: pip install -r requirements-track.txt"
+        )
 
 
 class Tracking:
@@ -43,6 +47,7 @@ class Tracking:
     def __init__(self, config: Config):
         self.name, self.run_dir = config.track, config.output_dir
         self.has_ended = False  # and what there is to say of it was said
+        self.has_failed = False  # and said so
         context = torch.multiprocessing.get_context("spawn")
         self.connection, other_end = context.Pipe()
         place = Place("tracker", None, sorted(os.sched_getaffinity(0)), threads=1)
@@ -54,14 +59,16 @@ class Tracking:
         """Say what the process reports: where to look, or that it failed."""
         while not self.has_ended and self.connection.poll():
             try:
-                say(f"--track {self.name}: {self.connection.recv()}")
+                message = self.connection.recv()
+                self.has_failed = message.startswith(FAILED)
+                say(f"--track {self.name}: {message}")
             except (EOFError, OSError):
                 self.has_ended = True
                 self.process.join(EXIT_SECONDS)
-                if self.process.exitcode not in (None, 0, 1):  # what raised has said so
+                if self.process.exitcode and not self.has_failed:
                     say(
-                        f"--track {self.name}: its process was killed (exit code "
-                        f"{self.process.exitcode}); the run does without it"
+                        f"--track {self.name}: its process ended with exit code "
+                        f"{self.process.exitcode}; the run does without it"
                     )
 
     def finish(self, exit_code: int) -> None:
@@ -70,7 +77,12 @@ class Tracking:
         if not self.has_ended:
             with suppress(OSError):  # it ends just now
                 self.connection.send(exit_code)
-            self.process.join(FINISH_SECONDS)
+            self.process.join(QUIET_SECONDS)
+            if self.process.exitcode is None:
+                print(
+                    f"--track {self.name}: sending what is left, for {FINISH_SECONDS:.0f} s at most"
+                )
+                self.process.join(FINISH_SECONDS)
             if self.process.exitcode is None:
                 print(
                     f"--track {self.name}: it did not end within {FINISH_SECONDS:.0f} s and is "
@@ -86,7 +98,7 @@ class Tracking:
         record, last = Record.load(self.run_dir, self.name) or Record(), last_step(self.run_dir)
         if record.step >= last:
             return "it was given all steps, and may not have sent the last ones"
-        return f"steps {max(record.step, 0) + 1} to {last} were not sent"
+        return f"steps {record.step + 1} to {last} were not sent"
 
 
 def last_step(run_dir: str) -> int:
@@ -103,7 +115,7 @@ def run(name: str, run_dir: str, resumed_step: int, connection: Connection) -> N
     except BaseException as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         log = processes.log_path(run_dir, "tracker")
-        connection.send(f"it failed, and the run does without it: {reason}; see {log}")
+        connection.send(f"{FAILED}, and the run does without it: {reason}; see {log}")
         raise
 
 
@@ -133,11 +145,13 @@ class Feed:
         self.record.step = min(self.record.step, resumed_step)
         self.record.evaluation = min(self.record.evaluation, resumed_step - 1)
         self.before = replace(self.record)  # what an earlier process has sent
-        again = None if is_new else resumed_step + 1
+        if not is_new:  # even if the tracker fails: these steps are made again
+            self.record.save(run_dir, name)
+        again = None if is_new else self.record.step + 1
         self.tracker = TRACKERS[name](run_dir, settings, self.record, again)
         self.record.save(run_dir, name)
         self.metrics = NewLines(Path(run_dir, "metrics.jsonl"))
-        self.samples = NewLines(Path(run_dir, "samples.jsonl"), from_end=not is_new)
+        self.samples = NewLines(Path(run_dir, "samples.jsonl"), from_end=resumed_step > 0)
         self.num_tables = 0  # that would have been due by now
 
     def send_new(self) -> None:

@@ -18,7 +18,7 @@ from conftest import ROOT, byte_tokenizer, read
 from transformers import ByT5Tokenizer
 
 from buffer import Group
-from config import Config
+from config import Config, UserError
 from models.policy import token_texts
 from runtime import html_report, launch, pictures, provenance
 from runtime.command_line import build_config
@@ -241,6 +241,20 @@ def test_without_a_reference_policy_no_token_has_a_colour_and_the_report_says_wh
     assert "not known" in page.text and "has no reference" in page.text
 
 
+def test_groups_of_one_version_and_query_are_not_taken_for_one(run_dir):
+    run = run_dir()
+    write_lines(run / "samples.jsonl", [sample(text=str(number)) for number in range(8)])
+    text = report_of(run).text
+    assert text.count("query 7: 4 of ") == 2
+
+
+def test_a_report_that_cannot_be_written_is_one_line(run_dir, capsys):
+    run = run_dir()
+    (run / "report.html").mkdir()
+    with pytest.raises(UserError, match="could not be written: .*report.html"):
+        html_report.show(str(run))
+
+
 def test_a_chat_is_shown_message_by_message(run_dir):
     chat = [{"role": "user", "content": f"<b>{i}</b>"} for i in range(7)]
     text = report_of(run_dir([sample(prompt=chat)])).text
@@ -302,7 +316,12 @@ def test_a_run_that_failed_or_was_interrupted_has_pictures_and_a_report(run_dir,
     config = Config(output_dir=str(run))
     interrupt = SimpleNamespace(signal=signal.SIGINT if end == "interrupted" else 0)
     ended = SimpleNamespace(
-        config=config, interrupt=interrupt, train=train, stop=lambda: None, tracking=None
+        config=config,
+        interrupt=interrupt,
+        train=train,
+        stop=lambda: None,
+        # It may hang, and a second Ctrl-C may end it: all is on disk before.
+        tracking=SimpleNamespace(finish=lambda code: Page(run / "report.html").check()),
     )
     assert launch.supervise(ended, "accuracy") == code
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -325,7 +344,9 @@ def test_a_resumed_run_adds_its_command_and_each_names_what_differs_from_the_pre
     run = str(run_dir())
     first = build_config(["addends", "--seed", "3", "--beta", "0.75"])
     provenance.write_start(run, first)
-    provenance.write_start(run, dataclasses.replace(first, steps=9, resume=run))
+    found = dataclasses.asdict(first) | {"model": "a directory that the first start has found"}
+    Path(run, "config.json").write_text(json.dumps(found))
+    provenance.write_start(run, build_config(["--resume", run, "--steps", "9"]))
     starts = read(Path(run), "starts.jsonl")
     assert [start["changed"] for start in starts] == [
         {"seed": 3, "beta": 0.75},
