@@ -236,6 +236,7 @@ def test_a_throttled_search_waits_when_it_is_ahead_and_goes_on_as_the_trainer_st
     assert len(draw_all(replacement)) == 11, "a restarted searcher counts from its own start"
 
 
+@pytest.mark.runs
 def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     run_dir = tmp_path / "run"
     flags = ["--search_ahead", 10, "--steps", 150, "--initial_responses", 240]

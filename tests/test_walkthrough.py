@@ -1,0 +1,141 @@
+"""docs/walkthrough.md: its numbers are those of the code, and its commands work."""
+
+import math
+import re
+import shlex
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, read, tba
+
+from loss import LossInputs, trajectory_balance
+from runtime.command_line import build_config
+from tasks.arithmetic import FORGETS, Arithmetic, homework
+
+PAGE = (ROOT / "docs" / "walkthrough.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results" / "walkthrough.md"
+PREDICTED = "4. Predict what it becomes"
+BETA = 0.1  # the demo's
+
+
+def section(title: str) -> str:
+    """The page from this heading to the next."""
+    (found,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+    return found
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The rows of the first table of a text, without its head."""
+    lines = re.search(r"(?:^\|.*\n)+", text, re.M)[0].replace("−", "-").splitlines()[2:]
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def balance(rewards, log_ref, log_pi) -> tuple[float, float]:
+    """The loss and log Z by the code: responses of one token each, of one query."""
+    column = {"ref_logprobs": log_ref, "logprobs": log_pi, "mask": np.ones(len(log_pi))}
+    tensors = {name: torch.tensor(values).view(-1, 1) for name, values in column.items()}
+    loss, metrics = trajectory_balance(
+        LossInputs(
+            **tensors,
+            behavior_logprobs=None,
+            rewards=torch.tensor(rewards),
+            group_size=len(rewards),
+            beta=BETA,
+        )
+    )
+    return loss.item(), metrics["log_z"].item()
+
+
+@pytest.mark.parametrize("title", ["2. One query, by hand", "3. The same, later"])
+def test_the_responses_of_the_page_are_worked_out_as_the_code_does(title):
+    text = section(title)
+    numbers = np.array([row[1:] for row in rows_of(text)], float)
+    rewards, log_ref, log_pi, target, residual, square = numbers.T
+    assert len(rewards) == 4 and 0 < rewards.sum() < 4
+    assert target == pytest.approx(log_ref + rewards / BETA, abs=1e-3)
+    log_z = np.mean(target - log_pi)
+    assert residual == pytest.approx(log_z + log_pi - target, abs=2e-3)
+    assert square == pytest.approx(residual**2, rel=2e-3, abs=2e-3)
+    loss, log_z_of_code = balance(rewards, log_ref, log_pi)
+    said = re.search(r"\*\*log Z = ([\d.]+)\*\*.*?\*\*loss = ([\d.]+)\*\*", text, re.S)
+    assert [float(number) for number in said.groups()] == pytest.approx(
+        [log_z_of_code, loss], abs=6e-3
+    )
+    assert log_z == pytest.approx(log_z_of_code, abs=1e-6)
+
+
+def test_the_line_of_metrics_on_the_page_is_that_of_its_responses():
+    text = section("2. One query, by hand")
+    line = re.search(r'"loss": ([\d.]+), "log_z": ([\d.]+)', text)
+    rewards, log_ref, log_pi = np.array([row[1:4] for row in rows_of(text)], float).T
+    expected = balance(rewards, log_ref, log_pi)
+    assert [float(number) for number in line.groups()] == pytest.approx(expected, 1e-3)
+
+
+def commands() -> list[list[str]]:
+    """The flags of each command of the page that makes a run."""
+    found = re.findall(r"^    python tba\.py (.*)$", PAGE, re.M)
+    flags = re.findall(r'^    make demo DEMO_FLAGS="(.*)"$', PAGE, re.M)
+    words = [shlex.split(command) for command in found] + [
+        ["arithmetic", *shlex.split(line)] for line in flags
+    ]
+    return [line for line in words if line[0] != "--report"]
+
+
+@pytest.mark.parametrize("flags", commands(), ids=" ".join)
+def test_each_command_of_the_page_makes_a_configuration(flags):
+    assert build_config(flags).task == "arithmetic"
+
+
+def carries(query) -> int:
+    """Count the carries of a sum."""
+    (a, b), units = divmod(query.id, 100), query.id // 100 % 10 + query.id % 10
+    return (units > 9) + (a // 10 + b // 10 + (units > 9) > 9)
+
+
+def test_what_the_page_predicts_follows_from_the_pupil():
+    """By Eq. 2, a right answer of probability p has p exp(1 / beta) / Z under the best policy."""
+    counts = np.bincount([carries(query) for query in Arithmetic().queries("train")])
+    shares = counts / counts.sum()
+    right = (1 - FORGETS) ** np.arange(3)
+    table = np.array([[float(cell) for cell in row[1:]] for row in rows_of(section(PREDICTED))])
+    assert table[:3, 0] == pytest.approx(shares, abs=0.006)
+    assert table[:3, 1] == pytest.approx(right, abs=1e-4)
+    for column, beta in ((2, 1.0), (3, BETA)):
+        best = right * math.exp(1 / beta) / (right * math.exp(1 / beta) + 1 - right)
+        assert table[:3, column] == pytest.approx(best, abs=6e-4)
+        assert table[3, column] == pytest.approx(shares @ best, abs=2e-3)
+    assert table[3, 1] == pytest.approx(shares @ right, abs=2e-3)
+
+
+def test_the_pupil_gives_right_answers_as_often_as_the_page_says():
+    rng = np.random.default_rng(0)
+    for prompt, expected in (("21+34=", 1.0), ("07+58=", 0.35), ("67+58=", 0.1225)):
+        (query,) = (
+            q for s in ("train", "test") for q in Arithmetic().queries(s) if q.prompt == prompt
+        )
+        answers = [homework(query, rng) == query.answer for _ in range(4000)]
+        assert np.mean(answers) == pytest.approx(expected, abs=0.03)
+
+
+def test_what_the_page_says_of_the_changes_is_what_was_measured():
+    """A row of the page is a part of the row of the results that has its name."""
+    measured = {row[0]: row[1:] for row in rows_of(RESULTS.read_text())}
+    for name, *cells in rows_of(section("6. Three changes to try").split("### Measured")[1]):
+        assert cells == measured[name], name
+
+
+@pytest.mark.runs
+def test_the_one_step_of_the_page_has_the_loss_that_its_responses_give(tmp_path):
+    (flags,) = (line for line in commands() if "--synchronous" in line)
+    flags[flags.index("--output_dir") + 1] = str(tmp_path / "one")
+    result = tba(*flags)
+    assert result.returncode == 0, result.stderr
+    samples = read(tmp_path / "one", "samples.jsonl")
+    log_ref = [sum(line["ref_logprobs"]) for line in samples]
+    log_pi = [sum(line["behavior_logprobs"]) for line in samples]  # step 0: it sampled them
+    loss, log_z = balance([line["reward"] for line in samples], log_ref, log_pi)
+    (line,) = (line for line in read(tmp_path / "one", "metrics.jsonl") if "loss" in line)
+    assert len(samples) == 4 and line["loss"] > 1, "rewards differ"
+    assert (line["loss"], line["log_z"]) == pytest.approx((loss, log_z), abs=0.05)
