@@ -78,6 +78,7 @@ def test_a_tokenizer_without_a_template_is_named_before_anything_starts(problems
     check_tokenizer(config, [])  # a task whose prompts are texts needs none
 
 
+@pytest.mark.runs
 def test_a_task_with_messages_trains_end_to_end_and_its_evaluation_has_several_samples(
     problems, chat_model, tmp_path
 ):

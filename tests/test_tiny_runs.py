@@ -39,7 +39,7 @@ def test_a_tiny_run_raises_the_reward_and_prints_the_metrics_of_the_task(task, m
     assert steps_of(run_dir)[-1]["mismatch"] < 1e-4 or task == "redteam"
 
 
-def test_the_example_with_a_regular_expression(tied_model, tmp_path):
+def test_the_example_with_a_regular_expression():
     example = ROOT / "examples" / "iso_dates.py"
     task = load_task(str(example))
     query = task.queries("train")[0]
@@ -47,6 +47,11 @@ def test_the_example_with_a_regular_expression(tied_model, tmp_path):
     responses = ["1980-01-02", " 1980-01-03.", "January"]
     assert task.score([query] * 3, responses, [True] * 3) == [1.0, 0.2, 0.0]
     assert not {q.id for q in task.queries("train")} & {q.id for q in task.queries("test")}
+
+
+@pytest.mark.runs
+def test_the_example_is_evaluated_from_the_command_line(tied_model):
+    example = ROOT / "examples" / "iso_dates.py"
     flags = ["--model", tied_model, "--max_response_tokens", 3]  # three bytes are no date
     result = tba(example, "--eval_only", "--json", *flags)
     assert result.returncode == 0, result.stderr
