@@ -25,7 +25,7 @@ test: setup-tests
 test-faults: setup-tests
 	$(TEST_VENV)/bin/python -m pytest -q -m faults tests
 
-# Every preset on tiny models, the tiny tasks, the demo in bf16: about a quarter of an hour too.
+# Every preset on tiny models, the tiny tasks, trackers, the demo in bf16: more than half an hour.
 test-runs: setup-tests
 	$(TEST_VENV)/bin/python -m pytest -q -m runs tests
 
