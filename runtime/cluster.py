@@ -163,6 +163,9 @@ class ClusterBoard(NodeBoard):
         for share, done in state.pop("shares", {}).items():
             self.shares.done[int(share)] = self.shares.drawn[int(share)] = done
         super().load_state_dict({name: row for name, row in state.items() if name in self.names})
+        # Whoever has evaluated it: with --searchers 0 that row may be gone.
+        evaluated = max((row["evaluated"] for row in state.values()), default=-1)
+        self.set(self.searchers[0], "evaluated", evaluated)
 
 
 @dataclass

@@ -289,6 +289,25 @@ def test_where_the_driver_is_killed_nothing_is_left_on_any_node(nodes, tmp_path,
         run.nothing_is_left(10)
 
 
+def test_which_version_was_evaluated_is_known_whoever_did_it_and_is_there_now():
+    from runtime import cluster
+
+    def board(searchers: int) -> cluster.ClusterBoard:
+        config = command_line.build_config(
+            ["arithmetic", "--ray", "local", "--searchers", str(searchers)]
+        )
+        return cluster.ClusterBoard(find_places(config), config)
+
+    here, nodes_alone = board(1), board(0)
+    here.set("searcher 0", "evaluated", 0)
+    nodes_alone.load_state_dict(here.state_dict())
+    assert nodes_alone.get(nodes_alone.searchers[0], "evaluated") == 0
+    nodes_alone.set(nodes_alone.searchers[0], "evaluated", 7)
+    again = board(1)
+    again.load_state_dict(nodes_alone.state_dict())
+    assert again.get("searcher 0", "evaluated") == 7
+
+
 def test_a_run_is_resumed_with_another_number_of_nodes(nodes, tmp_path):
     flags = ["--checkpoint_every", 10, "--eval_every", 10**6]  # the base model alone
     with training(nodes.add(2), tmp_path / "run", *flags) as run:
