@@ -36,9 +36,10 @@ class Board:
     SAVED = ("evaluated", "cursor", "restarts", "long_prompts", "unscored_groups")
 
     def __init__(self, names: list[str]):
-        """names: of the processes, the trainer's first (runtime/places.py)."""
+        """names: of the processes (runtime/places.py)."""
         self.names = names
-        self.num_trainers = sum(name.startswith("trainer") for name in names)
+        # The rows of the searchers. Further processes of the trainer have theirs behind them.
+        self.searching = [i for i, name in enumerate(names) if name.startswith("searcher")]
         shape = len(names), len(self.COLUMNS)
         self.words = torch.zeros(shape, dtype=torch.float64).share_memory_()
         self.words[:, self.COLUMNS.index("beat")] = time.monotonic()  # the start is a sign of life
@@ -48,7 +49,7 @@ class Board:
     @property
     def searchers(self) -> list[str]:
         """The names of the searchers."""
-        return self.names[self.num_trainers :]
+        return [self.names[i] for i in self.searching]
 
     def get(self, name: str, column: str) -> float:
         return float(self.words[self.names.index(name), self.COLUMNS.index(column)])
@@ -61,7 +62,7 @@ class Board:
 
     def total(self, column: str) -> float:
         """Sum a column over all searchers."""
-        return float(self.words[self.num_trainers :, self.COLUMNS.index(column)].sum())
+        return float(self.words[self.searching, self.COLUMNS.index(column)].sum())
 
     def figures(self) -> dict[str, float]:
         """What metrics.jsonl says of further nodes (runtime/cluster.py): here are none."""
@@ -70,8 +71,8 @@ class Board:
     def state_dict(self) -> dict[str, dict[str, float]]:
         """What a run that is resumed must know of each searcher."""
         return {
-            name: {column: self.get(name, column) for column in self.SAVED}
-            for name in self.names[self.num_trainers :]
+            self.names[i]: {column: self.get(self.names[i], column) for column in self.SAVED}
+            for i in self.searching
         }
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:

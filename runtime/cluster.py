@@ -136,8 +136,8 @@ class ClusterBoard(NodeBoard):
     @property
     def searchers(self) -> list[str]:
         """This machine's searchers, and the nodes that are there; where there are none, node 1."""
-        beats = self.beats.tolist()[self.num_trainers :]
-        there = [name for name, beat in zip(super().searchers, beats) if beat]
+        beats = self.beats.tolist()
+        there = [self.names[i] for i in self.searching if beats[i]]
         return there or self.nodes[:1]
 
     def sign_of_life(self, name: str) -> str:

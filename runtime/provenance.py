@@ -55,8 +55,9 @@ def changed_settings(config: Config) -> dict[str, object]:
     if not config.resume:
         return changed
     starts = read_lines(Path(config.resume, "starts.jsonl"))
-    kept = {name: value for name, value in changed.items() if name in CHANGEABLE}
-    return (starts[0]["changed"] if starts else {}) | kept
+    first = starts[0]["changed"] if starts else {}
+    kept = {name: value for name, value in first.items() if name not in CHANGEABLE}
+    return kept | {name: value for name, value in changed.items() if name in CHANGEABLE}
 
 
 def describe_machine() -> dict[str, str]:

@@ -1,0 +1,26 @@
+"""The board: which of its rows are the searchers', where the trainer has several processes."""
+
+from runtime.board import Board
+from runtime.command_line import build_config
+from runtime.places import find_places
+
+
+def make_board(*flags: str) -> Board:
+    config = build_config(["arithmetic", *flags])
+    return Board([place.name for place in find_places(config, gpus=[])])
+
+
+def test_further_processes_of_the_trainer_are_no_searchers():
+    board = make_board("--searchers", "2", "--trainer_processes", "2")
+    assert board.searchers == ["searcher 0", "searcher 1"]
+    for name in board.names:
+        board.set(name, "tokens", 1 if name.startswith("searcher") else 100)
+    assert board.total("tokens") == 2
+
+
+def test_what_is_saved_of_searchers_is_taken_over_with_another_number_of_trainer_processes():
+    board = make_board("--trainer_processes", "2")
+    board.set("searcher 0", "cursor", 7)
+    alone = make_board()
+    alone.load_state_dict(board.state_dict())
+    assert alone.get("searcher 0", "cursor") == 7
