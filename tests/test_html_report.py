@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -353,7 +354,7 @@ def test_a_resumed_run_adds_its_command_and_each_names_what_differs_from_the_pre
         {"seed": 3, "beta": 0.75, "steps": 9},
     ]
     assert set(starts[0]["versions"]) >= {"Python", "torch", "transformers"}
-    assert "pytest" in starts[0]["command"] and "cores" in starts[0]["machine"]
+    assert starts[0]["command"] == shlex.join(sys.orig_argv) and "cores" in starts[0]["machine"]
     text = report_of(Path(run)).text
     assert text.count("Started") == 1 and text.count("Resumed") == 1
 
@@ -423,9 +424,12 @@ def test_the_text_of_each_token_is_found_in_time_proportional_to_their_number():
     assert "".join(texts) == f"a {EMOJI} é<eos>" and texts[-1] == "<eos>"
     assert len(texts) == len(ids) and texts[2:6] == ["", "", "", "👩"]
     half_a_character = tokenizer("é").input_ids[:1]
-    start = time.perf_counter()
-    texts = token_texts(tokenizer, half_a_character * 20_000)
-    assert time.perf_counter() - start < 2.0, "a policy that has gone wrong costs no time"
+    seconds = []
+    for length in (2_000, 20_000):
+        start = time.thread_time()
+        texts = token_texts(tokenizer, half_a_character * length)
+        seconds.append(time.thread_time() - start)
+    assert seconds[1] < 30 * seconds[0], "a policy that has gone wrong costs no time"
     assert set("".join(texts)) == {"\ufffd"}
     assert token_texts(ByT5Tokenizer(), ByT5Tokenizer()("ab").input_ids)[:2] == ["a", "b"]
 
