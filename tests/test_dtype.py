@@ -17,6 +17,7 @@ from learner import Learner
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
 from models.policy import hold_as_multiplied, load_policy, weight_shapes
+from tba import main
 from weights import SharedWeights
 
 BF16 = dict(dtype="bfloat16")
@@ -154,6 +155,6 @@ def test_the_demo_in_bf16_ends_with_at_least_095_of_its_answers_right(
 
 
 def test_bf16_masters_with_forward_passes_in_fp32_are_refused(capsys):
-    result = tba("arithmetic", "--master_dtype", "bfloat16")
-    assert result.returncode == 2
-    assert "--master_dtype bfloat16 needs --dtype bfloat16, and that is auto" in result.stderr
+    assert main(["arithmetic", "--master_dtype", "bfloat16"]) == 2
+    problem = "--master_dtype bfloat16 needs --dtype bfloat16, and that is auto"
+    assert problem in capsys.readouterr().err

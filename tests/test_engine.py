@@ -1,7 +1,10 @@
 """The engine of a searcher, the real vLLM, against transformers before and after new weights."""
 
+import gc
 import queue
+from collections.abc import Iterator
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -24,6 +27,26 @@ from tasks import Query
 from weights import SharedWeights
 
 BLOCK = 32  # tokens in a block of vLLM's prefix cache on a CPU
+VERSIONS = count(100)
+
+
+@pytest.fixture(scope="module")
+def one_engine(tied_model) -> Engine:
+    gc.collect()  # the end of an engine of the tests above would be that of vLLM's process groups
+    return Engine(Config(model=str(tied_model), max_prompt_tokens=900, max_response_tokens=100))
+
+
+@pytest.fixture
+def engine(one_engine) -> Iterator[Engine]:
+    """The engine of all tests that leave the weights of tied_model in it."""
+    yield one_engine
+    drain(one_engine)  # what a searcher has left unfinished
+
+
+@pytest.fixture
+def version() -> int:
+    """A version of one test alone: no keys and values of other tests are met."""
+    return next(VERSIONS)
 
 
 def changed(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
@@ -139,15 +162,6 @@ def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, reque
     assert unsalted > 0.01, "without a salt of its own a request would meet stale keys"
 
 
-def test_a_prompt_is_computed_once_for_its_responses_but_for_its_last_block(tied_model):
-    engine = Engine(Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100))
-    # vLLM makes a group of requests like these.
-    for name in ("first", "second"):
-        engine.add(name, list(range(3 * BLOCK + 5)), version=0, n=1, temperature=1.0, max_tokens=5)
-    cached_tokens = {name: output.num_cached_tokens for name, output in drain(engine).items()}
-    assert cached_tokens == {"first": 0, "second": 3 * BLOCK}
-
-
 def test_a_model_that_vllm_runs_through_transformers_can_be_the_reference_policy_too(tmp_path):
     """Load a GPT-NeoX, the architecture of Pythia in the TL;DR presets.
 
@@ -181,12 +195,23 @@ def test_a_model_that_vllm_runs_through_transformers_can_be_the_reference_policy
     assert worst_difference(model, prompt, output, 0.7) <= 1e-4
 
 
-def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probability(tied_model):
+def test_a_prompt_is_computed_once_for_its_responses_but_for_its_last_block(engine, version):
+    # vLLM makes a group of requests like these.
+    for name in ("first", "second"):
+        prompt = list(range(3 * BLOCK + 5))
+        engine.add(name, prompt, version=version, n=1, temperature=1.0, max_tokens=5)
+    cached_tokens = {name: output.num_cached_tokens for name, output in drain(engine).items()}
+    assert cached_tokens == {"first": 0, "second": 3 * BLOCK}
+
+
+def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probability(
+    engine, version, tied_model
+):
     config = Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100)
     model = load_policy(config, torch.device("cpu"))
-    tokenizer, engine = load_tokenizer(config), Engine(config)
+    tokenizer = load_tokenizer(config)
     prompt = tokenizer("ab").input_ids
-    engine.add("ends", prompt, version=0, n=200, temperature=2.0, max_tokens=100, seed=0)
+    engine.add("ends", prompt, version=version, n=200, temperature=2.0, max_tokens=100, seed=0)
     output = drain(engine)["ends"]
     ended = [c for c in output.outputs if c.finish_reason == "stop"]
     assert ended, "at this temperature some of 200 responses end by themselves"
@@ -198,11 +223,10 @@ def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probab
     assert worst_difference(model, prompt, output, 2.0) <= 1e-4
 
 
-def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(tied_model, tmp_path):
-    config = Config(model=str(tied_model), max_prompt_tokens=20, max_response_tokens=40)
-    engine, end = Engine(config), 256  # byte_tokenizer's
+def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine, version):
+    end = 256  # byte_tokenizer's
     sampling = dict(n=32, temperature=1.0, seed=0, logit_bias={end: 5.0})
-    engine.add("0", [70, 71], version=0, max_tokens=3, **sampling)
+    engine.add("0", [70, 71], version=version, max_tokens=3, **sampling)
     completions = drain(engine)["0"].outputs
     finished = [completion.finish_reason == "stop" for completion in completions]
     assert {True, False} == set(finished), "both kinds"
@@ -219,10 +243,10 @@ def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(tied_m
         )
 
 
-def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(tied_model):
+def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, version, tied_model):
     config = Config(model=str(tied_model), max_prompt_tokens=20, max_response_tokens=40)
-    engine, model = Engine(config), load_policy(config, torch.device("cpu"))
-    sampling = dict(version=0, n=8, temperature=1.0, max_tokens=3, seed=0)
+    model = load_policy(config, torch.device("cpu"))
+    sampling = dict(version=version, n=8, temperature=1.0, max_tokens=3, seed=0)
     group = sample_group(engine, [70, 71], final_token=256, **sampling)
     assert (group.lengths == 4).all() and group.appended.all(), "all were cut off"
     group.ref_logprobs = group.behavior_logprobs
@@ -236,12 +260,10 @@ def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(tied_mode
     assert mismatch(group, ours) > 0.1
 
 
-def test_the_same_seeds_give_the_same_responses_whatever_runs_beside_them(tied_model):
-    config = Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100)
-    engine = Engine(config)
+def test_the_same_seeds_give_the_same_responses_whatever_runs_beside_them(engine, version):
     prompts = {f"p{i}": list(range(10 * i, 10 * i + 8)) for i in range(6)}
 
-    sampling = dict(version=0, n=4, temperature=1.0, max_tokens=10)
+    sampling = dict(version=version, n=4, temperature=1.0, max_tokens=10)
 
     def generate(order):
         for name in order:
@@ -252,26 +274,47 @@ def test_the_same_seeds_give_the_same_responses_whatever_runs_beside_them(tied_m
     assert generate(list(prompts)) == generate(list(reversed(prompts)))
 
 
-def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(tied_model):
+def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(engine, version, tied_model):
     config = Config(model=str(tied_model), max_prompt_tokens=900, max_response_tokens=100)
-    model, engine = load_policy(config, torch.device("cpu")), Engine(config)
+    model = load_policy(config, torch.device("cpu"))
     rng = np.random.default_rng(0)
     for i in range(20):
         size = int(rng.integers(300, 900))
         prompt = rng.integers(0, 256, size=size).tolist()
-        engine.add(f"p{i}", prompt, version=0, n=2, temperature=1.0, max_tokens=5, seed=i)
+        sampling = dict(n=2, temperature=1.0, max_tokens=5, seed=i)
+        engine.add(f"p{i}", prompt, version=version, **sampling)
     outputs = drain(engine)
     assert len(outputs) == 20
     for output in outputs.values():
         assert worst_difference(model, output.prompt_token_ids, output, 1.0) <= 1e-4
 
 
-def test_a_searcher_keeps_the_engine_full_while_some_of_a_group_have_ended(tied_model, tmp_path):
+@pytest.fixture
+def a_searcher(engine, tied_model, tmp_path, monkeypatch) -> tuple[Searcher, SharedWeights]:
+    """A searcher that found the engine loaded, and the weights that it reads."""
+    monkeypatch.setattr("searcher.Engine", lambda config, seed: engine)
+    (tmp_path / "logs").mkdir()
+    config = Config(
+        model=str(tied_model),
+        task="arithmetic",
+        searchers=1,
+        samples_per_query=24,
+        max_prompt_tokens=16,
+        max_response_tokens=60,
+        temperature=2.0,
+    )
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+    board = Board(["trainer", "searcher 0"])
+    searcher = Searcher(config, 0, 0, "searcher 0", weights, queue.Queue(), board, str(tmp_path))
+    return searcher, weights
+
+
+def test_a_searcher_keeps_the_engine_full_while_some_of_a_group_have_ended(a_searcher):
     """Let the next group join before the longest response of a running group is done.
 
     The shorter ones, which have ended, leave room.
     """
-    searcher, _ = a_searcher(tied_model, tmp_path)
+    searcher, _ = a_searcher
     rows, finished = [], []
     for _ in range(150):
         searcher.start_queries()
@@ -281,10 +324,8 @@ def test_a_searcher_keeps_the_engine_full_while_some_of_a_group_have_ended(tied_
     assert finished, "some groups were finished meanwhile"
 
 
-def test_a_searcher_that_is_ready_before_the_first_publish_searches_with_the_base_model(
-    tied_model, tmp_path
-):
-    searcher, weights = a_searcher(tied_model, tmp_path)
+def test_a_searcher_that_is_ready_before_the_first_publish_searches_with_the_base_model(a_searcher):
+    searcher, weights = a_searcher
     assert weights.version == -1
     searcher.take_new_weights()
     assert searcher.version == 0
@@ -293,11 +334,9 @@ def test_a_searcher_that_is_ready_before_the_first_publish_searches_with_the_bas
     assert searcher.version == 2
 
 
-def test_the_base_model_is_evaluated_also_by_a_searcher_that_finds_newer_weights(
-    tied_model, tmp_path
-):
+def test_the_base_model_is_evaluated_also_by_a_searcher_that_finds_newer_weights(a_searcher):
     """Act as a restarted searcher, which died before it had evaluated the base model."""
-    searcher, weights = a_searcher(tied_model, tmp_path)
+    searcher, weights = a_searcher
     weights.publish(2, load_policy(searcher.config, torch.device("cpu")).named_parameters())
     begin = searcher.evaluation.begin
     engine, scorer, queries, *rest = begin.args
@@ -312,20 +351,3 @@ def test_the_base_model_is_evaluated_also_by_a_searcher_that_finds_newer_weights
     searcher.rollout_queue.put_nowait = stop_at_an_evaluation
     searcher.search()
     assert [item.version for item in items if isinstance(item, Evaluation)] == [0]
-
-
-def a_searcher(model, tmp_path) -> tuple[Searcher, SharedWeights]:
-    (tmp_path / "logs").mkdir()
-    config = Config(
-        model=str(model),
-        task="arithmetic",
-        searchers=1,
-        samples_per_query=24,
-        max_prompt_tokens=16,
-        max_response_tokens=60,
-        temperature=2.0,
-    )
-    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-    board = Board(["trainer", "searcher 0"])
-    searcher = Searcher(config, 0, 0, "searcher 0", weights, queue.Queue(), board, str(tmp_path))
-    return searcher, weights

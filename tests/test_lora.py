@@ -26,6 +26,7 @@ from runtime.memory_trial import largest_micro_batch, try_largest_batch
 from runtime.needs import Needs
 from runtime.places import find_places
 from runtime.plan import show_plan
+from tba import main
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
 KINDS = ("tied", "untied", "conv1d")
@@ -353,10 +354,9 @@ def test_a_run_with_adapters_is_resumed_with_their_rank(tmp_path):
     assert build_config(again).lora_rank == 0
 
 
-def test_alpha_without_a_rank_is_one_line():
-    result = tba("arithmetic", "--lora_alpha", 16)
-    assert result.returncode == 2
-    assert result.stderr.strip() == (
+def test_alpha_without_a_rank_is_one_line(capsys):
+    assert main(["arithmetic", "--lora_alpha", "16"]) == 2
+    assert capsys.readouterr().err.strip() == (
         "error: --lora_alpha is 16.0, but --lora_rank 0 trains all weights: "
         "give a rank, or --lora_alpha None"
     )
