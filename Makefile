@@ -9,7 +9,12 @@ INSTALLED := .venv/$(if $(GPU),requirements,requirements-cpu).txt.installed
 TEST_VENV := $(if $(GPU),.venv-cpu,.venv)
 DEMO_FLAGS ?=
 
-.PHONY: setup setup-tests demo lint test test-faults test-runs test-cluster test-gpu
+PYTEST := $(TEST_VENV)/bin/python -m pytest -q --durations=10 -n 2
+# Its tests are long: a worker that has none left takes over some of the other's.
+PYTEST_LONG := $(PYTEST) --dist worksteal
+SUITES := test test-faults test-runs test-cluster
+
+.PHONY: setup setup-tests demo lint $(SUITES) test-all test-gpu
 
 demo: setup
 	.venv/bin/python tba.py arithmetic $(DEMO_FLAGS)
@@ -19,20 +24,28 @@ lint: setup-tests
 	$(TEST_VENV)/bin/ruff format --check .
 
 test: setup-tests
-	$(TEST_VENV)/bin/python -m pytest -q -m "not faults and not runs and not cluster" tests
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not faults and not runs and not cluster" tests
 
-# What kills, stops, fills up and lasts long: 25 minutes.
+# What kills, stops, fills up and lasts long.
 test-faults: setup-tests
-	$(TEST_VENV)/bin/python -m pytest -q -m faults tests
+	$(PYTEST_LONG) -m faults tests
 
-# Every preset on tiny models, the tiny tasks, trackers, the demo in bf16: more than half an hour.
+# Every preset on tiny models, the tiny tasks, trackers, the demo in bf16.
 test-runs: setup-tests
-	$(TEST_VENV)/bin/python -m pytest -q -m runs tests
+	$(PYTEST_LONG) -m runs tests
 
 # Searchers on further nodes of a Ray cluster, in a network that has nothing but this machine.
 test-cluster: setup-tests $(TEST_VENV)/requirements-ray.txt.installed
 	unshare $(if $(filter-out 0,$(shell id -u)),--map-root-user) --net sh -c \
-	  'ip link set lo up && exec "$$@"' sh $(TEST_VENV)/bin/python -m pytest -q -m cluster tests
+	  'ip link set lo up && exec "$$@"' sh $(PYTEST_LONG) -m cluster tests
+
+# The four, one after the other; then a line for each.
+test-all:
+	@for suite in $(SUITES); do \
+	  start=$$(date +%s); how=passed; \
+	  $(MAKE) --no-print-directory $$suite || how=FAILED; \
+	  lines="$$lines$$suite $$how in $$(($$(date +%s) - start)) s\n"; \
+	done; printf "$$lines"; case "$$lines" in *FAILED*) exit 1;; esac
 
 # What wants a GPU, with the vLLM for GPUs; without one each test is skipped, with the reason.
 test-gpu: setup

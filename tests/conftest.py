@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +39,26 @@ ON_GPU = any(package.name == "vllm" for package in importlib.metadata.distributi
 # What a searcher finds in its environment, before a test imports vLLM.
 GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if ON_GPU else None
 os.environ.update(processes.environment(Place("tests", GPU, [0])))
+
+
+# Seconds that a test waits for what must happen before it fails. Far more than it takes: the tests
+# pass beside other work on all cores. Of time itself only a ratio within one run is asserted.
+PATIENCE = 600.0
+
+
+# Those that take longest, longest first: two workers that each take file by file end together.
+LONGEST = ("runs", "plan", "hub", "sharding", "engine", "dtype", "faults", "tiny_runs", "tracking")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+@pytest.fixture
+def record_property(record_property):
+    """As pytest's, of any value: a worker sends it to the process that prints it."""
+    return lambda name, value: record_property(name, str(value))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
@@ -164,12 +185,14 @@ def start_tba(
     root: Path = ROOT,
     directory: Path | None = None,
     own_session: bool = True,
+    prefix: Sequence[str] = (),
 ) -> subprocess.Popen:
     """`python tba.py ARGUMENTS`. Every process of the run carries `tag` in its environment.
 
-    own_session: else this process's session, with which it then shares cores task by task.
+    own_session: else this process's session, with which it then shares cores task by task. prefix:
+    a command that starts this one.
     """
-    command = [sys.executable, str(root / "tba.py"), *map(str, arguments)]
+    command = [*prefix, sys.executable, str(root / "tba.py"), *map(str, arguments)]
     environment = {**os.environ, "TBA_TEST_TAG": tag}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
@@ -177,13 +200,11 @@ def start_tba(
     )
 
 
-def tba(
-    *arguments, timeout: float = 240.0, root: Path = ROOT, own_session: bool = True
-) -> subprocess.CompletedProcess:
-    """`python tba.py ARGUMENTS`, to its end."""
-    process = start_tba(*arguments, root=root, own_session=own_session)
+def tba(*arguments, **settings) -> subprocess.CompletedProcess:
+    """`python tba.py ARGUMENTS`, to its end. settings: as of start_tba."""
+    process = start_tba(*arguments, **settings)
     try:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -232,7 +253,10 @@ def steps_of(run_dir: Path) -> list[dict]:
 
 
 class Run:
-    """A run in the background. Whatever happens, nothing of it is left when the block ends."""
+    """A run in the background. Whatever happens, nothing of it is left when the block ends.
+
+    start_seconds: until its first step; what a test says of a time is measured by that.
+    """
 
     def __init__(
         self,
@@ -244,6 +268,7 @@ class Run:
     ):
         self.run_dir, self.tag = run_dir, uuid.uuid4().hex
         self.shared: set[str] = set()  # files in shared memory that this run's processes have made
+        self.began, self.start_seconds = time.monotonic(), 0.0
         where = ("--resume", run_dir) if resume else ("--output_dir", run_dir)
         self.process = start_tba(
             *arguments, *where, tag=self.tag, root=root, own_session=own_session
@@ -258,11 +283,11 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
-    def until(self, condition, seconds: float, what: str):
+    def until(self, condition, what: str):
         """What condition() gives once that is true."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE
         while not (found := condition()):
-            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+            assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {what}"
             assert self.process.poll() is None, (
                 f"the run ended while waiting for: {what}\n{self.process.communicate()}"
             )
@@ -278,8 +303,10 @@ class Run:
     def step(self) -> int:
         return max((line["step"] for line in self.steps()), default=0)
 
-    def is_at(self, step: int, seconds: float = 150) -> None:
-        self.until(lambda: self.step() >= step, seconds, f"step {step}")
+    def is_at(self, step: int) -> None:
+        self.until(self.step, "a first step")
+        self.start_seconds = self.start_seconds or time.monotonic() - self.began
+        self.until(lambda: self.step() >= step, f"step {step}")
 
     def pid(self, name: str) -> int | None:
         """Of the living process that calls itself so."""
@@ -292,7 +319,7 @@ class Run:
         return None
 
     def kill(self, name: str, how: int = signal.SIGKILL) -> None:
-        os.kill(self.until(lambda: self.pid(name), 60, f"a process {name}"), how)
+        os.kill(self.until(lambda: self.pid(name), f"a process {name}"), how)
 
     def send_to_all(self, how: int) -> None:
         """Send a signal to every process of the run."""
@@ -300,21 +327,26 @@ class Run:
             with suppress(ProcessLookupError):
                 os.kill(pid, how)
 
-    def end(self, how: int = signal.SIGINT, seconds: float = 15) -> tuple[str, str]:
+    def end(self, how: int = signal.SIGINT) -> tuple[str, str]:
         """Asks the run to end; its output."""
         self.process.send_signal(how)
-        out, err = self.process.communicate(timeout=seconds)
+        out, err = self.process.communicate(timeout=PATIENCE)
         assert self.process.returncode == 128 + how, err
         assert "resource_tracker" not in err, err  # a warning of semaphores left behind
         return out, err
 
-    def nothing_is_left(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while living(self.tag):
-            assert time.monotonic() < deadline, [
-                Path(f"/proc/{pid}/comm").read_text() for pid in living(self.tag)
-            ]
-            time.sleep(0.1)
-        time.sleep(1)  # Python's resource tracker cleans up last
+    def nothing_is_left(self) -> None:
+        """Wait until no process of the run lives; then nothing of it is in shared memory either."""
         assert self.shared, "it was looked at while the run lived"
-        assert self.shared & set(os.listdir(SHARED_MEMORY)) == set()
+        wait_for(lambda: not living(self.tag), "all processes to end")
+        # Python's resource tracker cleans up last.
+        wait_for(lambda: not self.shared & set(os.listdir(SHARED_MEMORY)), "shared memory")
+
+
+def wait_for(condition, what: str):
+    """What condition() gives once that is true."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {what}"
+        time.sleep(0.05)
+    return found

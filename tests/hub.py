@@ -60,7 +60,7 @@ class Hub:
         name, rest = "/".join(parts[:2]), parts[2:]
         fault = self.faults.get(name) or self.faults.get("*")
         if fault == "silent":
-            time.sleep(600)
+            time.sleep(3600)
         if fault == "gated":
             return send(request, 403, b"{}", {"X-Error-Code": "GatedRepo"})
         if isinstance(fault, int):

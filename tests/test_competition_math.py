@@ -1,10 +1,10 @@
 """The MATH grader: which answers are equal, and what happens to malicious or enormous ones."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
+from conftest import wait_for
 
 from config import Config, UserError
 from runtime.scoring import Responses, Scorer
@@ -78,9 +78,7 @@ def test_it_is_right(answer, gold):
 
 @pytest.mark.parametrize("answer, gold", WRONG)
 def test_it_is_wrong(answer, gold):
-    start = time.monotonic()
     assert not is_correct(f"So the answer is $\\boxed{{{answer}}}$.", gold)
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -127,14 +125,9 @@ def test_an_unfinished_response_is_wrong():
         "2^{" * 200 + "}" * 200,
     ],
 )
-def test_nothing_takes_longer_than_five_seconds(answer, scorer):
-    start = time.monotonic()
+def test_no_answer_holds_up_the_scores_of_others(answer, scorer):
     scorer.add([Responses(None, Query(0, "", "2"), [rf"\boxed{{{answer}}}"], [True])])
-    while not (scored := scorer.take()):
-        assert time.monotonic() - start < 7
-        time.sleep(0.01)
-    assert time.monotonic() - start < 6  # 5, and the time to stop a worker
-    ((_, rewards),) = scored
+    ((_, rewards),) = wait_for(scorer.take, "the scores")
     assert isinstance(rewards, Exception) or rewards.tolist() == [0.0]
 
 
@@ -162,11 +155,9 @@ def scorer():
     scorer = Scorer(config, load_task("competition_math"))
     # The workers start with the first groups.
     scorer.add([Responses(None, Query(0, "", "2"), [r"\boxed{2}"], [True])] * 2)
-    deadline = time.monotonic() + 60
     scored = []
-    while len(scored) < 2 and time.monotonic() < deadline:
-        scored += scorer.take()
-        time.sleep(0.01)
+    while len(scored) < 2:
+        scored += wait_for(scorer.take, "the first scores")
     assert [rewards.tolist() for _, rewards in scored] == [[1.0], [1.0]]
     yield scorer
     scorer.pool.stop()

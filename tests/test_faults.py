@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import FOREVER, ROOT, SMALL, Run, living, read, shared_files, steps_of, tba
+from conftest import FOREVER, PATIENCE, ROOT, SMALL, Run, living, read, shared_files, steps_of, tba
 
 from buffer import ReplayBuffer
 from runtime import checkpoint, timeline
@@ -92,25 +92,23 @@ TIMING = (
 )  # of the metrics, the rest is repeatable
 
 
-def check_replacement(tmp_path: Path, searchers: int, record_property) -> None:
-    """kill -9 to all searchers in the midst of generation.
-
-    Steps go on, the searchers come back within 60 s, and no query of their shares is left out.
-    """
+@pytest.mark.faults
+def test_searchers_killed_in_mid_generation_are_replaced_and_no_query_of_their_shares_is_left_out(
+    tmp_path, record_property
+):
+    """kill -9 to all at once: steps go on, and the searchers come back."""
     task, path = visits_task(tmp_path)
-    with Run(tmp_path / "run", task, *TINY_TASK, "--searchers", searchers, *FOREVER) as run:
+    with Run(tmp_path / "run", task, *TINY_TASK, "--searchers", searchers := 2, *FOREVER) as run:
         run.is_at(20)
-        run.until(lambda: len(read_visits(path)) == searchers, 60, "groups of all searchers")
+        run.until(lambda: len(read_visits(path)) == searchers, "groups of all searchers")
         before = {pid for pid in (run.pid(f"searcher {rank}") for rank in range(searchers)) if pid}
         assert len(before) == searchers
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         killed, at = time.monotonic(), run.step()
-        run.is_at(at + 20, 20)  # from the buffer, long before a new searcher has loaded
+        run.is_at(at + 20)  # from the buffer, long before a new searcher has loaded
         assert len(read_visits(path)) == searchers, "only those that are dead have scored so far"
-        run.until(
-            lambda: len(read_visits(path)) == 2 * searchers, 60, "groups of the new searchers"
-        )
+        run.until(lambda: len(read_visits(path)) == 2 * searchers, "groups of the new searchers")
         record_property(
             "seconds until groups of all new searchers", round(time.monotonic() - killed)
         )
@@ -123,7 +121,7 @@ def check_replacement(tmp_path: Path, searchers: int, record_property) -> None:
             visited = {query for queries in read_visits(path).values() for query in queries}
             return all(len(visited & set(order[:500])) > 150 for order in orders)
 
-        run.until(have_gone_on, 90, "150 queries of each share")
+        run.until(have_gone_on, "150 queries of each share")
         assert run.steps()[-1]["searcher_restarts"] == searchers
         out, _ = run.end()
         assert out.count("ended with exit code -9: it is started again") == searchers
@@ -144,30 +142,16 @@ def read_visits(path: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.faults
-def test_a_searcher_killed_in_mid_generation_is_replaced_and_no_query_of_its_share_is_left_out(
-    tmp_path, record_property
-):
-    check_replacement(tmp_path, 1, record_property)
-
-
-@pytest.mark.faults
-def test_all_searchers_killed_at_once_are_replaced(tmp_path, record_property):
-    check_replacement(tmp_path, 2, record_property)
-
-
-@pytest.mark.faults
 def test_a_searcher_that_is_stopped_is_replaced_after_the_timeout(tmp_path, record_property):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--searcher_timeout", 15) as run:
         run.is_at(20)
         first = run.pid("searcher 0")
         stopped = time.monotonic()
         run.kill("searcher 0", signal.SIGSTOP)
-        run.until(lambda: run.pid("searcher 0") not in (first, None), 30, "another searcher")
-        record_property(
-            "seconds until another is started, of a timeout of 15",
-            round(time.monotonic() - stopped),
-        )
-        assert 14 < time.monotonic() - stopped < 25
+        run.until(lambda: run.pid("searcher 0") not in (first, None), "another searcher")
+        seconds = time.monotonic() - stopped
+        record_property("seconds until another is started, of a timeout of 15", round(seconds))
+        assert seconds > 14
         run.is_at(run.step() + 50)
         assert "gave no sign of life" in run.end()[0]
 
@@ -188,9 +172,8 @@ def test_a_searcher_that_waits_on_a_full_queue_is_not_taken_for_dead(tmp_path):
     ) as run:
         run.is_at(20)
         # Nobody empties the queue: no sync does, and no checkpoint.
-        run.until(lambda: run.steps()[-1]["searcher_busy"] < 0.05, 120, "a searcher that waits")
-        at = time.monotonic()
-        run.until(lambda: time.monotonic() - at > 25, 30, "25 s of that")
+        run.until(lambda: run.steps()[-1]["searcher_busy"] < 0.05, "a searcher that waits")
+        time.sleep(15)
         assert run.steps()[-1]["searcher_restarts"] == 0 and run.steps()[-1]["queue_depth"] > 100
         run.end()
 
@@ -202,7 +185,7 @@ def test_a_searcher_that_dies_three_times_without_a_group_ends_the_run_with_its_
         "class Dies(A):\n    def score(self, *a):\n"
         "        os.write(2, b'the last words of a searcher')\n        os._exit(7)\n"
     )
-    result = tba(tmp_path / "dies.py", *TINY_TASK, "--output_dir", tmp_path / "run", timeout=400)
+    result = tba(tmp_path / "dies.py", *TINY_TASK, "--output_dir", tmp_path / "run")
     assert result.returncode == 1
     assert "searcher 0 ended with exit code 7, 3 times without a group" in result.stderr
     assert "the last words of a searcher" in result.stderr
@@ -224,7 +207,7 @@ if __name__ == "__main__":
     run = Supervisor(Config(), [place], writer.Weights(), board, {directory!r}, "writer:run")
     got = 0
     for kill in range(30):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + {patience}
         fresh = 0
         while fresh < 20:  # groups of this writer
             assert time.monotonic() < deadline, (kill, got)
@@ -274,62 +257,49 @@ def test_a_queue_survives_thirty_writers_killed_in_the_midst_of_a_group(tmp_path
     (tmp_path / "logs").mkdir()
     (tmp_path / "writer.py").write_text(WRITER)
     script = tmp_path / "survive.py"
-    script.write_text(SURVIVE.format(root=str(ROOT), directory=str(tmp_path)))
+    script.write_text(SURVIVE.format(root=str(ROOT), directory=str(tmp_path), patience=PATIENCE))
     command = [sys.executable, str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert "survived 30" in result.stdout, result.stderr
 
 
 # The parent and the trainer
 
 
-@pytest.mark.parametrize(
-    "victim", ["the command line", pytest.param("trainer", marks=pytest.mark.faults)]
-)
-def test_whoever_is_killed_takes_all_the_others_along_and_leaves_nothing_in_shared_memory(
-    victim, tmp_path, record_property
+@pytest.mark.faults
+def test_a_trainer_that_is_killed_takes_all_the_others_along_and_leaves_nothing_in_shared_memory(
+    tmp_path, record_property
 ):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER) as run:
         run.is_at(10)
-        assert len(living(run.tag)) >= 3
-        if victim == "trainer":
-            run.kill("trainer")
-            start = time.monotonic()
-            assert run.process.wait(10) == 1
-            record_property("seconds until the run has ended", round(time.monotonic() - start, 1))
-            assert "the trainer ended with exit code -9" in run.process.stderr.read()
-        else:
-            run.process.kill()
-        run.nothing_is_left(10)
-
-
-@pytest.mark.faults
-def test_a_run_that_has_not_ended_cannot_be_resumed(tmp_path, capsys):
-    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 5) as run:
-        run.is_at(10)
-        assert main(["--resume", str(run.run_dir)]) == 2
-        assert (
-            capsys.readouterr().err
-            == f"error: --resume '{run.run_dir}': this run has not ended, its processes are alive\n"
-        )
-        run.is_at(run.step() + 10)
-        run.end()
+        run.kill("trainer")
+        start = time.monotonic()
+        _, err = run.process.communicate(timeout=PATIENCE)
+        record_property("seconds until the run has ended", round(time.monotonic() - start, 1))
+        assert run.process.returncode == 1 and "the trainer ended with exit code -9" in err
+        run.nothing_is_left()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_with_a_checkpoint(how, tmp_path, record_property):
-    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 0) as run:
+def test_a_run_cannot_be_resumed_while_it_lives_and_a_signal_ends_it_with_a_checkpoint(
+    how, tmp_path, capsys, record_property
+):
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 5) as run:
         run.is_at(10)
+        assert main(["--resume", str(run.run_dir)]) == 2
+        problem = f"--resume '{run.run_dir}': this run has not ended, its processes are alive"
+        assert capsys.readouterr().err == f"error: {problem}\n"
+        run.is_at(run.step() + 10)
         start = time.monotonic()
         _, err = run.end(how)
-        record_property("seconds to the end", round(time.monotonic() - start, 1))
-        assert (
-            f"stopped by {how.name}" in err
-            and f"to go on: python tba.py --resume {run.run_dir}" in err
-        )
+        seconds = time.monotonic() - start
+        record_property("seconds to the end, and to the first step", (seconds, run.start_seconds))
+        assert seconds < run.start_seconds
+        assert f"stopped by {how.name}" in err
+        assert f"to go on: python tba.py --resume {run.run_dir}" in err
         assert checkpoint.newest_whole(str(run.run_dir))[0].name == f"step-{run.step():08}"
-        run.nothing_is_left(1)
+        run.nothing_is_left()
 
 
 @pytest.mark.faults
@@ -341,10 +311,12 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, record_property):
         time.sleep(0.5)
         start = time.monotonic()
         run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(2) == 130 and time.monotonic() - start < 2
-        record_property("seconds to the end", round(time.monotonic() - start, 2))
-        assert "resource_tracker" not in run.process.communicate()[1]
-        run.nothing_is_left(5)
+        _, err = run.process.communicate(timeout=PATIENCE)
+        seconds = time.monotonic() - start
+        record_property("seconds to the end", round(seconds, 2))
+        assert run.process.returncode == 130 and "resource_tracker" not in err
+        assert seconds < run.start_seconds / 2
+        run.nothing_is_left()
 
 
 @pytest.mark.faults
@@ -352,9 +324,9 @@ def test_a_trainer_that_does_not_end_at_a_signal_is_killed_and_named(tmp_path):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER) as run:
         run.is_at(10)
         run.kill("trainer", signal.SIGSTOP)
-        _, err = run.end(seconds=30)
+        _, err = run.end()
         assert "the trainer did not save and end within 10 s: it is killed" in err
-        run.nothing_is_left(1)
+        run.nothing_is_left()
 
 
 @pytest.mark.faults
@@ -388,17 +360,17 @@ threading.Thread(target=plant, daemon=True).start()
 TWO = ["--trainer_processes", 2, "--checkpoint_every", 10, "--searcher_timeout", 12]
 
 
-def check_end(run: Run, cause: str, seconds: float, record_property) -> str:
+def check_end(run: Run, cause: str, record_property) -> str:
     """The run ends by itself, says why, and keeps the checkpoint of before. Returns stderr."""
     start = time.monotonic()
-    _, err = run.process.communicate(timeout=seconds)
+    _, err = run.process.communicate(timeout=PATIENCE)
     took = time.monotonic() - start
     assert run.process.returncode == 1 and cause in err, err
     assert "to go on: python tba.py --resume" in err
     newest, complaints = checkpoint.newest_whole(str(run.run_dir))
     assert complaints == [] and checkpoint.load_state(newest)["step"] >= 10
     record_property("seconds to the end", round(took, 1))
-    run.nothing_is_left(3)
+    run.nothing_is_left()
     return err
 
 
@@ -415,9 +387,9 @@ def test_a_trainer_process_that_is_killed_or_stopped_ends_the_run_with_its_log(
     signal_number, fault, name, tmp_path, record_property
 ):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
-        run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], 150, "a checkpoint")
+        run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], "a checkpoint")
         run.kill(name, signal_number)
-        err = check_end(run, f"error: {in_words(name)} {fault}", 30, record_property)
+        err = check_end(run, f"error: {in_words(name)} {fault}", record_property)
         assert f"{name.replace(' ', '-')}.log:" in err
 
 
@@ -425,14 +397,14 @@ def test_a_trainer_process_that_is_killed_or_stopped_ends_the_run_with_its_log(
 @pytest.mark.parametrize("name", ["trainer", "trainer 1"])
 def test_a_trainer_process_that_is_killed_while_it_loads_ends_the_run(name, tmp_path):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
-        run.until(lambda: shared_files(living(run.tag)), 30, "shared memory")
+        run.until(lambda: shared_files(living(run.tag)), "shared memory")
         run.kill(name)
-        _, err = run.process.communicate(timeout=30)
+        _, err = run.process.communicate(timeout=PATIENCE)
         assert (
             run.process.returncode == 1
             and f"error: {in_words(name)} ended with exit code -9" in err
         )
-        run.nothing_is_left(5)
+        run.nothing_is_left()
 
 
 @pytest.mark.faults
@@ -442,7 +414,7 @@ def test_a_trainer_process_that_raises_ends_the_run_with_its_traceback(
 ):
     fault = 'raise ValueError("planted")'
     with planted(fault, name, tmp_path, monkeypatch) as run:
-        err = check_end(run, f"error: {in_words(name)} ended with exit code 1", 30, record_property)
+        err = check_end(run, f"error: {in_words(name)} ended with exit code 1", record_property)
         assert "ValueError: planted" in err
 
 
@@ -466,7 +438,7 @@ def planted(fault: str, name: str, tmp_path: Path, monkeypatch) -> Iterator[Run]
     (tmp_path / "sitecustomize.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Run(tmp_path / "run", "arithmetic", *SMALL, *TWO, *FOREVER) as run:
-        run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], 150, "a checkpoint")
+        run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], "a checkpoint")
         sign.touch()
         yield run
 
@@ -475,10 +447,10 @@ def planted(fault: str, name: str, tmp_path: Path, monkeypatch) -> Iterator[Run]
 def test_a_run_of_two_trainer_processes_is_interrupted_and_resumed_by_one_and_by_four(tmp_path):
     run_dir = tmp_path / "run"
     with Run(run_dir, "arithmetic", *SMALL, *TWO, *FOREVER) as run:
-        run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], 150, "a checkpoint")
+        run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], "a checkpoint")
         _, err = run.end()
         assert "to go on" in err
-        run.nothing_is_left(3)
+        run.nothing_is_left()
     for processes in (1, 4):
         state = checkpoint.load_state(checkpoint.list_checkpoints(str(run_dir))[-1])
         at = max(line["step"] for line in steps_of(run_dir))
@@ -532,11 +504,10 @@ def resumed(request, tmp_path_factory) -> dict[str, Path]:
     def last(run: Run, step: int) -> None:
         run.until(
             lambda: (run.run_dir / "checkpoints" / f"step-{step:08}").exists(),
-            150,
             f"the checkpoint of step {step}",
         )
         run.process.kill()
-        run.nothing_is_left(10)
+        run.nothing_is_left()
 
     with Run(directory / "whole", *settings) as run:
         last(run, 16)
@@ -577,15 +548,16 @@ def test_a_synchronous_run_killed_and_resumed_gives_the_metrics_and_weights_of_o
     ],
 )
 def test_a_run_is_resumed_with_the_settings_that_it_began_with(
-    flags, expected, resumed, untied_model
+    flags, expected, resumed, untied_model, capsys
 ):
-    result = tba(*flags.format(model=untied_model).split(), "--resume", resumed["killed"])
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert expected.format(model=untied_model) in result.stderr
+    arguments = flags.format(model=untied_model).split()
+    assert main([*arguments, "--resume", str(resumed["killed"])]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and expected.format(model=untied_model) in err
 
 
 def test_steps_and_learning_rate_may_change_and_another_vocabulary_is_refused(
-    resumed, untied_model, tmp_path
+    resumed, untied_model, tmp_path, capsys
 ):
     from config import UserError
     from runtime.command_line import build_config
@@ -610,16 +582,16 @@ def test_steps_and_learning_rate_may_change_and_another_vocabulary_is_refused(
     (copy / "config.json").write_text(
         json.dumps(settings | {"model": str(untied_model)})
     )  # as if the directory's content had changed
-    result = tba("--resume", copy)
+    assert main(["--resume", str(copy)]) == 2
     words = "lm_head.weight has shape (257, 64), in the checkpoint (14, 64)"
     if settings["lora_rank"]:
         words = "down_proj.lora_A.default.weight has shape (4, 128), in the checkpoint (4, 256)"
-    assert result.returncode == 2
-    assert "has changed since: " in result.stderr and words in result.stderr
+    err = capsys.readouterr().err
+    assert "has changed since: " in err and words in err
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_and_without_one_nothing_starts(
-    resumed, tmp_path
+    resumed, tmp_path, capsys
 ):
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", str(resumed["killed"]), str(copy)], check=True)
@@ -633,9 +605,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_and_without_on
     ]
 
     (previous / "buffer.npz").write_bytes((previous / "buffer.npz").read_bytes()[:-1])
-    result = tba("--resume", copy)
-    assert result.returncode == 2
-    lines = result.stderr.splitlines()
+    assert main(["--resume", str(copy)]) == 2
+    lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == [
         f"{newest} cannot be used: learner.safetensors is damaged",
         f"{previous} cannot be used: buffer.npz is damaged",
@@ -670,7 +641,7 @@ def test_a_run_killed_at_twenty_random_moments_goes_on_from_its_last_whole_check
                 path = run_dir / "metrics.jsonl"
                 return path.exists() and path.stat().st_ino != inode
 
-            run.until(is_back, 60, "the metrics, back at the checkpoint")
+            run.until(is_back, "the metrics, back at the checkpoint")
             run.is_at(saved["step"] + 1)
             lines = [line["step"] for line in run.steps()]
             assert lines == list(range(1, lines[-1] + 1)), "no step twice, none left out"
@@ -687,13 +658,10 @@ def test_a_run_killed_at_twenty_random_moments_goes_on_from_its_last_whole_check
                     (arrays[name] == again[name]).all() for name in arrays
                 )
             time.sleep(rng.random() * 3)
-            deadline = time.monotonic() + 60
-            while (
-                attempt % 2 and not (run_dir / "checkpoints" / "unfinished").exists()
-            ):  # every other time in the midst of a checkpoint
-                assert time.monotonic() < deadline, "no checkpoint"
+            if attempt % 2:  # every other time in the midst of a checkpoint
+                run.until((run_dir / "checkpoints" / "unfinished").exists, "a checkpoint")
             run.process.kill()
-            run.nothing_is_left(10)
+            run.nothing_is_left()
             reached = run.step()
     record_property("steps lost at each kill", lost[1:])
     record_property("kills while a checkpoint was being written", unfinished)
@@ -710,7 +678,7 @@ def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(
         pytest.skip("needs the right to mount a small tmpfs")
     try:
         with Run(disk / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 20) as run:
-            run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], 150, "a checkpoint")
+            run.until(lambda: checkpoint.newest_whole(str(run.run_dir))[0], "a checkpoint")
             whole = checkpoint.newest_whole(str(run.run_dir))[0]
             with open(disk / "other", "wb", buffering=0) as other, suppress(OSError):
                 while True:
@@ -726,7 +694,7 @@ def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(
             ), "the previous checkpoint is intact"
             at = run.step()
             os.remove(disk / "other")
-            run.until(lambda: run.steps()[-1]["step"] > at + 60, 60, "steps after that")
+            run.until(lambda: run.steps()[-1]["step"] > at + 60, "steps after that")
             steps = [line["step"] for line in run.steps()]
             gap = max(np.diff(steps))
             record_property(
@@ -735,7 +703,6 @@ def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(
             assert gap > 60
             run.until(
                 lambda: checkpoint.newest_whole(str(run.run_dir))[0].name > whole.name,
-                60,
                 "a newer checkpoint",
             )
             out, _ = run.end()
@@ -820,42 +787,33 @@ class Bad(A):
 def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_their_rate(
     tmp_path, record_property
 ):
-    """Both runs live, and one is stopped while the other is measured: a machine's pace changes."""
-    runs, received, seconds = {}, dict.fromkeys(("clean", "bad"), 0), 20.0
+    """Both runs at once, so that they share whatever pace the machine has."""
+    runs, received = {}, {}
     with ExitStack() as stack:
-        for kind in received:
+        for kind in ("clean", "bad"):
             task = tmp_path / f"{kind}.py"
             task.write_text(BAD_SCORES.format(bad=kind == "bad"))
-            run = stack.enter_context(Run(tmp_path / f"run-{kind}", task, *TINY_TASK, *FOREVER))
-            run.until(partial(has_evaluated_its_base, run), 200, "the base model's evaluation")
-            run.send_to_all(signal.SIGSTOP)
-            runs[kind] = run
-        for _ in range(3):
-            for kind, run in runs.items():
-                run.send_to_all(signal.SIGCONT)
-                time.sleep(2)
-                start, before = time.monotonic(), run.steps()[-1]["received"]
-                time.sleep(seconds)
-                more = run.steps()[-1]["received"] - before
-                received[kind] += more * seconds / (time.monotonic() - start)
-                run.send_to_all(signal.SIGSTOP)
+            runs[kind] = stack.enter_context(
+                Run(tmp_path / f"run-{kind}", task, *TINY_TASK, *FOREVER)
+            )
+        for run in runs.values():
+            run.until(partial(has_evaluated_its_base, run), "the base model's evaluation")
+        before = {kind: run.steps()[-1]["received"] for kind, run in runs.items()}
+        time.sleep(60)
         for kind, run in runs.items():
-            run.send_to_all(signal.SIGCONT)
+            received[kind] = run.steps()[-1]["received"] - before[kind]
+        for kind, run in runs.items():
             line = run.steps()[-1]
-            # A worker that was stopped for longer than score_timeout may lose its query: two each.
+            # On a busy machine score() may take longer than score_timeout: two groups each.
             assert (line["unscored_groups"] > 10) == (kind == "bad")
             assert line["searcher_restarts"] == 0
             log = (run.run_dir / "logs" / "searcher-0.log").read_text()
             out, _ = run.end()
-            run.nothing_is_left(5)  # the workers neither
-    rates = {kind: count / (3 * seconds) for kind, count in received.items()}
-    rates["bad"] /= 0.9  # a tenth of its queries is bad
-    record_property(
-        "responses a second of the clean run and of the other, per query that is not bad",
-        [round(rate) for rate in rates.values()],
-    )
+            run.nothing_is_left()  # the workers neither
+    received["bad"] /= 0.9  # a tenth of its queries is bad
+    record_property("responses in 60 s of the clean run and of the other's good queries", received)
     assert "no score for this one" in log and "finite numbers" in log and "TimeoutError" in log
-    assert rates["bad"] >= 0.8 * rates["clean"]
+    assert received["bad"] >= 0.8 * received["clean"]
     assert " left out, score() failed)" in out
 
 
@@ -921,7 +879,7 @@ def test_thirty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(
             def has_come(responses: int = 12 * groups) -> bool:
                 return bool(run.steps()) and run.steps()[-1]["received"] > responses
 
-            run.until(has_come, 900, f"{groups} groups")
+            run.until(has_come, f"{groups} groups")
             measured.append(sizes(run))
     for name in measured[0]:
         memory = [found[name][0] for found in measured]
@@ -939,7 +897,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(tmp_path):
     assert alone.returncode == 0
     with Run(tmp_path / "first", *settings) as first, Run(tmp_path / "second", *settings) as second:
         for run in (first, second):
-            run.process.communicate(timeout=400)
+            run.process.communicate(timeout=PATIENCE)
             assert run.process.returncode == 0
     assert (
         metrics_of(tmp_path / "first")

@@ -17,15 +17,18 @@ import pyarrow.parquet
 import pytest
 import safetensors.torch
 import torch
-from conftest import ROOT, read, start_tba, steps_of, tba
+from conftest import FOREVER, PATIENCE, ROOT, Run, read, start_tba, steps_of, tba, wait_for
 from hub import Hub
 from test_preset_starts import CUT, make
+from test_runs import check_outputs
 from transformers import AutoTokenizer
 
 from config import UserError
 from models.classifier import Classifier, prepare_classifier
 from models.hub import explain, needed_files
 from runtime import processes
+from runtime.timeline import read_lines
+from tba import main
 
 RHO = "realtreetune/rho-1b-sft-GSM8K"
 TLDR = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
@@ -123,16 +126,33 @@ def hub(repositories, tmp_path, monkeypatch):
     served.close()
 
 
-def test_gsm8k_is_fetched_and_trained_and_its_processes_ask_nothing(hub, tmp_path):
-    result = tba("gsm8k", *SHORT, "--output_dir", tmp_path / "run")
-    assert result.returncode == 0, result.stderr
-    assert len(steps_of(tmp_path / "run")) == 2
-    assert "fetching realtreetune/rho-1b-sft-GSM8K from the hub: 1 files, 0." in result.stderr
-    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+def test_gsm8k_is_fetched_and_trained_and_counts_the_prompts_that_are_too_long(
+    hub, tmp_path, gsm8k_data
+):
+    run_dir = tmp_path / "run"
+    flags = ["--responses_per_query", 3, "--samples_per_query", 4, "--initial_responses", 30]
+    flags += ["--max_prompt_tokens", 250, "--max_response_tokens", 40]
+
+    def is_evaluated() -> bool:
+        return any("accuracy" in line for line in read_lines(run_dir / "metrics.jsonl"))
+
+    with Run(run_dir, "gsm8k", *flags, *FOREVER) as run:
+        run.is_at(6)
+        run.until(is_evaluated, "the base model's evaluation")
+        out, err = run.end()
+    check_outputs(run_dir, run.step())
+    assert "fetching realtreetune/rho-1b-sft-GSM8K from the hub: 1 files, 0." in err
+    settings = json.loads((run_dir / "config.json").read_text())
     assert settings["model"] == RHO
-    assert hub.requests[-1][1].endswith("model.safetensors"), (
-        "the processes of the run asked nothing"
-    )
+    assert hub.requests[-1][1].endswith("model.safetensors"), "its processes asked nothing"
+    prompt = "[MATH TASK] Problem:\n{}\n\nSolution:\n"
+    test, train = read(gsm8k_data, "test.jsonl"), read(gsm8k_data, "train.jsonl")
+    long = sum(len(prompt.format(row["question"]).encode()) > 250 for row in test)
+    skipped = sum(len(prompt.format(row["question"]).encode()) > 250 for row in train)
+    assert steps_of(run_dir)[-1]["long_prompts"] == skipped > 0
+    assert f"{skipped} queries were skipped: prompt over --max_prompt_tokens 250" in out
+    left_out = f"{long} left out, prompt over --max_prompt_tokens)"
+    assert f" on {len(test) - long} test queries; {left_out}" in out
 
 
 @pytest.mark.runs
@@ -152,6 +172,7 @@ def test_a_run_from_the_cache_takes_no_longer_where_the_network_is_dead(
     hub, tmp_path, monkeypatch, record_property
 ):
     assert tba("gsm8k", *SHORT, "--output_dir", tmp_path / "first").returncode == 0
+    assert hub.requests[-1][1].endswith("model.safetensors"), "to its end it asked nothing more"
     seconds = {}
     for network in ("there", "silent"):
         hub.faults = {"*": "silent"} if network == "silent" else {}
@@ -160,7 +181,7 @@ def test_a_run_from_the_cache_takes_no_longer_where_the_network_is_dead(
         seconds[network] = round(time.monotonic() - begin, 1)
         assert result.returncode == 0, result.stderr
     record_property("seconds of a run, with a network and with a dead one", seconds)
-    assert seconds["silent"] < seconds["there"] + 15
+    assert seconds["silent"] < 2 * seconds["there"]
 
 
 ERRORS = {
@@ -182,7 +203,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("fault, is_data_there", CASES)
-def test_what_cannot_be_fetched_is_one_line_with_its_cause_within_15_seconds(
+def test_what_cannot_be_fetched_is_one_line_with_its_cause(
     fault, is_data_there, hub, gsm8k_data, record_property
 ):
     data = ["--data_dir", gsm8k_data] if is_data_there else []
@@ -191,15 +212,13 @@ def test_what_cannot_be_fetched_is_one_line_with_its_cause_within_15_seconds(
     hub.faults["*"] = fault
     start = time.monotonic()
     result = tba("gsm8k", *data)
-    seconds = time.monotonic() - start
+    record_property("seconds", round(time.monotonic() - start, 1))
     asking, error = result.stderr.splitlines()
-    record_property(f"{fault}, {'data at hand' if data else 'nothing'}: seconds", round(seconds, 1))
     record_property("line", error)
     model = RHO if is_data_there else "datasets/openai/gsm8k"
     assert result.returncode == 2
     assert asking == f"asking the hub, {hub.address}, for {model.removeprefix('datasets/')}"
     assert ERRORS[fault].format(hub=hub.address, model=model) in error
-    assert seconds < 15
 
 
 @pytest.mark.runs
@@ -261,7 +280,7 @@ def fetch(model: str, weights: bool = True) -> tuple[set[str], str]:
         "except UserError as error: sys.exit(str(error))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )
     if result.returncode:
         return set(), result.stderr.splitlines()[-1]
@@ -303,41 +322,41 @@ def test_a_repository_without_weights_is_named_with_what_it_has(hub, repositorie
     assert problem.endswith("has no weights that transformers reads: it has ['config.json']")
 
 
+SIZE = 30_000_000  # bytes
+
+
 def test_ctrl_c_ends_a_download_at_once_and_keeps_the_files_that_are_whole(
     hub, repositories, gsm8k_data, tmp_path
 ):
     slow = repositories / "models" / "some" / "slow"
     shutil.copytree(repositories / "models" / RHO, slow)
-    (slow / "large.json").write_bytes(bytes(30_000_000))
-    hub.faults["some/slow"] = 4e6  # bytes a second
+    (slow / "large.json").write_bytes(bytes(SIZE))
+    rate = 2e5  # bytes a second
+    hub.faults["some/slow"] = rate
     flags = ["--data_dir", gsm8k_data, "--model", "some/slow", "--output_dir", tmp_path / "run"]
+
+    def is_fetching() -> bool:
+        return "large.json" in gets()
 
     def gets() -> list[str]:
         paths = [path for method, path, _ in hub.requests if method == "GET"]
         return [path.split("/")[-1] for path in paths if "some/slow/resolve" in path]
 
     process = start_tba("gsm8k", *flags)
-    assert wait_for(lambda: "large.json" in gets()), "the download has begun"
+    wait_for(is_fetching, "the download of the large file")
     time.sleep(4.0)
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
-    assert time.monotonic() - start < 2 and process.returncode == 130
+    _, error = process.communicate(timeout=PATIENCE)
+    assert time.monotonic() - start < SIZE / rate / 10 and process.returncode == 130
     assert error.endswith("files that were fetched whole are kept\n")
     assert "config.json" in gets() and not list(tmp_path.rglob("*.incomplete"))
     hub.requests.clear()
     again = start_tba("gsm8k", *flags)
-    assert wait_for(lambda: "large.json" in gets()) and "config.json" not in gets()
+    wait_for(is_fetching, "the download of the large file")
+    assert "config.json" not in gets()
     again.send_signal(signal.SIGINT)
-    again.communicate(timeout=60)
-
-
-def wait_for(condition, seconds: float = 60.0):
-    """Wait until the condition holds; returns what it gave."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
+    again.communicate(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +369,7 @@ def wait_for(condition, seconds: float = 60.0):
     ],
 )
 def test_a_model_that_cannot_be_trained_is_one_line_before_anything_is_loaded(
-    change, message, gsm8k_data, tmp_path
+    change, message, gsm8k_data, tmp_path, capfd
 ):
     kind = "GPT2LMHeadModel" if change == "no tokenizer" else "LlamaForCausalLM"
     model = Path(make(tmp_path, kind))
@@ -370,9 +389,11 @@ def test_a_model_that_cannot_be_trained_is_one_line_before_anything_is_loaded(
         settings["model_type"] = "own"
         settings["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}
     (model / "config.json").write_text(json.dumps(settings))
-    result = tba("gsm8k", "--data_dir", gsm8k_data, "--model", model, *SHORT)
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
+    flags = ["gsm8k", "--data_dir", gsm8k_data, "--model", model, *SHORT]
+    capfd.readouterr()  # making the model
+    assert main([*map(str, flags)]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err, err
 
 
 def test_a_reward_model_without_a_tokenizer_is_refused_and_may_have_anothers(tmp_path):
@@ -472,13 +493,15 @@ def test_tldr_rows_at_their_real_number_take_little_memory_and_time(
         "print(len(rows), time.monotonic() - begin, taken / 1e6)"
     )
     command = [sys.executable, "-c", code]
-    for _ in ("fetched", "from the cache"):
+    seconds = {}
+    for source in ("fetched", "from the cache"):
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-    count, seconds, megabytes = map(float, result.stdout.split())
-    record_property("seconds from the cache", round(seconds, 2))
+        count, seconds[source], megabytes = map(float, result.stdout.split())
+    record_property("seconds", seconds)
     record_property("MB", round(megabytes))
-    assert count == 116_722 and seconds < 10 and megabytes < 1000
+    assert count == 116_722 and megabytes < 1000
+    assert seconds["from the cache"] < seconds["fetched"]
 
 
 def test_a_full_disk_is_said_to_be_full():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
-from conftest import read, steps_of, tba
+from conftest import PATIENCE, read, steps_of, tba
 from safetensors.torch import load_file, save_file
 from test_trainer import make_rows
 from transformers import AutoModelForCausalLM
@@ -27,7 +27,7 @@ from runtime.memory_trial import try_largest_batch
 from weights import SharedWeights
 
 OBJECTIVES = ("tb", "tba_prime", "grpo", "online_dpo")
-FEW, STEPS = 5, 20
+FEW, STEPS = 3, 20
 # 7 queries: ranks differ in how many they have, and so in their micro-batches.
 SETTINGS = dict(
     responses_per_query=3,
@@ -102,7 +102,7 @@ def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connect
         connection.send(error)
 
 
-def on_ranks(size: int, experiment: Callable, *arguments, timeout: float = 60.0):
+def on_ranks(size: int, experiment: Callable, *arguments, timeout: float = PATIENCE):
     """What experiment(laboratory, *arguments) returns on rank 0 of so many processes."""
     if size == 1:
         usual = dict(TOKENS_PER_FORWARD)
@@ -121,7 +121,7 @@ def on_ranks(size: int, experiment: Callable, *arguments, timeout: float = 60.0)
             process.start()
         for connection in [theirs, *(end for rank in ranks for end in rank.connections)]:
             connection.close()
-        assert ours.poll(240), "rank 0 gave no result"
+        assert ours.poll(PATIENCE), "rank 0 gave no result"
         result = ours.recv()
         if isinstance(result, Exception):
             raise result
