@@ -1,11 +1,9 @@
 """Evaluation: the means over responses and over pairs, their intervals, and --eval_only."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
-from conftest import tba
 
 from config import Config, UserError
 from runtime.bootstrap import interval, mean_of
@@ -88,15 +86,6 @@ def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are
     message = "must give 3 finite numbers for as many responses, it gave|could not convert string"
     with pytest.raises(ValueError, match=message):
         score(Bad(), [group])
-
-
-def test_eval_only_prints_the_metrics_as_json():
-    result = tba("arithmetic", "--eval_only", "--json")
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    value, low, high = found["metrics"]["accuracy"]
-    assert 0 < low < value < high < 0.6, "the base model"
-    assert (found["queries"], found["long_prompts"], found["unscored"]) == (1000, 0, 0)
 
 
 def test_without_json_it_is_a_table():

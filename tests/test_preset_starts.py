@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import CHAT_TEMPLATE, byte_tokenizer, read, steps_of, tba
+from conftest import CHAT_TEMPLATE, PATIENCE, Run, byte_tokenizer, read
 
 from tasks import find_presets
 
@@ -80,10 +80,13 @@ def stand_ins(tmp_path_factory, gsm8k_data) -> dict[str, list]:
 def test_a_preset_starts_and_makes_two_steps(task, preset, stand_ins, tmp_path):
     # tiny and demo bring models of their own, for short texts.
     flags = [] if preset in ("tiny", "demo") else [*stand_ins[task], *SHORT]
-    where = ["--preset", preset, "--output_dir", tmp_path / "run"]
-    result = tba(task, *where, *CUT, *flags)
-    assert result.returncode == 0, result.stderr
-    assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2]
-    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    with Run(tmp_path / "run", task, "--preset", preset, *CUT, *flags) as run:
+        run.is_at(2)
+        if preset == next(iter(find_presets(task))):  # one of each task goes to its end
+            _, err = run.process.communicate(timeout=PATIENCE)
+            assert run.process.returncode == 0, err
+            final = read(run.run_dir, "metrics.jsonl")[-1]
+            assert any(name.startswith("final_") for name in final)
+    assert [line["step"] for line in run.steps()] == [1, 2]
+    settings = json.loads((run.run_dir / "config.json").read_text())
     assert settings["preset"] == preset
-    assert any(name.startswith("final_") for name in read(tmp_path / "run", "metrics.jsonl")[-1])
