@@ -8,6 +8,7 @@ import dataclasses
 import os
 import queue
 import random
+import re
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ import pytest
 import torch
 from conftest import (
     FOREVER,
+    PATIENCE,
     ROOT,
     SHARED_MEMORY,
     SMALL,
@@ -31,6 +33,7 @@ from conftest import (
     shared_files,
     steps_of,
     tba,
+    wait_for,
 )
 
 from config import UserError
@@ -130,7 +133,7 @@ def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, rec
     # A trainer alone would take all cores; the searchers of the nodes are on the second half.
     os.sched_setaffinity(0, cores if searchers else sorted(cores)[: len(cores) // 2 or 1])
     try:
-        result = tba("arithmetic", *flags, "--output_dir", run_dir, timeout=400, own_session=False)
+        result = tba("arithmetic", *flags, "--output_dir", run_dir, own_session=False)
     finally:
         os.sched_setaffinity(0, cores)
     assert result.returncode == 0, result.stderr
@@ -156,7 +159,6 @@ def training(nodes: Nodes, run_dir: Path, *flags) -> Run:
     expected = {f"node_{i + 1}" for i in range(len(nodes.further))}
     run.until(
         lambda: {n for n, rate in node_tokens(run.steps()).items() if rate > 0} >= expected,
-        200,
         "groups of all nodes",
     )
     return run
@@ -164,7 +166,7 @@ def training(nodes: Nodes, run_dir: Path, *flags) -> Run:
 
 def goes_on(run: Run, steps: int = 20) -> None:
     before = run.step()
-    run.until(lambda: run.step() >= before + steps, 60, f"{steps} more steps")
+    run.until(lambda: run.step() >= before + steps, f"{steps} more steps")
 
 
 def node_searches(run: Run, number: int = 1) -> None:
@@ -174,7 +176,6 @@ def node_searches(run: Run, number: int = 1) -> None:
     start, rate = time.monotonic(), f"node_{number}_tokens_per_second"
     run.until(
         lambda: time.monotonic() > start + RATE_SECONDS + 3 and run.steps()[-1].get(rate, 0) > 0,
-        120,
         f"tokens of node {number}",
     )
 
@@ -184,19 +185,57 @@ def evaluated(run: Run) -> list[int]:
     return [line["step"] for line in lines if "accuracy" in line]
 
 
-def test_a_node_that_is_lost_costs_no_step_and_one_that_joins_is_used(
+def test_what_is_stopped_killed_or_lost_on_nodes_costs_no_step_and_a_killed_driver_leaves_nothing(
     nodes, tmp_path, record_property
 ):
+    """In one run: first an actor is stopped for 30 s."""
     with training(nodes.add(2), tmp_path / "run") as run:
-        goes_on(run)
+        actor = nodes.actors()[0]
+        os.kill(actor, signal.SIGSTOP)
+        start = run.step()
+        time.sleep(30)
+        assert run.step() > start, "the others go on"
+        record_property("steps while an actor was stopped", run.step() - start)
+        os.kill(actor, signal.SIGCONT)
+        continued = time.monotonic()
+        run.until(lambda: max(of_nodes(run, "silence")) < 5, "a sign of life")
+        record_property("seconds to a sign of life", round(time.monotonic() - continued, 1))
+
+        searcher = nodes.pids("tba searcher 0")[0]
+        start = time.monotonic()
+        os.kill(searcher, signal.SIGKILL)
+        run.until(lambda: sum(of_nodes(run, "restarts")) == 1, "a restart")
+        run.until(lambda: len(nodes.pids("tba searcher 0")) == 2, "another searcher")
+        for number in (1, 2):
+            node_searches(run, number)
+        seconds = round(time.monotonic() - start, 1)
+        record_property("seconds until a killed searcher searched again, at most", seconds)
+
         start = time.monotonic()
         nodes.lose()
         goes_on(run)
         record_property("seconds for 20 steps after a node was killed", time.monotonic() - start)
         nodes.add()
         node_searches(run)
-        out, _ = run.end(seconds=60)
-    assert "is lost" in out and "shares of the queries go to others" in out
+
+        wait_for(lambda: len(nodes.pids("tba searcher 0")) == 2, "searchers of both nodes")
+        made = shared_files([*nodes.actors(), *nodes.pids("tba searcher 0")])
+        semaphores = {name for name in made if name.startswith("sem.")}
+        assert semaphores
+        start = time.monotonic()
+        run.process.kill()
+        out, _ = run.process.communicate()
+        wait_for(lambda: not nodes.pids("tba searcher 0") + nodes.actors(), "their end")
+        wait_for(lambda: not semaphores & set(os.listdir(SHARED_MEMORY)), "their semaphores")
+        record_property("seconds until all had ended", round(time.monotonic() - start, 1))
+        run.nothing_is_left()
+    assert re.search(r"node \d \(127.0.0.1.*searcher 0 ended with exit code -9", out), out
+    assert out.count("is lost") == 1 and "shares of the queries go to others" in out
+
+
+def of_nodes(run: Run, name: str) -> list[float]:
+    """What the newest line says of each node."""
+    return [run.steps()[-1][f"node_{number}_{name}"] for number in (1, 2)]
 
 
 def test_where_the_only_node_is_lost_the_trainer_goes_on_and_uses_the_next(
@@ -206,7 +245,7 @@ def test_where_the_only_node_is_lost_the_trainer_goes_on_and_uses_the_next(
     with training(nodes.add(1), tmp_path / "run", *flags) as run:
         before = run.step()
         nodes.lose()
-        run.until(lambda: "node_1_staleness" not in run.steps()[-1], 60, "a step without nodes")
+        run.until(lambda: "node_1_staleness" not in run.steps()[-1], "a step without nodes")
         goes_on(run)  # on what is in the buffer
         assert run.steps()[-1]["searcher_tokens_per_second"] >= 0
         nodes.add()
@@ -216,7 +255,7 @@ def test_where_the_only_node_is_lost_the_trainer_goes_on_and_uses_the_next(
             "seconds until the next node searched, at most", round(time.monotonic() - start, 1)
         )
         record_property("steps meanwhile", run.step() - before)
-        run.end(seconds=60)
+        run.end()
 
 
 @pytest.mark.parametrize("searchers", [0, 1])
@@ -231,62 +270,12 @@ def test_a_node_that_is_killed_during_an_evaluation_costs_neither_that_nor_a_ste
             nodes.lose()
             start = time.monotonic()
             nodes.add()
-            run.until(lambda seen=seen: len(evaluated(run)) > seen, 120, "an evaluation")
+            run.until(lambda seen=seen: len(evaluated(run)) > seen, "an evaluation")
             record_property("seconds to the next evaluation", round(time.monotonic() - start, 1))
-            run.until(lambda seen=seen: len(evaluated(run)) > seen + 2, 120, "three evaluations")
+            run.until(lambda seen=seen: len(evaluated(run)) > seen + 2, "three evaluations")
         goes_on(run)
-        run.end(seconds=60)
+        run.end()
         assert evaluated(run) == sorted(set(evaluated(run)))
-
-
-def test_an_actor_that_is_stopped_for_30_seconds_goes_on(nodes, tmp_path, record_property):
-    with training(nodes.add(1), tmp_path / "run") as run:
-        (actor,) = nodes.actors()
-        os.kill(actor, signal.SIGSTOP)
-        start = run.step()
-        time.sleep(30)
-        assert run.step() > start, "the others go on"
-        record_property("steps while it was stopped", run.step() - start)
-        os.kill(actor, signal.SIGCONT)
-        continued = time.monotonic()
-        run.until(lambda: run.steps()[-1]["node_1_silence"] < 5, 60, "a sign of life")
-        record_property("seconds to a sign of life", round(time.monotonic() - continued, 1))
-        node_searches(run)
-        out, _ = run.end(seconds=60)
-    assert "is lost" not in out
-
-
-def test_a_far_searcher_that_is_killed_is_started_again(nodes, tmp_path, record_property):
-    with training(nodes.add(1), tmp_path / "run") as run:
-        (searcher,) = nodes.pids("tba searcher 0")
-        start = time.monotonic()
-        os.kill(searcher, signal.SIGKILL)
-        run.until(lambda: run.steps()[-1]["node_1_restarts"] == 1, 60, "a restart")
-        run.until(lambda: nodes.pids("tba searcher 0"), 60, "another searcher")
-        node_searches(run)
-        record_property(
-            "seconds until it searched again, at most", round(time.monotonic() - start, 1)
-        )
-        out, _ = run.end(seconds=60)
-    assert "node 1 (127.0.0.1" in out and "searcher 0 ended with exit code -9" in out
-
-
-def test_where_the_driver_is_killed_nothing_is_left_on_any_node(nodes, tmp_path, record_property):
-    with training(nodes.add(2), tmp_path / "run") as run:
-        assert len(nodes.pids("tba searcher 0")) == 2
-        made = shared_files([*nodes.actors(), *nodes.pids("tba searcher 0")])
-        semaphores = {name for name in made if name.startswith("sem.")}
-        assert semaphores
-        start = time.monotonic()
-        run.process.kill()
-        while nodes.pids("tba searcher 0") or nodes.actors():
-            assert time.monotonic() < start + 30
-            time.sleep(0.2)
-        while semaphores & set(os.listdir(SHARED_MEMORY)):
-            assert time.monotonic() < start + 30
-            time.sleep(0.2)
-        record_property("seconds until all had ended", round(time.monotonic() - start, 1))
-        run.nothing_is_left(10)
 
 
 def test_which_version_was_evaluated_is_known_whoever_did_it_and_is_there_now():
@@ -312,16 +301,16 @@ def test_a_run_is_resumed_with_another_number_of_nodes(nodes, tmp_path):
     flags = ["--checkpoint_every", 10, "--eval_every", 10**6]  # the base model alone
     with training(nodes.add(2), tmp_path / "run", *flags) as run:
         goes_on(run)
-        run.until(lambda: evaluated(run) == [0], 60, "the base model's evaluation")
-        run.end(seconds=60)
+        run.until(lambda: evaluated(run) == [0], "the base model's evaluation")
+        run.end()
     step, received = run.step(), run.steps()[-1]["received"]
     nodes.lose()
     flags = *nodes.flags, "--searchers", 0
     with Run(tmp_path / "run", *flags, resume=True, own_session=False) as again:
-        again.until(lambda: again.step() > step + 10, 150, "further steps")
+        again.until(lambda: again.step() > step + 10, "further steps")
         node_searches(again)
         assert again.steps()[-1]["received"] > received
-        again.end(seconds=60)
+        again.end()
         assert evaluated(again) == [0]
 
 
@@ -379,13 +368,13 @@ class Driver:
         self.versions.add(item.version)
         self.visits[item.query_id, visit] += 1
 
-    def until_all_send(self, number: int, seconds: float) -> float:
+    def until_all_send(self, number: int) -> float:
         """Work until so many nodes have sent what is new; how long that took."""
         start = time.monotonic()
         before = self.tokens()
         while sum(self.tokens()[row] > before.get(row, 0) for row in self.tokens()) < number:
-            assert time.monotonic() < start + seconds, (
-                f"not all of {number} nodes sent groups within {seconds:.0f} s",
+            assert time.monotonic() < start + PATIENCE, (
+                f"not all of {number} nodes sent groups within {PATIENCE:.0f} s",
                 self.notices[-9:],
             )
             self.work(0.2)
@@ -409,7 +398,7 @@ def driver(nodes, tmp_path, request):
 
 def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_property):
     rng, slowest, kills = random.Random(0), 0.0, Counter()
-    driver.until_all_send(2, 60)
+    driver.until_all_send(2)
     while kills.total() < 50:
         what = rng.choice(["raylet", "actor", "searcher"])
         victims = nodes.pids("tba searcher 0") if what == "searcher" else nodes.actors()
@@ -421,9 +410,9 @@ def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_p
             os.kill(rng.choice(victims), signal.SIGKILL)
         kills[what] += what == "raylet" or bool(victims)
         if rng.random() < 0.6:
-            slowest = max(slowest, driver.until_all_send(2, 60))
+            slowest = max(slowest, driver.until_all_send(2))
         driver.work(rng.uniform(0, 1))
-    driver.until_all_send(2, 60)
+    driver.until_all_send(2)
     record_property("kills", dict(kills))
     record_property("slowest until both nodes sent again, s", round(slowest, 1))
     record_property("groups, versions seen", (driver.visits.total(), len(driver.versions)))
@@ -437,19 +426,19 @@ def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_p
 
 
 def test_a_node_that_joins_with_other_packages_is_named_and_the_others_go_on(driver, nodes):
-    driver.until_all_send(2, 60)
+    driver.until_all_send(2)
     driver.cluster.environment |= {"torch": "1.0"}
     nodes.add()
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + PATIENCE
     while not any("this node has torch" in text for text in driver.notices):
         assert time.monotonic() < deadline, driver.notices
         driver.work(0.5)
-    driver.until_all_send(2, 20)
+    driver.until_all_send(2)
 
 
 @pytest.mark.parametrize("driver", [("--searcher_timeout", "8")], indirect=True)
 def test_searchers_of_nodes_wait_where_nobody_takes_their_groups(driver):
-    driver.until_all_send(2, 60)
+    driver.until_all_send(2)
 
     def found_in(seconds: float) -> float:
         before, deadline = sum(driver.tokens().values()), time.monotonic() + seconds
@@ -462,7 +451,7 @@ def test_searchers_of_nodes_wait_where_nobody_takes_their_groups(driver):
     found_in(20)
     assert found_in(5) == 0
     assert len(driver.cluster.outbox) <= 2 * 32  # a call's, of each node
-    driver.until_all_send(2, 20)
+    driver.until_all_send(2)
     assert not [text for text in driver.notices if "no sign of life" in text], driver.notices
 
 
@@ -476,7 +465,7 @@ def test_a_run_without_a_searcher_anywhere_ends_and_says_so(nodes, tmp_path, mon
         assert driver.board.sign_of_life("searchers of node 1") == "no node is there"
         assert driver.board.figures() == {}
         with pytest.raises(RunFailed, match="no node searches for 2 s, and no searcher is here"):
-            driver.work(20)
+            driver.work(PATIENCE)
     finally:
         driver.stop()
 
@@ -491,18 +480,18 @@ def test_spans_of_a_node_are_shown_by_this_machines_clock_and_a_torn_line_is_lef
 def test_a_node_that_is_killed_while_it_gets_weights_leaves_none_half_seen(
     driver, nodes, record_property
 ):
-    driver.until_all_send(2, 60)
+    driver.until_all_send(2)
     for _ in range(3):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while not any(far.transfer for far in list(driver.cluster.far.values())):
             assert time.monotonic() < deadline
             driver.publish()
             time.sleep(0.01)
         nodes.lose()
-        record_property("s until the other sent", round(driver.until_all_send(1, 60), 1))
+        record_property("s until the other sent", round(driver.until_all_send(1), 1))
         nodes.add()
-        record_property("s until both sent", round(driver.until_all_send(2, 60), 1))
-    newest, deadline = driver.version, time.monotonic() + 60
+        record_property("s until both sent", round(driver.until_all_send(2), 1))
+    newest, deadline = driver.version, time.monotonic() + PATIENCE
     while max(driver.versions) <= newest:  # Ray asks for what it lost again, after some seconds
         assert time.monotonic() < deadline
         driver.work(0.5)
@@ -517,7 +506,7 @@ def test_a_node_that_is_killed_while_it_gets_weights_leaves_none_half_seen(
         ("auto", "127.0.0.1:9", "--ray 127.0.0.1:9: nobody answers there"),
     ],
 )
-def test_an_address_where_no_cluster_is_ends_in_one_line_within_15_seconds(
+def test_an_address_where_no_cluster_is_ends_in_one_line(
     address, written, expected, record_property, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -525,11 +514,11 @@ def test_an_address_where_no_cluster_is_ends_in_one_line_within_15_seconds(
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(written)
     start = time.monotonic()
-    result = tba("arithmetic", "--ray", address)
-    seconds = time.monotonic() - start
-    record_property("seconds", round(seconds, 1))
+    # In a process namespace of its own: Ray looks for clusters among all processes.
+    result = tba("arithmetic", "--ray", address, prefix=["unshare", "-pf", "--mount-proc"])
+    record_property("seconds", round(time.monotonic() - start, 1))
     assert result.returncode == 2 and result.stderr.startswith(f"error: {expected}"), result.stderr
-    assert result.stderr.count("\n") == 1 and seconds < 15
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_node_with_other_packages_is_named(nodes):
