@@ -53,28 +53,11 @@ def visits_task(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "visits.py", path
 
 
-TINY_TASK = [
-    "--beta",
-    0.1,
-    "--temperature",
-    1.0,
-    "--max_prompt_tokens",
-    16,
-    "--max_response_tokens",
-    8,
-    "--responses_per_query",
-    4,
-    "--samples_per_query",
-    12,
-    "--learning_rate",
-    1e-4,
-    "--queries_per_batch",
-    8,
-    "--queries_per_micro_batch",
-    8,
-    "--initial_responses",
-    100,
-]
+TINY_TASK = (
+    "--beta 0.1 --temperature 1.0 --max_prompt_tokens 16 --max_response_tokens 8"
+    " --responses_per_query 4 --samples_per_query 12 --learning_rate 1e-4 --queries_per_batch 8"
+    " --queries_per_micro_batch 8 --initial_responses 100"
+).split()
 
 
 def share(ids: list[int], rank: int, searchers: int) -> list[int]:
@@ -83,13 +66,8 @@ def share(ids: list[int], rank: int, searchers: int) -> list[int]:
     return [ids[i] for i in np.random.default_rng((0, rank, 0)).permutation(own)]
 
 
-TIMING = (
-    "seconds",
-    "trainer_busy",
-    "searcher_busy",
-    "searcher_tokens_per_second",
-    "queue_depth",
-)  # of the metrics, the rest is repeatable
+# Of the metrics; the rest is repeatable.
+TIMING = "seconds trainer_busy searcher_busy searcher_tokens_per_second queue_depth".split()
 
 
 @pytest.mark.faults
@@ -158,18 +136,8 @@ def test_a_searcher_that_is_stopped_is_replaced_after_the_timeout(tmp_path, reco
 
 @pytest.mark.faults
 def test_a_searcher_that_waits_on_a_full_queue_is_not_taken_for_dead(tmp_path):
-    with Run(
-        tmp_path / "run",
-        "arithmetic",
-        *SMALL,
-        *FOREVER,
-        "--searcher_timeout",
-        10,
-        "--sync_period",
-        1_000_000,
-        "--checkpoint_every",
-        0,
-    ) as run:
+    flags = "--searcher_timeout 10 --sync_period 1000000 --checkpoint_every 0".split()
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER, *flags) as run:
         run.is_at(20)
         # Nobody empties the queue: no sync does, and no checkpoint.
         run.until(lambda: run.steps()[-1]["searcher_busy"] < 0.05, "a searcher that waits")
@@ -487,19 +455,8 @@ def tensors_of(run_dir: Path, step: int) -> dict:
 def resumed(request, tmp_path_factory) -> dict[str, Path]:
     """A synchronous run killed behind step 16; one killed behind step 8, resumed, killed at 16."""
     directory = tmp_path_factory.mktemp("resumed")
-    settings = [
-        "arithmetic",
-        "--synchronous",
-        *SMALL,
-        *FOREVER,
-        *request.param,
-        "--seed",
-        7,
-        "--checkpoint_every",
-        4,
-        "--reference_reset_period",
-        5,
-    ]
+    flags = "--synchronous --seed 7 --checkpoint_every 4 --reference_reset_period 5".split()
+    settings = ["arithmetic", *flags, *SMALL, *FOREVER, *request.param]
 
     def last(run: Run, step: int) -> None:
         run.until(
@@ -734,32 +691,15 @@ def test_queries_without_scores_are_dropped_and_counted_in_training_and_in_evalu
 ):
     (tmp_path / "capitals.py").write_text(OWN_TASK)
     run_dir = tmp_path / "run"
-    result = tba(
-        tmp_path / "capitals.py",
-        "--model",
-        tied_model,
-        *SMALL,
-        "--max_response_tokens",
-        10,
-        "--steps",
-        30,
-        "--output_dir",
-        run_dir,
-    )
+    flags = "--max_response_tokens 10 --steps 30".split()
+    where = "--model", tied_model, "--output_dir", run_dir
+    result = tba(tmp_path / "capitals.py", *SMALL, *flags, *where)
     assert result.returncode == 0, result.stderr
     assert steps_of(run_dir)[-1]["unscored_groups"] > 0 and "groups were dropped" in result.stdout
     log = (run_dir / "logs" / "searcher-0.log").read_text()
     assert "query 3 is dropped" in log and "no score for a 3" in log and "query 7 is dropped" in log
-    assert not {line["query_id"] for line in read(run_dir, "samples.jsonl")} & {
-        3,
-        7,
-        13,
-        17,
-        23,
-        27,
-        33,
-        37,
-    }
+    samples = read(run_dir, "samples.jsonl")
+    assert not [line for line in samples if line["query_id"] % 10 in (3, 7)]
     assert "on 32 test queries; 8 left out, score() failed" in result.stdout
 
 

@@ -27,48 +27,14 @@ LENGTHS = [6, 3, 1, 5, 2, 4, 3, 1, 3, 5, 2, 4]
 WIDTH = 6
 PROMPTS = [7] * 4 + [2] * 4 + [30] * 4  # tokens of each row's prompt
 
-NAMES = [
-    "tb",
-    "tba_prime",
-    "tba_prime_ratio",
-    "tba_prime_released",
-    "reinforce",
-    "rloo",
-    "proximal_rloo",
-    "grpo",
-    "dr_grpo",
-    "dr_grpo_ratio",
-    "online_dpo",
-    "raft",
-    "tb_behavior",
-    "kimi_k2",
-    "oapl",
-    "opmd",
-    "asymre",
-    "topr",
-    "gspo",
-    "cispo",
-    "tis",
-    "icepop",
-]
-NEED_BEHAVIOR = [
-    "tba_prime_ratio",
-    "tba_prime_released",
-    "reinforce",
-    "rloo",
-    "proximal_rloo",
-    "grpo",
-    "dr_grpo",
-    "dr_grpo_ratio",
-    "tb_behavior",
-    "kimi_k2",
-    "oapl",
-    "topr",
-    "gspo",
-    "cispo",
-    "tis",
-    "icepop",
-]
+NAMES = (
+    "tb tba_prime tba_prime_ratio tba_prime_released reinforce rloo proximal_rloo grpo dr_grpo"
+    " dr_grpo_ratio online_dpo raft tb_behavior kimi_k2 oapl opmd asymre topr gspo cispo tis icepop"
+).split()
+NEED_BEHAVIOR = (
+    "tba_prime_ratio tba_prime_released reinforce rloo proximal_rloo grpo dr_grpo dr_grpo_ratio"
+    " tb_behavior kimi_k2 oapl topr gspo cispo tis icepop"
+).split()
 # Stay bounded, or are defined, where policy and behaviour policy are e^50 apart.
 STAND_EXTREMES = ["tb_behavior", "kimi_k2", "oapl", "topr", "gspo", "cispo", "tis", "icepop"]
 REWARDS = {
