@@ -25,8 +25,13 @@ BF16 = dict(dtype="bfloat16")
 # brings by itself: 0.03 to 0.06 on these random models of large logits. Weights are rounded alike
 # on both sides, activations at other places.
 NORMAL = 0.1
+engine_in_bf16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="the engine multiplies by oneDNN, which has no bf16 on a processor without AVX-512",
+)
 
 
+@engine_in_bf16
 @pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
 def test_published_bf16_weights_are_what_vllm_samples_from(kind, request, record_property):
     path = str(request.getfixturevalue(kind))
@@ -127,6 +132,7 @@ def test_with_bf16_masters_a_rate_of_1e_5_moves_only_small_weights(tied_model, r
     assert sizes["bfloat16"][moved["bfloat16"]].max() < 512 * 3e-5
 
 
+@engine_in_bf16
 @pytest.mark.runs
 def test_a_run_in_bf16_learns_with_bf16_slots_and_a_normal_mismatch(tmp_path):
     run_dir = tmp_path / "run"
@@ -141,6 +147,7 @@ def test_a_run_in_bf16_learns_with_bf16_slots_and_a_normal_mismatch(tmp_path):
     assert json.loads((run_dir / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@engine_in_bf16
 @pytest.mark.runs
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_demo_in_bf16_ends_with_at_least_095_of_its_answers_right(
