@@ -10,6 +10,7 @@ Spawned children import this file: nothing slow (torch, vLLM) is imported at its
 """
 
 import gc
+import os
 import signal
 import sys
 
@@ -40,10 +41,18 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted before the run began: nothing was written", file=sys.stderr)
-        return 128 + signal.SIGINT
+
+
+def end_at_once(number: int, frame) -> None:
+    """Handle Ctrl-C until there is a run, which has a handler of its own.
+
+    Not by KeyboardInterrupt: what is being imported may swallow that.
+    """
+    message = b"interrupted before the run began: nothing was written\n"
+    os.write(sys.stderr.fileno(), message)
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, end_at_once)
     sys.exit(main(sys.argv[1:]))

@@ -184,19 +184,18 @@ def start_tba(
     tag: str = "",
     root: Path = ROOT,
     directory: Path | None = None,
-    own_session: bool = True,
     prefix: Sequence[str] = (),
 ) -> subprocess.Popen:
     """`python tba.py ARGUMENTS`. Every process of the run carries `tag` in its environment.
 
-    own_session: else this process's session, with which it then shares cores task by task. prefix:
-    a command that starts this one.
+    prefix: a command that starts this one. The process group is its own, the session is not: of two
+    sessions on a core one may get nothing for a minute (Linux's autogroups).
     """
     command = [*prefix, sys.executable, str(root / "tba.py"), *map(str, arguments)]
     environment = {**os.environ, "TBA_TEST_TAG": tag}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        command, cwd=directory or root, env=environment, start_new_session=own_session, **pipes
+        command, cwd=directory or root, env=environment, process_group=0, **pipes
     )
 
 
@@ -264,15 +263,12 @@ class Run:
         *arguments,
         resume: bool = False,
         root: Path = ROOT,
-        own_session: bool = True,
     ):
         self.run_dir, self.tag = run_dir, uuid.uuid4().hex
         self.shared: set[str] = set()  # files in shared memory that this run's processes have made
         self.began, self.start_seconds = time.monotonic(), 0.0
         where = ("--resume", run_dir) if resume else ("--output_dir", run_dir)
-        self.process = start_tba(
-            *arguments, *where, tag=self.tag, root=root, own_session=own_session
-        )
+        self.process = start_tba(*arguments, *where, tag=self.tag, root=root)
 
     def __enter__(self) -> "Run":
         return self

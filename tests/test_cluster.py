@@ -103,8 +103,7 @@ def nodes(monkeypatch, tmp_path):
     resource_tracker.ensure_running()  # this process's, without the tag
     monkeypatch.setenv("TBA_TEST_TAG", tag)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's workers run at 15: beside a trainer at 0 on the same cores they get next to nothing. And
-    # of two sessions on a core one may get nothing for a minute (autogroups): all are in one.
+    # Ray's workers run at 15: beside a trainer at 0 on the same cores they get next to nothing.
     monkeypatch.setenv("RAY_worker_niceness", "0")
     found = Nodes(tag)
     yield found
@@ -133,7 +132,7 @@ def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, rec
     # A trainer alone would take all cores; the searchers of the nodes are on the second half.
     os.sched_setaffinity(0, cores if searchers else sorted(cores)[: len(cores) // 2 or 1])
     try:
-        result = tba("arithmetic", *flags, "--output_dir", run_dir, own_session=False)
+        result = tba("arithmetic", *flags, "--output_dir", run_dir)
     finally:
         os.sched_setaffinity(0, cores)
     assert result.returncode == 0, result.stderr
@@ -155,7 +154,7 @@ def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, rec
 def training(nodes: Nodes, run_dir: Path, *flags) -> Run:
     """A run that goes on for ever, once groups of all nodes are trained on."""
     settings = *SMALL, *FOREVER, *nodes.flags, *flags
-    run = Run(run_dir, "arithmetic", *settings, own_session=False)
+    run = Run(run_dir, "arithmetic", *settings)
     expected = {f"node_{i + 1}" for i in range(len(nodes.further))}
     run.until(
         lambda: {n for n, rate in node_tokens(run.steps()).items() if rate > 0} >= expected,
@@ -306,7 +305,7 @@ def test_a_run_is_resumed_with_another_number_of_nodes(nodes, tmp_path):
     step, received = run.step(), run.steps()[-1]["received"]
     nodes.lose()
     flags = *nodes.flags, "--searchers", 0
-    with Run(tmp_path / "run", *flags, resume=True, own_session=False) as again:
+    with Run(tmp_path / "run", *flags, resume=True) as again:
         again.until(lambda: again.step() > step + 10, "further steps")
         node_searches(again)
         assert again.steps()[-1]["received"] > received

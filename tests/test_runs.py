@@ -186,6 +186,31 @@ def test_a_fork_with_the_readmes_objective_trains_until_ctrl_c_and_ends_soon(tmp
     assert "is one of tb" in capsys.readouterr().err, "only the fork has it"
 
 
+SWALLOWED = """
+import os, signal, sys, time
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+            except KeyboardInterrupt:
+                pass
+sys.meta_path.insert(0, Finder)
+"""
+
+
+def test_ctrl_c_is_heard_where_a_library_would_swallow_it_while_it_is_imported(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "sitecustomize.py").write_text(SWALLOWED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = tba("arithmetic", "--steps", 1, directory=tmp_path)
+    assert result.returncode == 130 and not (tmp_path / "runs").exists()
+    assert result.stderr == "interrupted before the run began: nothing was written\n"
+
+
 def test_ctrl_c_while_everything_still_loads_ends_a_run_at_once(tmp_path):
     tag = uuid.uuid4().hex
     process = start_tba(tag=tag, directory=tmp_path)  # as the README has it: no flag at all
