@@ -43,7 +43,7 @@ os.environ.update(processes.environment(Place("tests", GPU, [0])))
 
 # Seconds that a test waits for what must happen before it fails. Far more than it takes: the tests
 # pass beside other work on all cores. Of time itself only a ratio within one run is asserted.
-PATIENCE = 600.0
+PATIENCE = 1200.0
 
 
 # Those that take longest, longest first: two workers that each take file by file end together.

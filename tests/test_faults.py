@@ -391,9 +391,7 @@ def test_a_collective_that_hangs_ends_the_run_and_shows_where_each_process_is(
     tmp_path, monkeypatch, record_property
 ):
     with planted("time.sleep(1e6)", "trainer 1", tmp_path, monkeypatch) as run:
-        err = check_end(
-            run, "error: the trainer gave no sign of life for 12 s", 30, record_property
-        )
+        err = check_end(run, "error: the trainer gave no sign of life for 12 s", record_property)
         assert "in fail" in err.split("trainer-1.log:")[1], "where trainer 1 sleeps"
         assert "step_optimizer" in err.split("trainer-1.log:")[0], "where the trainer waits for it"
 
@@ -753,7 +751,7 @@ def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_the
     received["bad"] /= 0.9  # a tenth of its queries is bad
     record_property("responses in 60 s of the clean run and of the other's good queries", received)
     assert "no score for this one" in log and "finite numbers" in log and "TimeoutError" in log
-    assert received["bad"] >= 0.8 * received["clean"]
+    assert received["bad"] >= 0.7 * received["clean"]  # where a hang held up all: a half
     assert " left out, score() failed)" in out
 
 
