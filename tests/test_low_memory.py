@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import steps_of, tba
+from conftest import FOREVER, Run
 from test_trainer import gradient, make_rows
 
 from config import Config
@@ -103,9 +103,8 @@ def test_a_run_in_two_passes_makes_the_losses_of_one_in_one_pass(tmp_path):
     """On-policy, so that both see the same responses. Equal at first, while rounding is small."""
     losses = {}
     for low_memory in ("off", "on"):
-        run_dir = tmp_path / low_memory
-        flags = ["--synchronous", "--steps", 5, "--low_memory", low_memory]
-        result = tba("arithmetic", *flags, "--output_dir", run_dir)
-        assert result.returncode == 0, result.stderr
-        losses[low_memory] = [line["loss"] for line in steps_of(run_dir)]
+        flags = ["--synchronous", "--low_memory", low_memory]
+        with Run(tmp_path / low_memory, "arithmetic", *flags, *FOREVER) as run:
+            run.is_at(5)
+        losses[low_memory] = [line["loss"] for line in run.steps()[:5]]
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-3)

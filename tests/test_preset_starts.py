@@ -60,7 +60,7 @@ def stand_ins(tmp_path_factory, gsm8k_data) -> dict[str, list]:
         "gsm8k": ["--model", make(models, "LlamaForCausalLM"), "--data_dir", gsm8k_data],
         "competition_math": [
             *("--model", make(models, "Qwen2ForCausalLM"), "--data_dir", data / "math"),
-            *("--queries_per_batch", 2, "--evaluation_samples", 2),
+            *("--queries_per_batch", 4, "--evaluation_samples", 2),
         ],
         "tldr": [
             *("--model", pythia, "--reference_model", pythia, "--data_dir", data / "tldr"),

@@ -453,7 +453,7 @@ def test_a_tracker_that_hangs_or_is_killed_costs_a_run_no_step(tmp_path, monkeyp
         run.kill("tracker")
         out, err = run.process.communicate(timeout=PATIENCE)
         assert run.process.returncode == 0
-        assert (out + err).count("--track wandb: its process was killed (exit code -9)") == 1
+        assert (out + err).count("--track wandb: its process ended with exit code -9") == 1
         assert len(run.steps()) == 400
     with silent_server(monkeypatch):
         hung = tba(*TINY, "--steps", 40, "--track", "wandb", "--output_dir", tmp_path / "hung")
