@@ -9,9 +9,10 @@ INSTALLED := .venv/$(if $(GPU),requirements,requirements-cpu).txt.installed
 TEST_VENV := $(if $(GPU),.venv-cpu,.venv)
 DEMO_FLAGS ?=
 
-PYTEST := $(TEST_VENV)/bin/python -m pytest -q --durations=10 -n 2
-# Its tests are long: a worker that has none left takes over some of the other's.
-PYTEST_LONG := $(PYTEST) --dist worksteal
+PYTEST := $(TEST_VENV)/bin/python -m pytest -q --durations=10
+# Of tests that are long and often wait: three workers for two cores, and one that has none left
+# takes over another's.
+PYTEST_LONG := $(PYTEST) -n 3 --dist worksteal
 SUITES := test test-faults test-runs test-cluster
 
 .PHONY: setup setup-tests demo lint $(SUITES) test-all test-gpu
@@ -24,7 +25,7 @@ lint: setup-tests
 	$(TEST_VENV)/bin/ruff format --check .
 
 test: setup-tests
-	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not faults and not runs and not cluster" tests
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not runs and not cluster" tests
 
 # What kills, stops, fills up and lasts long.
 test-faults: setup-tests
@@ -37,7 +38,7 @@ test-runs: setup-tests
 # Searchers on further nodes of a Ray cluster, in a network that has nothing but this machine.
 test-cluster: setup-tests $(TEST_VENV)/requirements-ray.txt.installed
 	unshare $(if $(filter-out 0,$(shell id -u)),--map-root-user) --net sh -c \
-	  'ip link set lo up && exec "$$@"' sh $(PYTEST_LONG) -m cluster tests
+	  'ip link set lo up && exec "$$@"' sh $(PYTEST) -n 2 --dist worksteal -m cluster tests
 
 # The four, one after the other; then a line for each.
 test-all:

@@ -655,7 +655,7 @@ def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(
             record_property(
                 "steps made while the disk was full, their lines of metrics lost", int(gap) - 1
             )
-            assert gap > 60
+            assert gap > 10, "they were made at the machine's pace"
             run.until(
                 lambda: checkpoint.newest_whole(str(run.run_dir))[0].name > whole.name,
                 "a newer checkpoint",

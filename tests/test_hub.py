@@ -172,7 +172,7 @@ def test_gsm8k_is_fetched_evaluated_by_id_and_started_again_offline(hub, monkeyp
 
 
 @pytest.mark.runs
-def test_a_run_from_the_cache_takes_no_longer_where_the_network_is_dead(
+def test_a_run_from_the_cache_asks_a_dead_network_at_most_twice_and_goes_on(
     hub, tmp_path, monkeypatch, record_property
 ):
     seconds = {}
@@ -184,9 +184,10 @@ def test_a_run_from_the_cache_takes_no_longer_where_the_network_is_dead(
         if network == "there":
             last = hub.requests[-1][1]
             assert last.endswith("model.safetensors"), "to its end it asked nothing more"
-        hub.faults = {"*": "silent"}
+            hub.faults, hub.requests = {"*": "silent"}, []
+    assert len(hub.requests) <= 2, "of data and model, a timeout each"
     record_property("seconds of a run that fetches, and of one whose network is dead", seconds)
-    assert seconds["silent"] < 2 * seconds["there"]
+    assert seconds["silent"] < 3 * seconds["there"]
 
 
 ERRORS = {

@@ -27,7 +27,7 @@ from runtime.memory_trial import try_largest_batch
 from weights import SharedWeights
 
 OBJECTIVES = ("tb", "tba_prime", "grpo", "online_dpo")
-FEW, STEPS = 3, 20
+FEW, STEPS = 3, 10
 # 7 queries: ranks differ in how many they have, and so in their micro-batches.
 SETTINGS = dict(
     responses_per_query=3,
@@ -291,7 +291,7 @@ def test_one_process_makes_no_process_group(found):
 
 
 @pytest.mark.runs
-def test_two_and_four_processes_learn_what_one_does_over_twenty_steps(models, record_property):
+def test_two_and_four_processes_learn_what_one_does_over_ten_steps(models, record_property):
     one, two, four = (on_ranks(size, train_all, models, STEPS) for size in (1, 2, 4))
     for case in CASES:
         record_property(f"{case}, 2", check_equal(case, one[case], two[case]))
