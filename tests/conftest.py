@@ -42,8 +42,10 @@ os.environ.update(processes.environment(Place("tests", GPU, [0])))
 
 
 # Seconds that a test waits for what must happen before it fails. Far more than it takes: the tests
-# pass beside other work on all cores. Of time itself only a ratio within one run is asserted.
-PATIENCE = 1200.0
+# pass beside other work on all cores. Less than --searcher_timeout, so that a death is seen as one
+# and not as silence. How soon something comes is asserted as a ratio within one run.
+PATIENCE = 500.0
+WHOLE_RUN = 3 * PATIENCE
 
 
 # Those that take longest, longest first: two workers that each take file by file end together.
@@ -203,7 +205,7 @@ def tba(*arguments, **settings) -> subprocess.CompletedProcess:
     """`python tba.py ARGUMENTS`, to its end. settings: as of start_tba."""
     process = start_tba(*arguments, **settings)
     try:
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=WHOLE_RUN)
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -317,12 +319,6 @@ class Run:
     def kill(self, name: str, how: int = signal.SIGKILL) -> None:
         os.kill(self.until(lambda: self.pid(name), f"a process {name}"), how)
 
-    def send_to_all(self, how: int) -> None:
-        """Send a signal to every process of the run."""
-        for pid in living(self.tag):
-            with suppress(ProcessLookupError):
-                os.kill(pid, how)
-
     def end(self, how: int = signal.SIGINT) -> tuple[str, str]:
         """Asks the run to end; its output."""
         self.process.send_signal(how)
@@ -332,11 +328,16 @@ class Run:
         return out, err
 
     def nothing_is_left(self) -> None:
-        """Wait until no process of the run lives; then nothing of it is in shared memory either."""
+        """Wait until no process of the run lives; then nothing of it is in shared memory either.
+
+        That takes less than the way to the first step took, where a test waited for that.
+        """
         assert self.shared, "it was looked at while the run lived"
+        start = time.monotonic()
         wait_for(lambda: not living(self.tag), "all processes to end")
         # Python's resource tracker cleans up last.
         wait_for(lambda: not self.shared & set(os.listdir(SHARED_MEMORY)), "shared memory")
+        assert not self.start_seconds or time.monotonic() - start < self.start_seconds
 
 
 def wait_for(condition, what: str):

@@ -13,7 +13,7 @@ import pytest
 import rehearsal
 import torch
 import trainer_step
-from conftest import PATIENCE, ROOT, byte_tokenizer
+from conftest import ROOT, WHOLE_RUN, byte_tokenizer
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -145,7 +145,7 @@ def test_a_rehearsal_sees_the_memory_of_a_process_in_a_part_of_its_time():
 def test_a_quick_rehearsal_measures_every_part_and_stays_within_its_plan(gsm8k_data):
     command = [sys.executable, str(ROOT / "benchmarks" / "rehearsal.py"), "--quick"]
     result = subprocess.run(
-        [*command, "--data_dir", str(gsm8k_data)], capture_output=True, text=True, timeout=PATIENCE
+        [*command, "--data_dir", str(gsm8k_data)], capture_output=True, text=True, timeout=WHOLE_RUN
     )
     assert result.returncode == 0, result.stderr
     assert "nan" not in result.stdout, "no part is missing"

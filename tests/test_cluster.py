@@ -223,7 +223,7 @@ def test_what_is_stopped_killed_or_lost_on_nodes_costs_no_step_and_a_killed_driv
         assert semaphores
         start = time.monotonic()
         run.process.kill()
-        out, _ = run.process.communicate()
+        out, _ = run.process.communicate(timeout=PATIENCE)
         wait_for(lambda: not nodes.pids("tba searcher 0") + nodes.actors(), "their end")
         wait_for(lambda: not semaphores & set(os.listdir(SHARED_MEMORY)), "their semaphores")
         record_property("seconds until all had ended", round(time.monotonic() - start, 1))

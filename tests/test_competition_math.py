@@ -126,9 +126,13 @@ def test_an_unfinished_response_is_wrong():
     ],
 )
 def test_no_answer_holds_up_the_scores_of_others(answer, scorer):
-    scorer.add([Responses(None, Query(0, "", "2"), [rf"\boxed{{{answer}}}"], [True])])
-    ((_, rewards),) = wait_for(scorer.take, "the scores")
-    assert isinstance(rewards, Exception) or rewards.tolist() == [0.0]
+    texts = {"it": rf"\boxed{{{answer}}}", "another": r"\boxed{2}"}
+    scorer.add([Responses(name, Query(0, "", "2"), [texts[name]], [True]) for name in texts])
+    found = {}
+    while len(found) < 2:
+        found |= {group.sender: rewards for group, rewards in wait_for(scorer.take, "the scores")}
+    assert isinstance(found["it"], Exception) or found["it"].tolist() == [0.0]
+    assert found["another"].tolist() == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_gsm8k_run_of_20_steps_ends_with_a_model_that_is_evaluated(
     run_dir = tmp_path / "run"
     flags = ["--model", untied_model, "--data_dir", gsm8k_data, "--output_dir", run_dir]
     cut = ["--steps", 20, "--initial_responses", 100, "--max_response_tokens", 64]
-    result = tba("gsm8k", *flags, *cut, "--gpu_memory_utilization", 0.2, timeout=900)
+    result = tba("gsm8k", *flags, *cut, "--gpu_memory_utilization", 0.2)
     assert result.returncode == 0, result.stderr
     assert "on GPU" in result.stdout
     lines = steps_of(run_dir)
