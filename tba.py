@@ -55,4 +55,6 @@ def end_at_once(number: int, frame) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, end_at_once)
+    if sys.stdout:  # None: it was closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # it may know nothing but ASCII
     sys.exit(main(sys.argv[1:]))

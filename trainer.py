@@ -6,7 +6,6 @@ then the trainer waits only while there is not enough to train on; or each is ma
 """
 
 import queue
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -280,7 +279,7 @@ class Trainer:
         if self.step != self.checkpoints.written_step and is_needed:
             self.save_checkpoint(is_last=True)
             self.checkpoints.wait()
-        self.learner.save_model(Path(self.run_dir) / "model")
+        self.checkpoints.save_model(self.learner.save_model)
         self.wait_for_evaluation()
         self.board.stop = True
         if skipped := int(self.board.total("long_prompts")):

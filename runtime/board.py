@@ -32,6 +32,7 @@ class Board:
         "long_prompts",  # queries dropped, prompt too long
         "unscored_groups",  # groups dropped, score() raised or gave no finite number
         "failed",  # time.monotonic() at which it raised, else 0
+        "save_seconds",  # that the trainer's slowest checkpoint took to be written
     )
     SAVED = ("evaluated", "cursor", "restarts", "long_prompts", "unscored_groups")
 

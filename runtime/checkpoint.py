@@ -7,6 +7,7 @@ Nothing in it can run code when it is read.
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 KEPT = 2
+NAME = re.compile(r"step-\d{8,}")
+# What each has; one of a run that resets its reference has that too.
+FILES = {"learner.safetensors", "buffer.npz", "torch.npz", "state.json"}
 
 
 def newest_whole(run_dir: str) -> tuple[Path | None, list[str]]:
@@ -37,8 +41,9 @@ def drop_newer(directory: str | Path) -> None:
 
 
 def list_checkpoints(run_dir: str) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    return sorted((Path(run_dir) / "checkpoints").glob("step-*"))
+    """The checkpoints of a run, oldest first. What has another name is the user's."""
+    found = (Path(run_dir) / "checkpoints").glob("step-*")
+    return sorted(path for path in found if NAME.fullmatch(path.name) and path.is_dir())
 
 
 def has_begun(run_dir: str) -> bool:
@@ -49,9 +54,11 @@ def has_begun(run_dir: str) -> bool:
 
 
 def find_corruption(directory: Path) -> str | None:
-    """Compare each file with its checksum; None if all is whole."""
+    """Compare each file with its checksum; None if all are there and whole."""
     try:
         checksums = json.loads((directory / "checksums.json").read_text())
+        if missing := FILES - checksums.keys():
+            return f"checksums.json does not name {min(missing)}"
         for name, expected in checksums.items():
             if checksum(directory / name) != expected:
                 return f"{name} is damaged"

@@ -11,7 +11,10 @@ import io
 import json
 import os
 import shutil
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint import KEPT, list_checkpoints
+from runtime.processes import NOT_SAVED
 from runtime.waiting import Waits
 
 CHUNK = 1 << 22  # bytes that are hashed and then written, while a core's cache still has them
@@ -71,7 +75,7 @@ class CheckpointWriter:
             part: {name: take(part, name, tensor) for name, tensor in named}
             for part, named in tensors.items()
         }
-        self.begun_step = step
+        self.begun_step, self.begun_at = step, time.monotonic()
         self.under_way = self.thread.submit(
             write_checkpoint, self.run_dir, step, taken, arrays, json.dumps(state)
         )
@@ -100,10 +104,25 @@ class CheckpointWriter:
         try:
             ended.result()
             self.written_step = self.begun_step
+            self.note_seconds(time.monotonic() - self.begun_at)
         except OSError as error:
             problem = f"no checkpoint was written, the one before stays: {error}"
             self.say(f"step {self.begun_step}: {problem}")
         return True
+
+    def note_seconds(self, seconds: float) -> None:
+        """Note how long a write took: the grace period at the end of the run depends on it."""
+        board = self.waits.board
+        board.set("trainer", "save_seconds", max(seconds, board.get("trainer", "save_seconds")))
+
+    def save_model(self, save: Callable[[Path], None]) -> None:
+        """Have the model saved. Where that fails the user is told, and the process ends."""
+        try:
+            save(Path(self.run_dir) / "model")
+        except Exception as error:  # of a full disk each library has an exception of its own
+            self.say(f"the model could not be saved: {error}")
+            traceback.print_exc()
+            sys.exit(NOT_SAVED)
 
 
 def give_way() -> None:

@@ -8,6 +8,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -23,6 +25,7 @@ from models.sharding import connect
 from runtime import checkpoint, preflight, processes
 from runtime.board import Board
 from runtime.messages import FinalEvaluation, describe_left_out
+from runtime.output import tolerate_failed_prints
 from runtime.places import (
     MEMORY_ALONE,
     Place,
@@ -37,7 +40,7 @@ from runtime.plan import check_plan
 from runtime.provenance import write_start
 from runtime.report import rewind
 from runtime.supervisor import RunFailed, Supervisor
-from runtime.timeline import trainer_busy
+from runtime.timeline import Lines, trainer_busy
 from runtime.tracking import Tracking, check_tracker
 from tasks import Task
 from weights import SharedWeights, num_elements
@@ -55,20 +58,27 @@ STACK_SECONDS = 0.5  # for each to write where it is
 class Interrupt:
     """The signal that asked the run to end, if one did. A second one ends it at once.
 
+    But not a second SIGHUP: of a closed terminal both the shell and the kernel send one.
+
     SystemExit, not os._exit: the queues' semaphores are unlinked on the way out.
     """
 
     def __init__(self):
         self.signal = 0
+        # Python's own process that unlinks semaphores must not hear of the end: it comes last.
+        signal.pthread_sigmask(signal.SIG_BLOCK, processes.SIGNALS)
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)
         for number in processes.SIGNALS:
-            signal.signal(number, self)
+            if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+                signal.signal(number, self)
 
     def __call__(self, number: int, frame) -> None:
-        if self.signal:
+        if self.signal and number != signal.SIGHUP:
             for child in torch.multiprocessing.active_children():
                 child.kill()
             raise SystemExit(128 + number)
-        self.signal = number
+        self.signal = self.signal or number
 
 
 class Run:
@@ -102,9 +112,8 @@ class Run:
         self.trainers: list[torch.multiprocessing.Process] = []  # by rank
         if resume:
             self.board.load_state_dict(checkpoint.load_state(resume)["board"])
-        # A checkpoint holds fp32 weights and two moments at most, the one before may be under way;
-        # the buffer and the model come with it.
-        self.save_seconds = SAVE_SECONDS + 32 * num_elements(shapes) / SAVE_BYTES_PER_SECOND
+        self.parameters, self.can_save = num_elements(shapes), True
+        self.longest_silence = 0.0  # of the trainer, which gives a sign of life after each step
         where = searchers, self.weights, self.board, config.output_dir
         if config.ray:
             self.supervisor = Cluster(config, *where, "runtime.share_search:run", given)
@@ -120,6 +129,9 @@ class Run:
             self.watch(until=lambda: self.board.get(first, "ready") == 1)
         self.start_trainer()
         self.watch(until=lambda: self.trainers[0].exitcode == 0)
+        if self.interrupt.signal and (seconds := self.grace_seconds()):
+            saving = f"to finish a step and to save may take up to {seconds:.0f} s"
+            print(f"the run ends: {saving}; a second Ctrl-C ends it at once", file=sys.stderr)
 
     def start_trainer(self) -> None:
         """Start the trainer, and its further processes where it has any."""
@@ -154,6 +166,8 @@ class Run:
         board, timeout = self.board, self.config.searcher_timeout
         dead = [p for p in self.trainers if p.exitcode or board.get(p.name, "failed")]
         alive = [process for process in self.trainers if process.exitcode is None]
+        if board.get("trainer", "ready"):
+            self.longest_silence = max(self.longest_silence, board.silence("trainer"))
         if dead:
             problem = self.describe_death(dead)
         elif any(board.is_silent(process.name, timeout) for process in alive):
@@ -161,7 +175,7 @@ class Run:
         else:
             return
         if dead or len(self.trainers) > 1:
-            self.save_seconds = 0.0  # they cannot save
+            self.can_save = False
         raise RunFailed(problem)
 
     def describe_death(self, dead: list[torch.multiprocessing.Process]) -> str:
@@ -172,6 +186,8 @@ class Run:
         # One that was killed has raised nothing.
         first = min(dead, key=lambda process: self.board.get(process.name, "failed"))
         first.join(EXIT_SECONDS)  # its log has its traceback then
+        if first.exitcode == processes.NOT_SAVED:
+            return "the trainer could not save the model"
         log = processes.log_tail(self.config.output_dir, first.name)
         how = "failed, and does not end"
         if first.exitcode is not None:
@@ -191,16 +207,25 @@ class Run:
         logs = [processes.log_tail(self.config.output_dir, process.name) for process in alive]
         return "\n".join([f"the trainer gave {what}", *logs])
 
+    def grace_seconds(self) -> float:
+        """Seconds that the trainer has to end; 0 if there is nothing for which to wait."""
+        if not self.can_save or not self.board.get("trainer", "ready"):
+            return 0.0
+        save_seconds = self.board.get("trainer", "save_seconds")
+        return allow(self.parameters, self.longest_silence, save_seconds)
+
     def stop(self) -> None:
         """End all processes. The trainer has time to save; what is still loading is killed."""
         self.board.end = True
         if self.trainers:
             trainer, *others = self.trainers
-            seconds = self.save_seconds if self.board.get("trainer", "ready") else 0.0
+            seconds = self.grace_seconds() if trainer.exitcode is None else 0.0
             trainer.join(seconds)
             if seconds and trainer.exitcode is None:
                 problem = f"the trainer did not save and end within {seconds:.0f} s: it is killed"
                 print(problem, file=sys.stderr)
+            elif seconds and trainer.exitcode > 0:
+                print(f"error: {self.describe_death([trainer])}", file=sys.stderr)
             processes.kill(trainer)
             for process in others:  # they end with it by themselves, unless one hangs
                 process.join(STOP_SECONDS if trainer.exitcode == 0 else 0.0)
@@ -212,6 +237,14 @@ class Run:
         self.supervisor.stop(time.monotonic() + STOP_SECONDS)
 
 
+def allow(parameters: int, step_seconds: float, save_seconds: float) -> float:
+    """Seconds for a trainer to finish its step and to save, by the slowest that were seen."""
+    # A checkpoint holds fp32 weights and two moments at most, the one before may be under way;
+    # the buffer and the model come with it.
+    by_size = SAVE_SECONDS + 32 * parameters / SAVE_BYTES_PER_SECOND
+    return max(by_size, 3 * save_seconds) + 3 * step_seconds
+
+
 def in_words(name: str) -> str:
     """Name a trainer process in a sentence."""
     return "the trainer" if name == "trainer" else name
@@ -219,6 +252,7 @@ def in_words(name: str) -> str:
 
 def run(config: Config) -> int:
     """Train. Returns the exit code; raises UserError while nothing has started."""
+    tolerate_failed_prints()
     given = config
     check_peft(config)
     check_tracker(config)
@@ -249,8 +283,11 @@ def run(config: Config) -> int:
             f"--resume {config.resume!r}: --model {config.model!r} has changed since: {mismatch}"
         )
     config = fetch(config, task)
-    open_run_dir(config, resume, settings)
-    write_start(config.output_dir, given)
+    try:
+        open_run_dir(config, resume, settings)
+        write_start(config.output_dir, given)
+    except OSError as error:
+        raise UserError(f"{config.output_dir!r} cannot be written: {error}") from error
     return supervise(Run(config, places, shapes, dtype, resume, given), task.metric)
 
 
@@ -314,7 +351,9 @@ def open_run_dir(config: Config, resume: str | None, settings: dict) -> None:
                 f"--output_dir {config.output_dir!r} already holds a run: give another one"
             ) from None
         preflight.lock(config.output_dir)
-    (run_dir / "config.json").write_text(json.dumps(settings, indent=2))
+    unfinished = run_dir / "config.json.unfinished"
+    unfinished.write_text(json.dumps(settings, indent=2))
+    unfinished.rename(run_dir / "config.json")
 
 
 def supervise(run: Run, metric: str) -> int:
@@ -330,7 +369,7 @@ def supervise(run: Run, metric: str) -> int:
     except RunFailed as failure:
         print(f"error: {failure}", file=sys.stderr)
         if config.lockstep:  # the trainer may wait for what will never come
-            run.save_seconds = 0.0
+            run.can_save = False
     finally:
         run.stop()
         exit_code = 128 + interrupt.signal if interrupt.signal else exit_code
@@ -355,12 +394,13 @@ def report(run_dir: str, metric: str) -> None:
     """Draw the pictures of a run, and write report.html."""
     from runtime import html_report, pictures  # slow to import, and not wanted before
 
-    pictures.draw(run_dir, metric)
-    try:
-        html_report.write(run_dir)
-    except Exception as error:  # whatever it is, the run's own result stands
-        problem = f"{type(error).__name__}: {error}"
-        print(f"report.html could not be written: {problem}", file=sys.stderr)
+    draw, write = partial(pictures.draw, run_dir, metric), partial(html_report.write, run_dir)
+    for name, make in {"the pictures": draw, "report.html": write}.items():
+        try:
+            make()
+        except Exception as error:  # whatever it is, the run's own result stands
+            problem = f"{type(error).__name__}: {error}"
+            print(f"{name} could not be written: {problem}", file=sys.stderr)
 
 
 def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None:
@@ -372,8 +412,7 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
     line = {}
     for name, (value, low, high) in result.metrics.items():
         line |= {f"final_{name}": value, f"final_{name}_interval": (low, high)}
-    with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
-        print(json.dumps({"step": config.steps} | line), file=file)
+    Lines(Path(config.output_dir, "metrics.jsonl")).write({"step": config.steps} | line)
     left_out = describe_left_out(result.long_prompts, result.unscored)
     for name, (value, low, high) in result.metrics.items():
         interval = f"95 % interval {low:.4f} to {high:.4f}"

@@ -14,11 +14,13 @@ from pathlib import Path
 import torch.multiprocessing
 from tqdm import tqdm
 
+from runtime.output import tolerate_failed_prints
 from runtime.places import Place
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that ask a run to end
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask a run to end
 SHOW_STACK = signal.SIGUSR1  # has a process write into its log where it is
 GIVE_UP = 3  # exit code of a searcher that would fail again after a restart
+NOT_SAVED = 4  # exit code of a trainer that could not save the model, and has said why
 NOISE = re.compile(r"nanobind: | - leaked |.*skipped remainder")
 LOG_LINES = 25  # of a failed process, shown
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of prctl
@@ -113,6 +115,7 @@ def _child(name: str, target: str, arguments: tuple, run_dir: str, parent: int) 
         os.dup2(file.fileno(), 2)
         if name != "trainer":  # it shows the progress
             os.dup2(file.fileno(), 1)
+    tolerate_failed_prints()
     faulthandler.register(SHOW_STACK, all_threads=False)
     module, function = target.split(":")
     getattr(importlib.import_module(module), function)(*arguments)

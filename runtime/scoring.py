@@ -140,7 +140,7 @@ def _begin(task: str, options: dict) -> None:
     global _task
     processes.die_with_parent()
     # The searcher has these blocked; SIGTERM is how a worker is stopped.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     _task = load_task(task, **options)
     _task.load()
 

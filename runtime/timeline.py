@@ -22,7 +22,8 @@ class Lines:
 
     def write(self, *values) -> None:
         text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
-        data = (text if self.is_whole else "\n" + text).encode()
+        # JSON escapes half a character (of a file name, say) as Python does.
+        data = (text if self.is_whole else "\n" + text).encode(errors="backslashreplace")
         try:
             self.is_whole = self.file.write(data) == len(data)
         except OSError:

@@ -264,13 +264,14 @@ class Run:
         run_dir: Path,
         *arguments,
         resume: bool = False,
-        root: Path = ROOT,
+        **settings,
     ):
+        """settings: as of start_tba."""
         self.run_dir, self.tag = run_dir, uuid.uuid4().hex
         self.shared: set[str] = set()  # files in shared memory that this run's processes have made
         self.began, self.start_seconds = time.monotonic(), 0.0
         where = ("--resume", run_dir) if resume else ("--output_dir", run_dir)
-        self.process = start_tba(*arguments, *where, tag=self.tag, root=root)
+        self.process = start_tba(*arguments, *where, tag=self.tag, **settings)
 
     def __enter__(self) -> "Run":
         return self

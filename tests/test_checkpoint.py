@@ -3,8 +3,11 @@
 import errno
 import json
 import os
+import shutil
 import threading
+import time
 from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 
 import numpy as np
 import pytest
@@ -13,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from test_trainer import make_rows, make_trainer
 
-from runtime import checkpoint, checkpoint_writer
+from config import Config
+from runtime import checkpoint, checkpoint_writer, launch
 from runtime.checkpoint_writer import NICENESS, HashedFile, write_arrays, write_file, write_tensors
 from trainer import Trainer
 
@@ -146,6 +150,72 @@ def test_a_full_disk_costs_one_checkpoint_and_leaves_those_before(
         "step 3: no checkpoint was written, the one before stays: "
         "[Errno 28] No space left on device"
     ]
+
+
+def test_only_what_the_run_itself_has_written_is_counted_resumed_and_deleted(trainer, tmp_path):
+    for step in (1, 2, 3):
+        trainer.learner.step = step
+        trainer.save_checkpoint()
+        trainer.checkpoints.wait()
+        if step == 1:  # the user's: a copy, and a note that happens to have such a name
+            root = tmp_path / "checkpoints"
+            shutil.copytree(root / "step-00000001", root / "step-best")
+            (root / "step-00000009").write_text("better than step 8")
+    kept = ["step-00000002", "step-00000003", "step-00000009", "step-best"]
+    assert names(tmp_path) == kept
+    (root / "step-00000003" / "checksums.json").write_text("{}")
+    newest, complaints = checkpoint.newest_whole(str(tmp_path))
+    assert newest.name == "step-00000002"
+    assert complaints == [
+        f"{root / 'step-00000003'} cannot be used: checksums.json does not name buffer.npz"
+    ]
+    config = Config(resume=str(tmp_path), output_dir=str(tmp_path))
+    launch.open_run_dir(config, str(newest), {})
+    assert names(tmp_path) == ["step-00000002", "step-00000009", "step-best"], "damaged: deleted"
+
+
+def test_a_resume_that_fails_leaves_the_settings_of_the_run_as_they_were(trainer, tmp_path):
+    trainer.save_checkpoint()
+    trainer.checkpoints.wait()
+    (tmp_path / "config.json").write_text("of the first start")
+    config, limits = Config(resume=str(tmp_path), output_dir=str(tmp_path)), RLIMIT_FSIZE
+    before = getrlimit(limits)
+    setrlimit(limits, (1 << 20, before[1]))  # as a disk that is full, but for files of 1 MiB
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            directory = tmp_path / "checkpoints" / "step-00000000"
+            launch.open_run_dir(config, str(directory), {"model": "m" * (1 << 21)})
+    finally:
+        setrlimit(limits, before)
+    assert (tmp_path / "config.json").read_text() == "of the first start"
+
+
+def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(
+    trainer, disk, monkeypatch
+):
+    run = launch.Run.__new__(launch.Run)  # one without processes
+    run.config, run.board, run.trainers = trainer.config, trainer.board, []
+    run.can_save, run.longest_silence, run.parameters = True, 0.0, 100_000
+    assert run.grace_seconds() == 0.0, "nothing to save while it loads"
+    trainer.begin()
+    small = run.grace_seconds()
+    run.parameters = 10**9
+    assert run.grace_seconds() > small + 300
+    run.parameters = 100_000
+    disk.may_go_on.clear()
+    disk.go_on_after(0.3)
+    trainer.save_checkpoint()
+    trainer.checkpoints.wait()
+    assert 0.3 < trainer.board.get("trainer", "save_seconds") < launch.SAVE_SECONDS
+    assert run.grace_seconds() == small, "at least three of those"
+    trainer.checkpoints.note_seconds(20.0)
+    trainer.checkpoints.note_seconds(7.0)
+    assert run.grace_seconds() == 60.0
+    run.board.set("trainer", "beat", time.monotonic() - 100.0)  # as if a step took so long
+    run.check_trainer()
+    run.board.beat("trainer")
+    run.check_trainer()
+    assert 360 <= run.grace_seconds() < 400
 
 
 def test_an_error_of_the_writer_that_no_disk_explains_ends_the_run(trainer, monkeypatch):

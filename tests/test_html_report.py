@@ -21,7 +21,7 @@ from transformers import ByT5Tokenizer
 from buffer import Group
 from config import Config, UserError
 from models.policy import token_texts
-from runtime import html_report, launch, pictures, provenance
+from runtime import html_report, launch, provenance
 from runtime.command_line import build_config
 from runtime.evaluation import EvaluationRun
 from runtime.samples import SampleLog
@@ -330,15 +330,21 @@ def test_a_run_that_failed_or_was_interrupted_has_pictures_and_a_report(run_dir,
     assert "could not be written" not in capsys.readouterr().err
 
 
-def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_run(run_dir, monkeypatch, capsys):
-    drawn = []
-    monkeypatch.setattr(pictures, "draw", lambda *arguments: drawn.append(arguments))
+@pytest.mark.parametrize(
+    "taken, other, problem",
+    [
+        ("report.html", "timeline.json", "report.html could not be written: IsADirectoryError"),
+        ("timeline.json", "report.html", "the pictures could not be written: IsADirectoryError"),
+    ],
+)
+def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_run(
+    taken, other, problem, run_dir, capsys
+):
     run = run_dir()
-    (run / "report.html").mkdir()
+    (run / taken).mkdir()
     launch.report(str(run), "accuracy")
-    assert drawn == [(str(run), "accuracy")]
     err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and "report.html could not be written: IsADirector" in err
+    assert len(err.splitlines()) == 1 and problem in err and (run / other).is_file()
 
 
 def test_a_resumed_run_adds_its_command_and_each_names_what_differs_from_the_preset(run_dir):
