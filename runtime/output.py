@@ -21,7 +21,9 @@ def tolerate_failed_prints() -> None:
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
             continue  # somebody has put another one there, as pytest does
-        stream = stream or open(os.devnull, "w")  # noqa: SIM115 (None: it was closed at the start)
-        file = io.BufferedWriter(Output(stream.fileno(), "wb", closefd=False))
-        text = io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True)
+        # None: it was closed at the start.
+        number = stream.fileno() if stream else os.open(os.devnull, os.O_WRONLY)
+        file = io.BufferedWriter(Output(number, "wb", closefd=False))
+        encoding = stream.encoding if stream else "utf-8"
+        text = io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, text)
