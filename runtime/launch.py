@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing
 
 from config import Config, UserError
-from models.device import compute_dtype
+from models.device import compute_dtype, device, onednn_multiplies
 from models.hub import fetch_model, find_model
 from models.lora import check_peft, trained_shapes
 from models.policy import weight_shapes
@@ -258,6 +258,8 @@ def check_model(config: Config, task: Task) -> Config:
     """Check the objective and the models; the configuration with the model's name or path."""
     preflight.check_loss(config)
     preflight.check_evaluation(config, task)
+    if device().type == "cpu" and not onednn_multiplies(compute_dtype(config)):
+        print("bfloat16 is slow here: this processor does not multiply in it", file=sys.stderr)
     model = find_model("--model", config.model or task.base_model())
     fetch_model("--model", model, weights=False)  # enough for the checks
     task.prepare()

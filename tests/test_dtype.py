@@ -25,13 +25,8 @@ BF16 = dict(dtype="bfloat16")
 # brings by itself: 0.03 to 0.06 on these random models of large logits. Weights are rounded alike
 # on both sides, activations at other places.
 NORMAL = 0.1
-engine_in_bf16 = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="the engine multiplies by oneDNN, which has no bf16 on a processor without AVX-512",
-)
 
 
-@engine_in_bf16
 @pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
 def test_published_bf16_weights_are_what_vllm_samples_from(kind, request, record_property):
     path = str(request.getfixturevalue(kind))
@@ -132,7 +127,6 @@ def test_with_bf16_masters_a_rate_of_1e_5_moves_only_small_weights(tied_model, r
     assert sizes["bfloat16"][moved["bfloat16"]].max() < 512 * 3e-5
 
 
-@engine_in_bf16
 @pytest.mark.runs
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_half_a_demo_in_bf16_ends_with_at_least_095_of_its_answers_right_and_a_normal_mismatch(
