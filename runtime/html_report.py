@@ -135,7 +135,7 @@ def find_evaluations(metrics: list[dict]) -> Iterator[tuple[int, str, float, lis
         if "loss" in line:
             continue
         for name, value in line.items():
-            if name != "step" and not name.endswith("_interval"):
+            if name not in ("step", "base_model") and not name.endswith("_interval"):
                 yield line["step"], name, value, line.get(f"{name}_interval")
 
 

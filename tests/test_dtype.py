@@ -14,9 +14,12 @@ from test_trainer import gradient, make_rows
 
 from config import Config
 from learner import Learner
+from models.device import onednn_multiplies
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
 from models.policy import hold_as_multiplied, load_policy, weight_shapes
+from runtime.launch import check_model
+from tasks import load_task
 from tba import main
 from weights import SharedWeights
 
@@ -52,6 +55,16 @@ def test_published_bf16_weights_are_what_vllm_samples_from(kind, request, record
     difference = mismatch(group, logprobs_of(group, model, torch.bfloat16))
     record_property("... of older weights", round(difference, 4))
     assert difference > 3 * NORMAL, "older weights would show"
+
+
+def test_a_run_in_bf16_says_that_it_is_slow_where_the_processor_does_not_multiply_in_it(
+    untied_model, capsys
+):
+    is_fast = onednn_multiplies(torch.bfloat16)
+    check_model(Config(model=str(untied_model), **BF16), load_task("arithmetic"))
+    assert capsys.readouterr().err.count("bfloat16 is slow here") == (not is_fast)
+    check_model(Config(model=str(untied_model)), load_task("arithmetic"))
+    assert not capsys.readouterr().err
 
 
 def make_learner(model, **settings) -> Learner:
