@@ -438,9 +438,11 @@ def test_an_evaluation_on_the_way_has_its_interval_in_the_metrics():
     run = EvaluationRun.__new__(EvaluationRun)
     run.version, run.long_prompts = 40, 0
     run.scored = [(None, float(i % 4 == 0)) for i in range(400)] + [(None, None)]
-    line = json.loads(json.dumps(run.result().line("accuracy")))
+    line = json.loads(json.dumps(run.result().line("accuracy", "0a1b")))
     low, high = line.pop("accuracy_interval")
-    assert line == {"step": 40, "accuracy": 0.25}
+    assert line == {"step": 40, "accuracy": 0.25, "base_model": "0a1b"}
     assert 0.19 < low < 0.23 and 0.27 < high < 0.31
     run.scored = [(None, None)]
-    assert run.result().line("accuracy") == {"step": 40, "accuracy": 0.0}, "no score, no interval"
+    assert run.result().line("accuracy", "0a1b") == line | {"accuracy": 0.0}, (
+        "no score, no interval"
+    )
