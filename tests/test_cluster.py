@@ -234,7 +234,9 @@ def test_what_is_stopped_killed_or_lost_on_nodes_costs_no_step_and_a_killed_driv
         record_property("seconds until all had ended", round(time.monotonic() - start, 1))
         run.nothing_is_left()
     assert re.search(r"node \d \(127.0.0.1.*searcher 0 ended with exit code -9", out), out
-    assert out.count("is lost") == 1 and "shares of the queries go to others" in out
+    # Until Ray has noticed too, another actor may be lost with the same node.
+    assert len(set(re.findall(r"(\w+)\) is lost", out))) == 1
+    assert "shares of the queries go to others" in out
 
 
 def of_nodes(run: Run, name: str) -> list[float]:
