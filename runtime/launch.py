@@ -22,6 +22,7 @@ from models.policy import weight_shapes
 from models.sharding import connect
 from runtime import checkpoint, preflight, processes
 from runtime.board import Board
+from runtime.command_line import mask
 from runtime.messages import FinalEvaluation, describe_left_out
 from runtime.places import (
     MEMORY_ALONE,
@@ -233,6 +234,7 @@ def run(config: Config) -> int:
     config = check_model(config, task)
     # As asked for: what follows resolves it for this machine.
     settings = dataclasses.asdict(config) | {"resume": "", "config": ""}
+    settings["options"] = mask(config.options)
     if resume and config.searchers is None and not config.ray:
         # Their shares of the queries, and the cursors in those, are part of the checkpoint.
         searchers = len(checkpoint.load_state(resume)["board"])
@@ -279,7 +281,7 @@ def describe(
     config: Config, places: list[Place], sizes: dict[str, int], parameters: int, trained: int
 ) -> None:
     """Say what is about to happen, before it happens. parameters, trained: how many."""
-    options = "".join(f", {name} {value}" for name, value in config.options.items())
+    options = "".join(f", {name} {value}" for name, value in mask(config.options).items())
     queries = f"{sizes['train']} queries to train on, {sizes['test']} to test on"
     print(f"task {config.task}{options}: {queries}")
     print(f"model {config.model}, {parameters / 1e6:.1f} M parameters")

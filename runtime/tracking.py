@@ -110,6 +110,7 @@ def last_step(run_dir: str) -> int:
 def run(name: str, run_dir: str, resumed_step: int, connection: Connection) -> None:
     """The tracker's process. resumed_step: that the run goes on from, 0 for a new one."""
     os.nice(NICENESS)
+    sys.argv = sys.argv[:1]  # wandb would send the command line, and with it a task's secrets
     try:
         follow(name, run_dir, resumed_step, connection)
     except BaseException as error:

@@ -216,6 +216,18 @@ def test_wandb_offline_keeps_every_figure_configuration_and_samples(tmp_path):
     assert [row[table["columns"].index("response")] for row in table["data"]] == [CODE] * 5
 
 
+@needs["wandb"]
+def test_the_command_line_which_may_hold_a_secret_is_not_sent(tmp_path, monkeypatch):
+    run_dir, (here, there) = make_run(tmp_path), multiprocessing.Pipe()
+    monkeypatch.setattr(sys, "argv", ["tba.py", "--api_key", "sk-0123"])
+    monkeypatch.setattr(os, "nice", lambda _: None)
+    here.send(0)
+    tracking.run("wandb", str(run_dir), 0, there)
+    assert not [
+        file for file in run_dir.rglob("*") if file.is_file() and b"sk-0123" in file.read_bytes()
+    ]
+
+
 def test_samples_are_bounded_in_number(tmp_path, monkeypatch):
     shown = []
 
