@@ -38,7 +38,7 @@ from runtime.plan import check_plan
 from runtime.provenance import write_start
 from runtime.report import rewind
 from runtime.supervisor import RunFailed, Supervisor
-from runtime.timeline import trainer_busy
+from runtime.timeline import Lines, trainer_busy
 from runtime.tracking import Tracking, check_tracker
 from tasks import Task
 from weights import SharedWeights, num_elements
@@ -374,8 +374,7 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
     line = {}
     for name, (value, low, high) in result.metrics.items():
         line |= {f"final_{name}": value, f"final_{name}_interval": (low, high)}
-    with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
-        print(json.dumps({"step": config.steps} | line), file=file)
+    Lines(Path(config.output_dir, "metrics.jsonl")).write({"step": config.steps} | line)
     left_out = describe_left_out(result.long_prompts, result.unscored)
     for name, (value, low, high) in result.metrics.items():
         interval = f"95 % interval {low:.4f} to {high:.4f}"

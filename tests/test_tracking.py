@@ -65,6 +65,7 @@ def make_run(directory: Path, steps: int = 10) -> Path:
     (run_dir / "config.json").write_text(json.dumps(settings))
     append(run_dir, evaluation(0, 0.25), *(step_line(step) for step in range(1, 7)))
     append(run_dir, evaluation(2, 0.5))
+    append(run_dir, [3], {"step": "7", "loss": 1.0})  # malformed: no tracker gets those
     sample = {"query_id": 3, "prompt": CODE, "answer": "4", "response": CODE, "extracted": None}
     samples = [{"version": version, "reward": 1.0, **sample} for version in range(5)]
     Lines(run_dir / "samples.jsonl").write(*samples)
