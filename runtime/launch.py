@@ -221,6 +221,7 @@ def in_words(name: str) -> str:
 def run(config: Config) -> int:
     """Train. Returns the exit code; raises UserError while nothing has started."""
     given = config
+    preflight.check_machine()
     check_peft(config)
     check_tracker(config)
     if config.ray:

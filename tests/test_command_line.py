@@ -340,6 +340,16 @@ def test_without_ray_its_flag_says_what_to_install(monkeypatch, capfd):
     assert "pip install -r requirements-ray.txt" in err
 
 
+@pytest.mark.parametrize("machine, lines", [("aarch64", 1), ("x86_64", 0), ("AMD64", 0)])
+def test_a_start_on_another_kind_of_processor_says_that_it_was_never_tried(
+    machine, lines, monkeypatch, capfd
+):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert main(["arithmetic", "--loss", "none", "--model", "absent"]) == 2
+    expected = f"warning: never tried on {machine}, only on x86-64"
+    assert capfd.readouterr().err.splitlines()[:-1] == [expected] * lines
+
+
 def test_without_its_flag_nothing_of_ray_or_of_a_tracker_is_imported():
     code = "import sys, runtime.launch, trainer; sys.exit(not {optional}.isdisjoint(sys.modules))"
     code = code.format(optional={"ray", "wandb", "tensorboard"})
