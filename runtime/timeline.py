@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runtime.board import Board
 
+FIGURE = int | float | None  # in a line of metrics.jsonl
 # Engine steps and polls that are closer than this, in seconds, become one span.
 MERGED = {"search": 0.002, "wait": 0.05}
 
@@ -49,17 +50,13 @@ def read_metrics(run_dir: str) -> list[dict]:
 
 
 def is_metrics(line: object) -> bool:
-    """Whether it is of metrics.jsonl: a step, and numbers, null where one was not finite.
-
-    An evaluation's interval is a pair of them.
-    """
+    """Whether it has a step, and else numbers, or pairs as intervals; not finite ones are null."""
     if not isinstance(line, dict) or not isinstance(line.get("step"), int):
         return False
     for name, value in line.items():
-        is_pair = isinstance(value, list) and len(value) == 2 and "loss" not in line
-        if is_pair != (name.endswith("_interval") and "loss" not in line):
-            return False
-        if not all(isinstance(x, int | float | None) for x in (value if is_pair else [value])):
+        is_pair = name.endswith("_interval") and "loss" not in line
+        numbers = value if is_pair and isinstance(value, list) else [value]
+        if len(numbers) != 1 + is_pair or not all(isinstance(x, FIGURE) for x in numbers):
             return False
     return True
 

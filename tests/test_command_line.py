@@ -277,12 +277,10 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files, 
     [
         ({"steps": 10.5}, "--steps is 10.5: its type is int"),
         ({"steps": True}, "--steps is True: its type is int"),
-        ({"beta": True}, "--beta is True: its type is float"),
         ({"seed": None}, "--seed is None: its type is int"),
         ({"model": 7}, "--model is 7: its type is str"),
         ({"searchers": "2"}, "--searchers is '2': its type is int or NoneType"),
         ({"task": 7}, "--task is 7: its type is str"),
-        ({"options": 7}, "--options is 7: its type is dict"),
         ({"options": {"data_dir": 7}}, "--data_dir is 7: its type is str"),
     ],
 )
