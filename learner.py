@@ -20,7 +20,7 @@ from models.device import compute_dtype
 from models.logprobs import TOKENS_IN_LOW_MEMORY, split_rows
 from models.lora import load_trained_policy, save, trained_parameters
 from models.merged import merged
-from models.policy import load_tokenizer
+from models.policy import find_not_finite, load_tokenizer
 from models.sharding import OneProcess, Rank
 from objectives import LOSSES
 from runtime.board import Board
@@ -161,8 +161,11 @@ class Learner:
             self.bad_steps_in_a_row += 1
             self.say(f"step {self.step}: the gradient norm is {grad_norm}: the step is skipped")
             if self.bad_steps_in_a_row == BAD_STEPS:
+                weights = ((name, self.ranks.full(p.detach())) for name, p in self.trained.items())
+                name = find_not_finite(weights)
+                cause = f", as the weight {name} is NaN or infinite" if name else ""
                 raise FloatingPointError(
-                    f"{BAD_STEPS} steps in a row had a gradient that is not finite: "
+                    f"{BAD_STEPS} steps in a row had a gradient that is not finite{cause}: "
                     "lower --learning_rate or raise --beta"
                 )
         self.optimizer.zero_grad()

@@ -230,7 +230,7 @@ def thinned(lines: list[dict]) -> dict[str, list[float]]:
     stretches = np.array_split(np.arange(len(steps)), min(POINTS, len(steps)))
     return {
         name: [
-            float(f"{np.mean([steps[i].get(name, np.nan) for i in stretch]):.4g}")
+            float(f"{np.mean([steps[i].get(name) for i in stretch], dtype=float):.4g}")
             for stretch in stretches
         ]
         for name in HISTORY

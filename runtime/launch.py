@@ -22,6 +22,7 @@ from models.policy import weight_shapes
 from models.sharding import connect
 from runtime import checkpoint, preflight, processes
 from runtime.board import Board
+from runtime.command_line import mask
 from runtime.messages import FinalEvaluation, describe_left_out
 from runtime.places import (
     MEMORY_ALONE,
@@ -37,7 +38,7 @@ from runtime.plan import check_plan
 from runtime.provenance import write_start
 from runtime.report import rewind
 from runtime.supervisor import RunFailed, Supervisor
-from runtime.timeline import trainer_busy
+from runtime.timeline import Lines, trainer_busy
 from runtime.tracking import Tracking, check_tracker
 from tasks import Task
 from weights import SharedWeights, num_elements
@@ -220,6 +221,7 @@ def in_words(name: str) -> str:
 def run(config: Config) -> int:
     """Train. Returns the exit code; raises UserError while nothing has started."""
     given = config
+    preflight.check_machine()
     check_peft(config)
     check_tracker(config)
     if config.ray:
@@ -234,6 +236,7 @@ def run(config: Config) -> int:
     config = check_model(config, task, began)
     # As asked for: what follows resolves it for this machine.
     settings = dataclasses.asdict(config) | {"resume": "", "config": ""}
+    settings["options"] = mask(config.options)
     if resume and config.searchers is None and not config.ray:
         # Their shares of the queries, and the cursors in those, are part of the checkpoint.
         searchers = len(checkpoint.load_state(resume)["board"])
@@ -292,7 +295,7 @@ def describe(
     config: Config, places: list[Place], sizes: dict[str, int], parameters: int, trained: int
 ) -> None:
     """Say what is about to happen, before it happens. parameters, trained: how many."""
-    options = "".join(f", {name} {value}" for name, value in config.options.items())
+    options = "".join(f", {name} {value}" for name, value in mask(config.options).items())
     queries = f"{sizes['train']} queries to train on, {sizes['test']} to test on"
     print(f"task {config.task}{options}: {queries}")
     print(f"model {config.model}, {parameters / 1e6:.1f} M parameters")
@@ -385,8 +388,7 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
     line = {"base_model": identify_weights(config.model)}
     for name, (value, low, high) in result.metrics.items():
         line |= {f"final_{name}": value, f"final_{name}_interval": (low, high)}
-    with open(Path(config.output_dir, "metrics.jsonl"), "a") as file:
-        print(json.dumps({"step": config.steps} | line), file=file)
+    Lines(Path(config.output_dir, "metrics.jsonl")).write({"step": config.steps} | line)
     left_out = describe_left_out(result.long_prompts, result.unscored)
     for name, (value, low, high) in result.metrics.items():
         interval = f"95 % interval {low:.4f} to {high:.4f}"

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.multiprocessing
 from tqdm import tqdm
 
+from config import UserError
 from runtime.places import Place
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that ask a run to end
@@ -115,4 +116,7 @@ def _child(name: str, target: str, arguments: tuple, run_dir: str, parent: int) 
             os.dup2(file.fileno(), 1)
     faulthandler.register(SHOW_STACK, all_threads=False)
     module, function = target.split(":")
-    getattr(importlib.import_module(module), function)(*arguments)
+    try:
+        getattr(importlib.import_module(module), function)(*arguments)
+    except UserError as error:  # it needs no traceback
+        sys.exit(f"error: {error}")
