@@ -8,6 +8,7 @@ INSTALLED := .venv/$(if $(GPU),requirements,requirements-cpu).txt.installed
 # environment of its own where the first has the other.
 TEST_VENV := $(if $(GPU),.venv-cpu,.venv)
 DEMO_FLAGS ?=
+TESTS ?= tests
 
 PYTEST := $(TEST_VENV)/bin/python -m pytest -q --durations=10
 # Of tests that are long and often wait: three workers for two cores, and one that has none left
@@ -25,7 +26,7 @@ lint: setup-tests
 	$(TEST_VENV)/bin/ruff format --check .
 
 test: setup-tests
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not runs and not cluster" tests
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not faults and not runs and not cluster" $(TESTS)
 
 # What kills, stops, fills up and lasts long.
 test-faults: setup-tests

@@ -18,9 +18,9 @@ from config import Config
 from loss import LossInputs, Metrics
 from models.device import compute_dtype
 from models.logprobs import TOKENS_IN_LOW_MEMORY, split_rows
-from models.lora import base_state, check_base, load_trained_policy, save, trained_parameters
+from models.lora import load_trained_policy, save, trained_parameters
 from models.merged import merged
-from models.policy import load_tokenizer
+from models.policy import find_not_finite, load_tokenizer
 from models.sharding import OneProcess, Rank
 from objectives import LOSSES
 from runtime.board import Board
@@ -161,8 +161,11 @@ class Learner:
             self.bad_steps_in_a_row += 1
             self.say(f"step {self.step}: the gradient norm is {grad_norm}: the step is skipped")
             if self.bad_steps_in_a_row == BAD_STEPS:
+                weights = ((name, self.ranks.full(p.detach())) for name, p in self.trained.items())
+                name = find_not_finite(weights)
+                cause = f", as the weight {name} is NaN or infinite" if name else ""
                 raise FloatingPointError(
-                    f"{BAD_STEPS} steps in a row had a gradient that is not finite: "
+                    f"{BAD_STEPS} steps in a row had a gradient that is not finite{cause}: "
                     "lower --learning_rate or raise --beta"
                 )
         self.optimizer.zero_grad()
@@ -204,7 +207,6 @@ class Learner:
         """
         self.ranks.call("state")
         yield "counters", torch.tensor([self.step, self.bad_steps, self.bad_steps_in_a_row])
-        yield from base_state(self.policy).items()
         for name, parameter in self.trained.items():
             yield f"policy.{name}", self.ranks.full(parameter.detach())
             for key, value in self.optimizer.state[parameter].items():
@@ -215,8 +217,6 @@ class Learner:
         """Take over what state() gave, of any number of ranks. Only rank 0 needs it."""
         self.ranks.call("load_state", None)
         whole = state or {}
-        if whole:
-            check_base(self.policy, whole)
         numbers = {name: value for name, value in whole.items() if value.ndim == 0}
         counters, numbers = self.ranks.gather((whole.get("counters"), numbers))[0]
         for name, parameter in self.trained.items():

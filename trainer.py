@@ -15,6 +15,7 @@ from buffer import Group, Row
 from config import Config
 from learner import Learner
 from loss import Metrics
+from models.hub import identify_weights
 from models.sharding import OneProcess
 from runtime import checkpoint
 from runtime.board import Board
@@ -57,6 +58,7 @@ class Trainer:
         self.timeline = Timeline(run_dir, "trainer")
         self.metric = load_task(config.task, **config.options).metric
         self.report = Report(run_dir, config, board)
+        self.base_model = identify_weights(config.model)
         self.learner = Learner(config, self.report.say, ranks)
         lock_pages_for_gpu(weights, self.report.say)
         try_largest_batch(config, self.learner, self.report.say)
@@ -206,7 +208,7 @@ class Trainer:
         self.evaluations.arrived(evaluation)
         # Not before: a searcher that dies with it unsent is replaced by one that repeats it.
         self.board.set(self.board.searchers[0], "evaluated", evaluation.version)
-        self.report.metrics.write(evaluation.line(self.metric))
+        self.report.metrics.write(evaluation.line(self.metric, self.base_model))
         what = f"step {evaluation.version}: {self.metric}"
         if evaluation.version == 0:
             what = f"base {self.metric}:"
@@ -229,6 +231,7 @@ class Trainer:
         arrays = {"buffer": self.batches.state_dict(), "torch": rng}
         state = {
             "step": self.step,
+            "base_model": self.base_model,
             "received": self.batches.received,
             "skipped_publishes": self.skipped_publishes,
             **self.health.state_dict(),

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import queue
+import sys
 import tempfile
 import time
 from collections import deque
@@ -25,6 +26,7 @@ import torch
 
 from buffer import Group
 from config import Config, check, settle
+from models.hub import identify_weights
 from models.logprobs import response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
 from runtime.board import Board
@@ -228,7 +230,7 @@ def thinned(lines: list[dict]) -> dict[str, list[float]]:
     stretches = np.array_split(np.arange(len(steps)), min(POINTS, len(steps)))
     return {
         name: [
-            float(f"{np.mean([steps[i].get(name, np.nan) for i in stretch]):.4g}")
+            float(f"{np.mean([steps[i].get(name) for i in stretch], dtype=float):.4g}")
             for stretch in stretches
         ]
         for name in HISTORY
@@ -251,15 +253,21 @@ def run_all(
 ) -> list[dict]:
     """Run jobs, the arguments of run(**job). Returns a line per job, with its "result".
 
-    A job that is listed twice is run once. Those that `file` already holds, of the same base model,
-    are not run again.
+    A job that is listed twice is run once. Those that `file` already holds are not run again. Ends
+    the process where they began with other base models than this machine makes.
     """
     file.parent.mkdir(exist_ok=True)
-    tasks = {job["settings"]["task"] for job in jobs if "settings" in job}
     # Made here once, before several processes want them.
-    models = {task: Path(load_task(task).base_model()).name for task in tasks}
-    known = {None, *models.values()}
-    lines = [line for line in read_lines(file) if line["base_model"] in known]
+    models = {
+        task: identify_weights(load_task(task).base_model()) for task in map(_task, jobs) if task
+    }
+    lines = read_lines(file)
+    for line in lines:
+        if (task := _task(line["job"])) in models and line["base_model"] != models[task]:
+            sys.exit(
+                f"{file} has results of {task} with base model {line['base_model']}, and here it "
+                f"is {models[task]}: they make no mean together, put that file aside"
+            )
     done = {_key(line["job"]): line for line in lines}
     missing = [job for key, job in {_key(job): job for job in jobs}.items() if key not in done]
     start = time.monotonic()
@@ -267,12 +275,17 @@ def run_all(
     num_processes = min(processes, len(os.sched_getaffinity(0)))
     with spawn.Pool(num_processes) as pool, open(file, "a") as out:
         for i, line in enumerate(pool.imap_unordered(partial(_run, run), missing), 1):
-            line["base_model"] = models.get(line["job"].get("settings", {}).get("task"))
+            line["base_model"] = models.get(_task(line["job"]))
             print(json.dumps(line), file=out, flush=True)
             done[_key(line["job"])] = line
             if i % 10 == 0 or i == len(missing):
                 print(f"{i} of {len(missing)} runs, {time.monotonic() - start:.0f} s", flush=True)
     return [done[_key(job)] for job in jobs]
+
+
+def _task(job: dict) -> str | None:
+    """Return the task whose base model a job begins with."""
+    return job.get("settings", {}).get("task") or job.get("base")
 
 
 def _key(job: dict) -> str:

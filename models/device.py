@@ -20,3 +20,13 @@ def compute_dtype(config: Config, on: torch.device | None = None) -> torch.dtype
     if config.dtype == "auto":
         return torch.bfloat16 if (on or device()).type == "cuda" else torch.float32
     return getattr(torch, config.dtype)
+
+
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Try whether oneDNN multiplies matrices of this dtype: bf16 it does not on every processor."""
+    row = torch.ones(1, 1, dtype=dtype)
+    try:
+        torch.ops.mkldnn._linear_pointwise(row, row, None, "none", [], "")
+    except RuntimeError:
+        return False
+    return True

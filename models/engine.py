@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor import uniproc_executor
 
 from config import Config
-from models.device import compute_dtype, device
+from models.device import compute_dtype, device, onednn_multiplies
 from models.hub import cached_model
 from models.sizes import ENGINE_ROWS
 
@@ -127,6 +127,9 @@ def cpu_settings(config: Config) -> dict:
     # times as long as a copy.
     _custom_ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *shape: False
+    # vLLM's attention in bf16 uses those tiles. The kernel must be asked for them first, and
+    # nobody does where oneDNN may not.
+    torch.cpu._init_amx()
     return {
         "enforce_eager": True,
         # Prompts enter whole: for a prompt in chunks vLLM rewinds the request's generator, which a
@@ -142,7 +145,7 @@ def cpu_settings(config: Config) -> dict:
 
 
 def _multiply_unpacked(model: torch.nn.Module) -> None:
-    """Let oneDNN multiply by the matrices as they are: faster than torch on some processors."""
+    """Multiply by the matrices as they are: by oneDNN, which is faster than torch where it can."""
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             if not module.weight.numel():
@@ -150,6 +153,9 @@ def _multiply_unpacked(model: torch.nn.Module) -> None:
                     f"this vLLM has packed {type(module).__name__} and can take no new weights: "
                     "install requirements-cpu.txt"
                 )
-            module.cpu_linear = lambda x, weight, bias: torch.ops.mkldnn._linear_pointwise(
-                x, weight, bias, "none", [], ""
-            )
+            is_fast = onednn_multiplies(module.weight.dtype)
+            module.cpu_linear = _multiply if is_fast else torch.nn.functional.linear
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

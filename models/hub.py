@@ -5,6 +5,7 @@ What comes from the hub is fetched once, before any process starts; then it is a
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from huggingface_hub.errors import (
 
 from config import UserError
 
+PIECES, PIECE_BYTES = 64, 1 << 20  # that are read of a large file to tell its weights from others
 ANSWER_SECONDS = 5.0  # that the hub has for its first answer
 NAME = re.compile(r"[^/@]+/[^/@]+(@[^@]+)?")
 # Other programs' formats, and what training left beside a model.
@@ -114,6 +116,27 @@ def cached_model(
         f"{flag} {model!r} is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and cannot "
         f"be fetched: {problem}"
     ) from cause
+
+
+def identify_weights(directory: str) -> str:
+    """Name the weights in a model's directory: two machines may train one recipe to different ones.
+
+    The hub's revision in its cache, else a hash of the files: of a large one of PIECES of it.
+    """
+    path = Path(directory)
+    if path.parent.name == "snapshots":
+        return path.name
+    digest = hashlib.blake2b(digest_size=6)
+    for name in sorted(needed_files([file.name for file in path.iterdir()], weights=True)):
+        if not any(fnmatch(name, kind) for kind in WEIGHTS):
+            continue
+        size = (path / name).stat().st_size
+        digest.update(f"{name} {size}".encode())
+        with open(path / name, "rb") as file:
+            for i in range(PIECES):
+                file.seek(max(i * PIECE_BYTES, size // PIECES * i))
+                digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()
 
 
 def needed_files(files: list[str], weights: bool) -> list[str]:

@@ -88,31 +88,6 @@ def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in trained_parameters(policy).items()}
 
 
-def base_state(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint of adapters says of their base, to recognise it; else nothing.
-
-    Of each frozen parameter the sum of its rows, each times its number: (frozen ones,) float64.
-    """
-    frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
-    if not frozen:
-        return {}
-    rows = [p.reshape(len(p), -1).sum(dim=1, dtype=torch.float64).cpu() for p in frozen]
-    return {"base": torch.stack([row @ torch.arange(1.0, len(row) + 1).double() for row in rows])}
-
-
-def check_base(policy: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where a checkpoint's adapters belong to another base model than this."""
-    found, expected = base_state(policy).get("base"), state.get("base")
-    if expected is None:
-        return
-    # Sums in float64 differ by far less between machines.
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-6, atol=1e-6):
-        raise ValueError(
-            "--model has changed since the checkpoint, whose adapters belong to what it was, or "
-            "--dtype auto means another one on this machine: put back what there was"
-        )
-
-
 def save(
     policy: torch.nn.Module,
     adapted: "PeftModel | None",

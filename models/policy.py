@@ -1,5 +1,7 @@
 """The policy as transformers loads it: trainer and reference policy both come from here."""
 
+from collections.abc import Iterable
+
 import torch
 from tokenizers.decoders import DecodeStream
 from transformers import (
@@ -23,7 +25,8 @@ def load_policy(
 
     linear_dtype: for a policy whose weights are not trained, what is computed in
     (hold_as_multiplied).
-    Raises ValueError for an architecture that response_logprobs does not know.
+    Raises ValueError for an architecture that response_logprobs does not know, and UserError for
+    weights that are not finite.
     """
     model = AutoModelForCausalLM.from_pretrained(
         cached_model("--model", config.model),
@@ -31,11 +34,23 @@ def load_policy(
         trust_remote_code=config.trust_remote_code,
     )
     model.eval()
+    check_finite(model, config)
     check_architecture(model)  # in fp32, to compare to 1e-3
     model.to(getattr(torch, config.master_dtype))
     if linear_dtype:
         hold_as_multiplied(model, linear_dtype)
     return model.to(device)
+
+
+def find_not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Name the first weight with a NaN or an infinity: its sum has one too, and is quick."""
+    return next((name for name, weight in weights if not weight.sum().isfinite()), None)
+
+
+def check_finite(model: torch.nn.Module, config: Config) -> None:
+    """Raise UserError for a model, loaded from config.model, with such a weight."""
+    if name := find_not_finite(model.named_parameters()):
+        raise UserError(f"the weight {name} of --model {config.model!r} is NaN or infinite")
 
 
 def hold_as_multiplied(model: torch.nn.Module, dtype: torch.dtype) -> None:

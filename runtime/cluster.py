@@ -7,8 +7,10 @@ found. Nodes may join and be lost: what is lost is what was in flight there.
 """
 
 import json
+import os
 import queue
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -61,7 +63,7 @@ def connect(config: Config) -> None:
     try:
         check_address(config.ray)
         ray.init(address=config.ray, logging_level="ERROR", log_to_driver=False, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--ray {config.ray}: no cluster was found: {reason}") from error
     here, nodes = describe_environment(), other_nodes()
@@ -71,7 +73,7 @@ def connect(config: Config) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise UserError for a host:port where nobody answers: Ray would ask for a minute."""
+    """Refuse a host:port where nobody answers or the token is not ours; warn where it has none."""
     if address == "auto":  # RAY_ADDRESS, or the cluster that was last started on this machine
         address = get_ray_address_from_environment(address, None)
     if address == "local":
@@ -85,6 +87,28 @@ def check_address(address: str) -> None:
         raise UserError(
             f"--ray {address}: nobody answers there ({error}): see `ray status` on that machine"
         ) from error
+    # Unset is disabled: for "auto" Ray would else take up a token that it finds.
+    mode = os.environ.setdefault("RAY_AUTH_MODE", "disabled").lower()
+    answers = {each: ask(address, each) for each in {mode, "disabled"}}
+    see, is_open = "see More than one machine in docs/operations.md", not answers["disabled"]
+    # Who has a token is let into a cluster without one, but can start no actor there.
+    if mode == "token" if is_open else "uthenticat" in answers[mode]:
+        token = f"its token is not this machine's (RAY_AUTH_MODE is {mode!r} here)"
+        raise UserError(f"--ray {address}: {token}: {see}")
+    if is_open:
+        print(f"warning: --ray {address}: whoever reaches it can run code there: {see}", flush=True)
+
+
+def ask(address: str, mode: str) -> str:
+    """Return "" if the cluster lets in a client with this RAY_AUTH_MODE, else what Ray says.
+
+    In a process of its own: there Ray prints, and aborts where it finds no token.
+    """
+    code = f"from ray._raylet import GcsClient; GcsClient(address={address!r})"
+    environment = os.environ | {"RAY_AUTH_MODE": mode}
+    command = [sys.executable, "-Pc", code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return result.stderr if result.returncode else ""
 
 
 def other_nodes() -> list[dict]:

@@ -6,13 +6,15 @@ under those Config's defaults.
 
 import dataclasses
 import json
+import os
+import re
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from config import SECTIONS, Config, UserError, check, settle
+from config import SECTIONS, Config, UserError, check, check_types, settle
 from tasks import Task, find_presets, find_task, task_names
 
 # What a run that is resumed may change: how long, how often, how fast. Everything else is part of
@@ -35,6 +37,9 @@ CHANGEABLE = (
     "plan",
     "plan_gpus",
 )
+# A text among a task's settings whose name has such a word is not written down: MASK is instead.
+SECRET = re.compile(r"(key|token|secret|password)s?(_|$)", re.IGNORECASE)
+MASK = "***"
 HELP = ("-h", "--help")
 DESCRIPTION = "Trajectory Balance with Asynchrony on one machine. TASK comes first."
 OWN = "task"  # the group of the task's own flags
@@ -105,7 +110,7 @@ def resumed(arguments: list[str], directory: str) -> Config:
     config = parse(arguments, saved)
     if config.model and Path(config.model).is_dir():
         config = replace(config, model=str(Path(config.model).resolve()))
-    before, after = (dataclasses.asdict(c) | c.options for c in (saved, config))
+    before, after = (dataclasses.asdict(c) | mask(c.options) for c in (saved, config))
     for name, value in after.items():
         # On a cluster shares of the queries are no searcher's own.
         is_moved = name in ("ray", "searchers", "searchers_per_node") and saved.ray and config.ray
@@ -180,6 +185,7 @@ def parse_first(arguments: list[str]) -> Config:
 
 def parse(arguments: list[str], base: Config) -> Config:
     """Read the flags of Config and of the task over the settings in `base`. Raises UserError."""
+    check_types(vars(base), Config)
     task = find_task(base.task)
     if clash := set(field_names(task)) & set(field_names(Config)):
         raise UserError(
@@ -188,10 +194,22 @@ def parse(arguments: list[str], base: Config) -> Config:
         )
     if unknown := set(base.options) - set(field_names(task)):
         raise UserError(f"task {base.task!r} has no setting {min(unknown)!r}")
+    check_types(base.options, task)
     config = run_tyro(arguments, base, task, allow_unknown=False)[0]
     if config.task != base.task and not base.resume:  # resumed() has its own words for that
         raise UserError(f"the task is {config.task!r}, but the settings are for {base.task!r}")
-    return config
+    masked = [name for name, value in config.options.items() if value == MASK]
+    secrets = {name: os.environ.get(name.upper()) for name in masked}
+    for name, value in secrets.items():
+        if not value:
+            raise UserError(f"--{name} is not written down: give it, or set {name.upper()}")
+    return replace(config, options=config.options | secrets)
+
+
+def mask(options: dict[str, object]) -> dict[str, object]:
+    """Replace what looks like a secret among a task's settings. A number of tokens is none."""
+    texts = {name for name, value in options.items() if value and isinstance(value, str)}
+    return options | {name: MASK for name in texts if SECRET.search(name)}
 
 
 def run_tyro(

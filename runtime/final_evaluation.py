@@ -8,7 +8,7 @@ import numpy as np
 
 from config import Config
 from models.engine import Engine
-from models.policy import load_tokenizer
+from models.policy import check_finite, load_tokenizer
 from runtime.bootstrap import interval, mean_of
 from runtime.evaluation import EvaluationRun
 from runtime.messages import FinalEvaluation
@@ -22,13 +22,15 @@ POLL_SECONDS = 0.005  # while only workers are busy
 def evaluate_model(config: Config, connection: Connection) -> None:
     """Load config.model afresh and send its FinalEvaluation through `connection`.
 
-    Whatever comes from there means stop. Raises ValueError when score() fails on every response.
+    Whatever comes from there means stop. Raises ValueError when score() fails on every response,
+    UserError for a weight that is not finite.
     """
     task = load_task(config.task, **config.options)
     if type(task).evaluate is not Task.evaluate:  # there may be models in it
         memory = min(config.gpu_memory_utilization or 1.0, MEMORY_BESIDE_MODELS)
         config = dataclasses.replace(config, gpu_memory_utilization=memory)
     engine, scorer = Engine(config), Scorer(config, task)
+    engine.llm.apply_model(lambda model: check_finite(model, config))
     tokenizer, queries = load_tokenizer(config), task.queries("test")
     samples = config.evaluation_samples
     run = EvaluationRun(engine, scorer, queries, tokenizer, config, config.steps, samples)

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from config import UserError
 from runtime.shown_samples import SHADES, read_groups, spread
-from runtime.timeline import read_lines, read_spans
+from runtime.timeline import read_lines, read_metrics, read_spans
 
 LIMIT = 4_900_000  # bytes of the page
 PICTURE_LIMIT = 1_000_000  # bytes of a picture; a larger one is only named
@@ -55,7 +55,7 @@ def write(run_dir: str) -> None:
     """Write report.html from what the run has left so far, pictures included."""
     run = Path(run_dir)
     config = json.loads((run / "config.json").read_text())
-    metrics = read_lines(run / "metrics.jsonl")
+    metrics = read_metrics(run_dir)
     steps = [line for line in metrics if "loss" in line]
     shares = shares_of_time(run_dir)
     facts = {
@@ -125,17 +125,17 @@ def shorten(value: object, most_characters: int) -> str:
 
 def find_metric(run_dir: str) -> str:
     """Return what the run's evaluations are called, by the first that it wrote."""
-    evaluations = find_evaluations(read_lines(Path(run_dir, "metrics.jsonl")))
+    evaluations = find_evaluations(read_metrics(run_dir))
     return next((name.removeprefix("final_") for _, name, _, _ in evaluations), "score")
 
 
-def find_evaluations(metrics: list[dict]) -> Iterator[tuple[int, str, float, list | None]]:
+def find_evaluations(metrics: list[dict]) -> Iterator[tuple[int, str, float | None, list | None]]:
     """Yield step, name and value, and the ends of the 95 % interval where they are known."""
     for line in metrics:
         if "loss" in line:
             continue
         for name, value in line.items():
-            if name != "step" and not name.endswith("_interval"):
+            if name not in ("step", "base_model") and not name.endswith("_interval"):
                 yield line["step"], name, value, line.get(f"{name}_interval")
 
 

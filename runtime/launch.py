@@ -17,13 +17,14 @@ import torch
 import torch.multiprocessing
 
 from config import Config, UserError
-from models.device import compute_dtype
-from models.hub import fetch_model, find_model
+from models.device import compute_dtype, device, onednn_multiplies
+from models.hub import fetch_model, find_model, identify_weights
 from models.lora import check_peft, trained_shapes
 from models.policy import weight_shapes
 from models.sharding import connect
 from runtime import checkpoint, preflight, processes
 from runtime.board import Board
+from runtime.command_line import mask
 from runtime.messages import FinalEvaluation, describe_left_out
 from runtime.output import tolerate_failed_prints
 from runtime.places import (
@@ -254,6 +255,7 @@ def run(config: Config) -> int:
     """Train. Returns the exit code; raises UserError while nothing has started."""
     tolerate_failed_prints()
     given = config
+    preflight.check_machine()
     check_peft(config)
     check_tracker(config)
     if config.ray:
@@ -264,9 +266,11 @@ def run(config: Config) -> int:
     resume = preflight.find_checkpoint(config) if config.resume else None
     if not (resume and config.output_dir == config.resume):
         config = dataclasses.replace(config, output_dir=preflight.find_run_dir(config))
-    config = check_model(config, task)
+    began = checkpoint.load_state(resume).get("base_model") if resume else None
+    config = check_model(config, task, began)
     # As asked for: what follows resolves it for this machine.
     settings = dataclasses.asdict(config) | {"resume": "", "config": ""}
+    settings["options"] = mask(config.options)
     if resume and config.searchers is None and not config.ray:
         # Their shares of the queries, and the cursors in those, are part of the checkpoint.
         searchers = len(checkpoint.load_state(resume)["board"])
@@ -283,6 +287,11 @@ def run(config: Config) -> int:
             f"--resume {config.resume!r}: --model {config.model!r} has changed since: {mismatch}"
         )
     config = fetch(config, task)
+    if began not in (None, identify_weights(config.model)):
+        raise UserError(
+            f"--resume {config.resume!r} began with other weights in --model {config.model!r}: put "
+            "back what was there"
+        )
     try:
         open_run_dir(config, resume, settings)
         write_start(config.output_dir, given)
@@ -291,11 +300,18 @@ def run(config: Config) -> int:
     return supervise(Run(config, places, shapes, dtype, resume, given), task.metric)
 
 
-def check_model(config: Config, task: Task) -> Config:
-    """Check the objective and the models; the configuration with the model's name or path."""
+def check_model(config: Config, task: Task, revision: str | None = None) -> Config:
+    """Check the objective and the models; the configuration with the model's name or path.
+
+    revision: of the hub, that a run to resume began with: its branch may have moved.
+    """
     preflight.check_loss(config)
     preflight.check_evaluation(config, task)
+    if device().type == "cpu" and not onednn_multiplies(compute_dtype(config)):
+        print("bfloat16 is slow here: this processor does not multiply in it", file=sys.stderr)
     model = find_model("--model", config.model or task.base_model())
+    if revision and not Path(model).is_dir():
+        model = f"{model.partition('@')[0]}@{revision}"
     fetch_model("--model", model, weights=False)  # enough for the checks
     task.prepare()
     return dataclasses.replace(config, model=model)
@@ -316,7 +332,7 @@ def describe(
     config: Config, places: list[Place], sizes: dict[str, int], parameters: int, trained: int
 ) -> None:
     """Say what is about to happen, before it happens. parameters, trained: how many."""
-    options = "".join(f", {name} {value}" for name, value in config.options.items())
+    options = "".join(f", {name} {value}" for name, value in mask(config.options).items())
     queries = f"{sizes['train']} queries to train on, {sizes['test']} to test on"
     print(f"task {config.task}{options}: {queries}")
     print(f"model {config.model}, {parameters / 1e6:.1f} M parameters")
@@ -409,7 +425,7 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
     result = evaluate(dataclasses.replace(config, model=model), place, interrupt)
     if not result:
         return
-    line = {}
+    line = {"base_model": identify_weights(config.model)}
     for name, (value, low, high) in result.metrics.items():
         line |= {f"final_{name}": value, f"final_{name}_interval": (low, high)}
     Lines(Path(config.output_dir, "metrics.jsonl")).write({"step": config.steps} | line)

@@ -14,10 +14,10 @@ class Evaluation:
     unscored: int  # test queries left out, score() failed on the response
     interval: tuple[float, float] | None = None  # of 95 %
 
-    def line(self, metric: str) -> dict:
+    def line(self, metric: str, base_model: str) -> dict:
         """Make its line of metrics.jsonl. metric: what the score is called."""
         interval = {f"{metric}_interval": self.interval} if self.interval else {}
-        return {"step": self.version, metric: self.score, **interval}
+        return {"step": self.version, metric: self.score, **interval, "base_model": base_model}
 
     def __str__(self) -> str:
         left_out = describe_left_out(self.long_prompts, self.unscored)

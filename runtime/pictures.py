@@ -9,7 +9,7 @@ import numpy as np
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402 (after the choice of the backend)
 
-from runtime.timeline import read_lines, read_spans  # noqa: E402
+from runtime.timeline import read_metrics, read_spans  # noqa: E402
 
 COLORS = {
     "search": "tab:blue",
@@ -42,7 +42,7 @@ SHARES = 200  # parts of the run, in each of which the share of each activity is
 
 def draw(run_dir: str, metric: str) -> None:
     """Draw all pictures from what the processes have written so far."""
-    lines = read_lines(Path(run_dir) / "metrics.jsonl")
+    lines = read_metrics(run_dir)
     steps = [line for line in lines if "loss" in line]
     evaluations = [
         (line["step"], line[name], *line.get(f"{name}_interval", (line[name], line[name])))

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import platform
 import sys
 import tempfile
 import time
@@ -12,6 +13,12 @@ from models.policy import encode_prompt, load_tokenizer, policy_without_weights
 from objectives import LOSSES
 from runtime import checkpoint
 from tasks import Messages, Task, load_task, sampling_for_tests
+
+
+def check_machine() -> None:
+    """Say where this was never tried: weights.py relies on the order of stores on x86-64."""
+    if (machine := platform.machine()) not in ("x86_64", "AMD64"):
+        print(f"warning: never tried on {machine}, only on x86-64", file=sys.stderr)
 
 
 def load_data(config: Config) -> tuple[Task, dict[str, int], list[Messages]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.multiprocessing
 from tqdm import tqdm
 
+from config import UserError
 from runtime.output import tolerate_failed_prints
 from runtime.places import Place
 
@@ -118,4 +119,7 @@ def _child(name: str, target: str, arguments: tuple, run_dir: str, parent: int) 
     tolerate_failed_prints()
     faulthandler.register(SHOW_STACK, all_threads=False)
     module, function = target.split(":")
-    getattr(importlib.import_module(module), function)(*arguments)
+    try:
+        getattr(importlib.import_module(module), function)(*arguments)
+    except UserError as error:  # it needs no traceback
+        sys.exit(f"error: {error}")

@@ -1,6 +1,5 @@
 """What a person looks at while a run goes on: metrics.jsonl, and progress on the terminal."""
 
-import json
 import sys
 import time
 from collections import deque
@@ -14,7 +13,7 @@ from models.logprobs import sampled
 from runtime.alarms import Alarms
 from runtime.board import Board
 from runtime.live import RATE_WINDOW, SHOWN, LiveView, number
-from runtime.timeline import Lines, read_lines
+from runtime.timeline import Lines, read_metrics, to_json
 
 PLAIN_PERIOD = 5.0  # seconds between two progress lines where there is no terminal
 LIVE_PERIOD = 0.25  # ... and between two updates of the live view
@@ -120,10 +119,10 @@ def rewind(run_dir: str, step: int) -> None:
     # This step's evaluation comes after it: only those of earlier versions are kept.
     kept = [
         line
-        for line in read_lines(path)
+        for line in read_metrics(run_dir)
         if (line["step"] <= step if "loss" in line else line["step"] < step)
     ]
-    path.with_suffix(".unfinished").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    path.with_suffix(".unfinished").write_text("".join(to_json(line) + "\n" for line in kept))
     path.with_suffix(".unfinished").rename(path)
     for spans in (Path(run_dir) / "logs").glob("*.spans.jsonl"):
         spans.unlink()

@@ -143,7 +143,7 @@ def read_head(data: bytes) -> tuple[int, int] | None:
 def beta_of(version: int, beta: float, steps: list[dict]) -> float:
     """Return the beta with which a version was trained: the line of the step after it has that."""
     after = bisect_right([line["step"] for line in steps], version)
-    return steps[min(after, len(steps) - 1)].get("beta", beta) if steps else beta
+    return steps[min(after, len(steps) - 1)].get("beta") or beta if steps else beta
 
 
 def read_response(line: dict, beta: float) -> Response:

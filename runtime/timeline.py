@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runtime.board import Board
 
+FIGURE = int | float | None  # in a line of metrics.jsonl
 # Engine steps and polls that are closer than this, in seconds, become one span.
 MERGED = {"search": 0.002, "wait": 0.05}
 
@@ -21,7 +22,7 @@ class Lines:
         self.is_whole = True  # the latest write came to its end
 
     def write(self, *values) -> None:
-        text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+        text = "".join(to_json(value) + "\n" for value in values)
         # JSON escapes half a character (of a file name, say) as Python does.
         data = (text if self.is_whole else "\n" + text).encode(errors="backslashreplace")
         try:
@@ -30,16 +31,42 @@ class Lines:
             self.is_whole = False
 
 
+def to_json(value: object) -> str:
+    """Return a value as strict JSON: a number that is not finite is null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        return json.dumps(finite, ensure_ascii=False)
+
+
 def read_lines(path: Path) -> list:
     """The values of a .jsonl file, [] if there is none; a line that was cut off is left out."""
     return parse_lines(path.read_bytes()) if path.exists() else []
+
+
+def read_metrics(run_dir: str) -> list[dict]:
+    """The lines of metrics.jsonl; one that is none costs nothing but itself."""
+    return [line for line in read_lines(Path(run_dir, "metrics.jsonl")) if is_metrics(line)]
+
+
+def is_metrics(line: object) -> bool:
+    """Whether it has a step, and else numbers, or pairs as intervals; not finite ones are null."""
+    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        return False
+    for name, value in line.items():
+        is_pair = name.endswith("_interval") and "loss" not in line
+        numbers = value if is_pair and isinstance(value, list) else [value]
+        if len(numbers) != 1 + is_pair or not all(isinstance(x, FIGURE) for x in numbers):
+            return False
+    return True
 
 
 def parse_lines(data: bytes) -> list:
     """The values of lines of JSON, in which a text may hold ends of lines that are not newlines."""
     values = []
     for line in data.decode(errors="replace").split("\n"):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             values.append(json.loads(line))
     return values
 

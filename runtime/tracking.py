@@ -18,7 +18,7 @@ import torch.multiprocessing
 from config import Config, UserError
 from runtime import processes
 from runtime.places import Place
-from runtime.timeline import NewLines, read_lines
+from runtime.timeline import NewLines, is_metrics, read_metrics
 from runtime.trackers import TRACKERS, Record, grouped
 
 PERIOD = 1.0  # seconds between two looks at the files
@@ -103,13 +103,13 @@ class Tracking:
 
 def last_step(run_dir: str) -> int:
     """The last step in metrics.jsonl, 0 if there is none."""
-    lines = read_lines(Path(run_dir, "metrics.jsonl"))
-    return max((line["step"] for line in lines if "loss" in line), default=0)
+    return max((line["step"] for line in read_metrics(run_dir) if "loss" in line), default=0)
 
 
 def run(name: str, run_dir: str, resumed_step: int, connection: Connection) -> None:
     """The tracker's process. resumed_step: that the run goes on from, 0 for a new one."""
     os.nice(NICENESS)
+    sys.argv = sys.argv[:1]  # wandb would send the command line, and with it a task's secrets
     try:
         follow(name, run_dir, resumed_step, connection)
     except BaseException as error:
@@ -157,7 +157,7 @@ class Feed:
     def send_new(self) -> None:
         """Give the tracker what has come since the last time."""
         try:
-            for line in self.metrics.read():
+            for line in filter(is_metrics, self.metrics.read()):
                 if not self.before.has(line):
                     self.tracker.log(line["step"], grouped(line))
                     self.record.note(line)

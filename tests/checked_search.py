@@ -3,12 +3,14 @@
 For tests of what is torn or lost on the way. Weights of version v are v in every number.
 """
 
+import sys
 import time
 import zlib
 
 import numpy as np
 
 from buffer import Group
+from runtime.processes import GIVE_UP
 from runtime.shares import SharesWorkload
 from tasks import load_task
 
@@ -36,6 +38,11 @@ def run(config, rank, pin, row, weights, rollout_queue, board, run_dir) -> None:
             board.add(row, "tokens", len(tokens))
         time.sleep(SECONDS)
     rollout_queue.cancel_join_thread()
+
+
+def give_up(*_) -> None:
+    """Fail as a searcher that would fail again."""
+    sys.exit(GIVE_UP)
 
 
 def checksum(tokens: np.ndarray) -> int:

@@ -9,8 +9,10 @@ import os
 import queue
 import random
 import re
+import secrets
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -44,6 +46,8 @@ from runtime.supervisor import RunFailed
 from runtime.timeline import read_lines, read_spans
 from weights import SharedWeights
 
+# Clusters and runs of these tests have a token. Ray reads this when it is imported.
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 ray = pytest.importorskip("ray", reason="pip install -r requirements-ray.txt")
 ALONE = [name for _, name in socket.if_nameindex()] == ["lo"]
 pytestmark = [
@@ -98,11 +102,12 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(monkeypatch, tmp_path):
+def nodes(monkeypatch, tmp_path, request):
     tag = f"nodes of {tmp_path}"
     resource_tracker.ensure_running()  # this process's, without the tag
     monkeypatch.setenv("TBA_TEST_TAG", tag)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", getattr(request, "param", "token"))
     # Ray's workers run at 15: beside a trainer at 0 on the same cores they get next to nothing.
     monkeypatch.setenv("RAY_worker_niceness", "0")
     found = Nodes(tag)
@@ -229,7 +234,9 @@ def test_what_is_stopped_killed_or_lost_on_nodes_costs_no_step_and_a_killed_driv
         record_property("seconds until all had ended", round(time.monotonic() - start, 1))
         run.nothing_is_left()
     assert re.search(r"node \d \(127.0.0.1.*searcher 0 ended with exit code -9", out), out
-    assert out.count("is lost") == 1 and "shares of the queries go to others" in out
+    # Until Ray has noticed too, another actor may be lost with the same node.
+    assert len(set(re.findall(r"(\w+)\) is lost", out))) == 1
+    assert "shares of the queries go to others" in out
 
 
 def of_nodes(run: Run, name: str) -> list[float]:
@@ -321,7 +328,7 @@ class Driver:
 
     SHAPES = {"a": (2_000_000,), "b": (3, 2_000_000)}  # 32 MB a version
 
-    def __init__(self, nodes: Nodes, run_dir: Path, *flags: str):
+    def __init__(self, nodes: Nodes, run_dir: Path, *flags: str, target: str = "run"):
         from runtime import cluster
 
         (run_dir / "logs").mkdir(parents=True)
@@ -332,7 +339,8 @@ class Driver:
         self.weights = SharedWeights(self.SHAPES, torch.float32, readers=1)
         self.board = cluster.ClusterBoard(places, config)
         settings = dataclasses.replace(config, searchers=0), [], self.weights, self.board
-        self.cluster = cluster.Cluster(*settings, str(run_dir), "tests.checked_search:run", config)
+        target = f"tests.checked_search:{target}"
+        self.cluster = cluster.Cluster(*settings, str(run_dir), target, config)
         self.version, self.published_at = -1, 0.0
         self.visits: Counter[tuple[int, int]] = Counter()  # of (query, epoch)
         self.versions: set[int] = set()
@@ -424,15 +432,22 @@ def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_p
     assert done.min() > done.float().mean() / 2, "shares were forgotten"
 
 
-def test_a_node_that_joins_with_other_packages_is_named_and_the_others_go_on(driver, nodes):
+def test_a_node_that_joins_with_other_packages_is_named_three_times_and_the_others_go_on(
+    driver, nodes, monkeypatch
+):
+    from runtime import cluster
+
+    monkeypatch.setattr(cluster, "RETRY_SECONDS", 1.0)
     driver.until_all_send(2)
     driver.cluster.environment |= {"torch": "1.0"}
     nodes.add()
     deadline = time.monotonic() + PATIENCE
-    while not any("this node has torch" in text for text in driver.notices):
+    while sum("this node has torch" in text for text in driver.notices) < 3:
         assert time.monotonic() < deadline, driver.notices
         driver.work(0.5)
+    driver.work(10 * cluster.RETRY_SECONDS)
     driver.until_all_send(2)
+    assert sum("this node has torch" in text for text in driver.notices) == 3
 
 
 @pytest.mark.parametrize("driver", [("--searcher_timeout", "8")], indirect=True)
@@ -454,7 +469,9 @@ def test_searchers_of_nodes_wait_where_nobody_takes_their_groups(driver):
     assert not [text for text in driver.notices if "no sign of life" in text], driver.notices
 
 
-def test_a_run_without_a_searcher_anywhere_ends_and_says_so(nodes, tmp_path, monkeypatch):
+def test_a_run_without_a_searcher_anywhere_or_with_failing_ones_ends_and_says_so(
+    nodes, tmp_path, monkeypatch
+):
     from runtime import cluster
 
     monkeypatch.setattr(cluster, "LOAD_SECONDS", 2.0)
@@ -465,6 +482,17 @@ def test_a_run_without_a_searcher_anywhere_ends_and_says_so(nodes, tmp_path, mon
         assert driver.board.figures() == {}
         with pytest.raises(RunFailed, match="no node searches for 2 s, and no searcher is here"):
             driver.work(PATIENCE)
+    finally:
+        driver.stop()
+    monkeypatch.setattr(cluster, "LOAD_SECONDS", PATIENCE)
+    monkeypatch.setattr(cluster, "RETRY_SECONDS", 1.0)
+    driver = Driver(nodes.add(1), tmp_path / "failing", target="give_up")
+    try:
+        with pytest.raises(
+            RunFailed, match=r"each node has failed 3 times in a row:\nnode 1 .*failed: searcher 0"
+        ):
+            driver.work(PATIENCE)
+        assert list(driver.cluster.deaths_of.values()) == [3]
     finally:
         driver.stop()
 
@@ -520,11 +548,50 @@ def test_an_address_where_no_cluster_is_ends_in_one_line(
     assert result.stderr.count("\n") == 1
 
 
-def test_a_node_with_other_packages_is_named(nodes):
+def has_another_token(result: subprocess.CompletedProcess, mode: str) -> bool:
+    """Whether a run ended with this line alone."""
+    line = (
+        "error: --ray [0-9.:]+: its token is not this machine's .RAY_AUTH_MODE is '{}' here.: .*\n"
+    )
+    return bool(re.fullmatch(line.format(mode), result.stderr)) and result.stdout == ""
+
+
+@pytest.mark.parametrize("nodes", ["disabled"], indirect=True)
+def test_a_cluster_without_a_token_costs_a_warning_and_refuses_one_and_a_local_one_has_its_own(
+    nodes, tmp_path
+):
+    to_no_model = "arithmetic", "--model", tmp_path / "none", "--ray"
+    result = tba(*to_no_model, nodes.cluster.address)
+    assert result.returncode == 2 and "--model" in result.stderr
+    warning = f"warning: --ray {nodes.cluster.address}: whoever reaches it can run code there"
+    assert result.stdout.startswith(warning) and result.stdout.count("warning") == 1
+    result = tba(*to_no_model, nodes.cluster.address, prefix=["env", "RAY_AUTH_MODE=token"])
+    assert has_another_token(result, "token"), result
+    unset = ["env", "-u", "RAY_AUTH_MODE", "-u", "RAY_AUTH_TOKEN", f"HOME={tmp_path}"]
+    result = tba(*to_no_model, "local", prefix=unset)
+    assert "--model" in result.stderr and "warning" not in result.stdout
+    assert (tmp_path / ".ray" / "auth_token").exists()  # Ray made one, and asks for it
+
+
+CLIENT = """import ray, sys
+ray.init(sys.argv[1])
+print(ray.get(ray.remote(lambda: "ran").remote()))"""
+
+
+def test_who_has_not_the_token_runs_nothing_and_a_node_with_other_packages_is_named(nodes):
     from runtime import cluster
 
     nodes.add(1)
     nodes.cluster.wait_for_nodes()
+    client = [sys.executable, "-c", CLIENT, nodes.cluster.address]
+    assert subprocess.check_output(client, text=True) == "ran\n"
+    without = ["env", "RAY_AUTH_MODE=disabled"]
+    command = [*without, "RAY_NUM_REDIS_GET_RETRIES=1", *client]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.stdout == "" and "InvalidAuthToken" in refused.stderr
+    for mode, prefix in ("disabled", without), ("token", ["env", "RAY_AUTH_TOKEN=another"]):
+        result = tba("arithmetic", *nodes.flags, prefix=prefix)
+        assert has_another_token(result, mode), result
     real = cluster.describe_environment()
     sys.path.insert(0, str(ROOT))
     try:

@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, tba
+from conftest import ROOT, read, tba
 
 from config import Config, UserError
+from runtime import html_report, launch
 from runtime.command_line import build_config
 from tba import main
 
@@ -28,6 +29,16 @@ from tasks import Query, Task
 class T(Task):
     def queries(self, split): return []
     def score(self, *a): return []
+"""
+
+SECRETIVE = """
+from dataclasses import dataclass
+from tasks.arithmetic import Arithmetic
+
+@dataclass
+class T(Arithmetic):
+    api_key: str = ""
+    max_tokens: int = 3
 """
 
 
@@ -153,7 +164,7 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
         ("tldr --config {tmp}/saved.json --tiny", "--tiny and --config are both given"),
         ("--config {tmp}/list.json", "list.json' holds no settings of a run: ValueError"),
         ("--config {tmp}/empty.json", "empty.json' holds no settings of a run: ValueError"),
-        ("--config {tmp}/words.json", "--steps is 'many': '<' not supported"),
+        ("--config {tmp}/words.json", "--steps is 'many': its type is int"),
         ("--config {tmp}/option.json", "task 'arithmetic' has no setting 'colour'"),
         ("{tmp}/preset.py", "preset 'a' of task '{tmp}/preset.py'"),
         ("--config {tmp}/saved.json --resume {tmp}", "--resume and --config are both given"),
@@ -261,6 +272,63 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, expected, files, 
     assert out == "", "nothing had begun"
 
 
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({"steps": 10.5}, "--steps is 10.5: its type is int"),
+        ({"steps": True}, "--steps is True: its type is int"),
+        ({"seed": None}, "--seed is None: its type is int"),
+        ({"model": 7}, "--model is 7: its type is str"),
+        ({"searchers": "2"}, "--searchers is '2': its type is int or NoneType"),
+        ({"task": 7}, "--task is 7: its type is str"),
+        ({"options": {"data_dir": 7}}, "--data_dir is 7: its type is str"),
+    ],
+)
+def test_a_setting_of_another_type_in_a_config_json_is_refused(settings, expected, tmp_path, capfd):
+    (tmp_path / "config.json").write_text(json.dumps({"task": "gsm8k", **settings}))
+    assert main(["--resume", str(tmp_path)]) == 2
+    assert capfd.readouterr() == ("", f"error: {expected}\n")
+
+
+def test_an_integer_is_a_number_and_a_setting_of_no_plain_type_is_left_alone(tmp_path):
+    own = OWN.replace("class T(Task):", "@dataclass\nclass T(Task):\n    names: list[str]\n")
+    (tmp_path / "own.py").write_text("from dataclasses import dataclass\n" + own)
+    settings = {"task": str(tmp_path / "own.py"), "beta": 1, "options": {"names": ["a", "b"]}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = build_config(["--config", str(tmp_path / "config.json")])
+    assert (config.beta, config.options) == (1, {"names": ["a", "b"]})
+
+
+@pytest.mark.parametrize("flag", ["--api_key {}", "--api-key={}"])
+def test_a_tasks_secret_is_in_no_file_and_a_resumed_run_needs_it_anew(
+    flag, tmp_path, untied_model, monkeypatch, capfd
+):
+    (tmp_path / "own.py").write_text(SECRETIVE)
+    run_dir, secret = tmp_path / "run", "sk-\n0123"
+    arguments = [str(tmp_path / "own.py"), "--model", str(untied_model), "--max_tokens", "5"]
+    arguments += [part.format(secret) for part in flag.split()] + ["--output_dir", str(run_dir)]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "orig_argv", arguments)
+    monkeypatch.setattr(launch, "Run", lambda *_: None)  # up to the start of the processes
+    monkeypatch.setattr(launch, "supervise", lambda *_: html_report.write(str(run_dir)))
+    main(arguments)
+    written = [path.read_text() for path in run_dir.rglob("*") if path.is_file()]
+    assert len(written) == 3 and not any("0123" in text for text in written)
+    assert "0123" not in capfd.readouterr().out
+    assert "--max_tokens 5" in read(run_dir, "starts.jsonl")[0]["command"]
+    assert read(run_dir, "starts.jsonl")[0]["changed"]["max_tokens"] == 5
+    again = ["--resume", str(run_dir)], ["--config", str(run_dir / "config.json")]
+    for earlier in again:
+        assert main(earlier) == 2
+        expected = "error: --api_key is not written down: give it, or set API_KEY\n"
+        assert capfd.readouterr() == ("", expected)
+        given = build_config([*earlier, "--api_key", "new"])
+        assert given.options == {"api_key": "new", "max_tokens": 5}
+        with monkeypatch.context() as patch:
+            patch.setenv("API_KEY", secret)
+            assert build_config(earlier).options["api_key"] == secret
+
+
 def test_without_ray_its_flag_says_what_to_install(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "runtime.cluster", raising=False)
@@ -268,6 +336,16 @@ def test_without_ray_its_flag_says_what_to_install(monkeypatch, capfd):
     _, err = capfd.readouterr()
     assert err.startswith("error: --ray needs Ray") and err.count("\n") == 1
     assert "pip install -r requirements-ray.txt" in err
+
+
+@pytest.mark.parametrize("machine, lines", [("aarch64", 1), ("x86_64", 0), ("AMD64", 0)])
+def test_a_start_on_another_kind_of_processor_says_that_it_was_never_tried(
+    machine, lines, monkeypatch, capfd
+):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert main(["arithmetic", "--loss", "none", "--model", "absent"]) == 2
+    expected = f"warning: never tried on {machine}, only on x86-64"
+    assert capfd.readouterr().err.splitlines()[:-1] == [expected] * lines
 
 
 def test_without_its_flag_nothing_of_ray_or_of_a_tracker_is_imported():

@@ -14,9 +14,12 @@ from test_trainer import gradient, make_rows
 
 from config import Config
 from learner import Learner
+from models.device import onednn_multiplies
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
 from models.policy import hold_as_multiplied, load_policy, weight_shapes
+from runtime.launch import check_model
+from tasks import load_task
 from tba import main
 from weights import SharedWeights
 
@@ -25,13 +28,8 @@ BF16 = dict(dtype="bfloat16")
 # brings by itself: 0.03 to 0.06 on these random models of large logits. Weights are rounded alike
 # on both sides, activations at other places.
 NORMAL = 0.1
-engine_in_bf16 = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="the engine multiplies by oneDNN, which has no bf16 on a processor without AVX-512",
-)
 
 
-@engine_in_bf16
 @pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
 def test_published_bf16_weights_are_what_vllm_samples_from(kind, request, record_property):
     path = str(request.getfixturevalue(kind))
@@ -57,6 +55,16 @@ def test_published_bf16_weights_are_what_vllm_samples_from(kind, request, record
     difference = mismatch(group, logprobs_of(group, model, torch.bfloat16))
     record_property("... of older weights", round(difference, 4))
     assert difference > 3 * NORMAL, "older weights would show"
+
+
+def test_a_run_in_bf16_says_that_it_is_slow_where_the_processor_does_not_multiply_in_it(
+    untied_model, capsys
+):
+    is_fast = onednn_multiplies(torch.bfloat16)
+    check_model(Config(model=str(untied_model), **BF16), load_task("arithmetic"))
+    assert capsys.readouterr().err.count("bfloat16 is slow here") == (not is_fast)
+    check_model(Config(model=str(untied_model)), load_task("arithmetic"))
+    assert not capsys.readouterr().err
 
 
 def make_learner(model, **settings) -> Learner:
@@ -132,7 +140,6 @@ def test_with_bf16_masters_a_rate_of_1e_5_moves_only_small_weights(tied_model, r
     assert sizes["bfloat16"][moved["bfloat16"]].max() < 512 * 3e-5
 
 
-@engine_in_bf16
 @pytest.mark.runs
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_half_a_demo_in_bf16_ends_with_at_least_095_of_its_answers_right_and_a_normal_mismatch(

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +21,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import FOREVER, PATIENCE, ROOT, SMALL, Run, living, read, shared_files, steps_of, tba
+from safetensors.numpy import load_file, save_file
 
 from buffer import ReplayBuffer
 from runtime import checkpoint, timeline
 from runtime.launch import in_words
 from tasks import load_task
 from tba import main
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("flag", ["--steps=5", "--eval_only"])
+def test_a_nan_weight_ends_a_run_or_an_evaluation_in_one_line(flag, untied_model, tmp_path):
+    model = shutil.copytree(untied_model, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][3] = np.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    result = tba("arithmetic", "--model", model, flag, "--output_dir", tmp_path / "run")
+    assert result.returncode == 1 and "accuracy" not in result.stdout
+    assert "Traceback" not in result.stderr
+    expected = f"error: the weight model.norm.weight of --model '{model}' is NaN or infinite"
+    assert expected in result.stderr.splitlines()
+
 
 # Searchers
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -21,13 +22,14 @@ from transformers import ByT5Tokenizer
 from buffer import Group
 from config import Config, UserError
 from models.policy import token_texts
-from runtime import html_report, launch, provenance
+from runtime import html_report, launch, pictures, provenance, report, timeline, tracking
 from runtime.command_line import build_config
 from runtime.evaluation import EvaluationRun
 from runtime.samples import SampleLog
 from runtime.scoring import Responses
 from runtime.shown_samples import GROUPS
 from runtime.supervisor import RunFailed
+from runtime.trackers import grouped
 from tasks import Query, load_task
 from tba import main
 
@@ -227,6 +229,51 @@ def test_an_interrupted_run_with_lines_that_were_cut_off_has_a_report(run_dir):
     page = report_of(run)
     assert "2 of 4 steps" in page.text and "not finished" in page.text
     assert "Version 0" in page.text and "Version 1" not in page.text
+
+
+MALFORMED = r"""
+[3]
+null
+"loss"
+{"loss": 1}
+{"step": "3", "loss": 1}
+{"step": 3, "loss": "1", "beta": 0.5}
+{"step": 3, "loss": 1, "beta": [0.5, 1]}
+{"step": 3, "accuracy": "high"}
+{"step": 3, "accuracy": 1, "accuracy_interval": 1}
+{"step": 3, "accuracy": 1, "accuracy_interval": [1]}
+{"step": 3, "lo
+"""
+
+
+def test_a_malformed_line_of_metrics_costs_that_line_of_what_reads_them(run_dir, tmp_path):
+    run = run_dir([sample(4)])
+    whole = (run / "metrics.jsonl").read_bytes()
+    expected = report_of(run).text
+    bad = MALFORMED.encode() + b"[" * 9999 + b"\n\xff\n"
+    (run / "metrics.jsonl").write_bytes(bad + whole + bad)
+    assert report_of(run).text == expected
+    launch.report(str(run), "accuracy")
+    assert (run / "curves.png").stat().st_mtime >= (run / "metrics.jsonl").stat().st_mtime
+    assert html_report.show(str(run)) == 0
+    assert tracking.last_step(str(run)) == 4
+    report.rewind(str(run), 5)
+    assert (run / "metrics.jsonl").read_bytes() == whole
+
+
+def test_what_is_not_finite_is_null_in_a_file_and_shown_as_such(run_dir):
+    run, nan = run_dir([sample(5)]), math.nan
+    lines = timeline.Lines(run / "metrics.jsonl")
+    lines.write({"step": 5, "loss": nan, "reward": math.inf, "beta": nan, "seconds": nan})
+    lines.write({"step": 5, "accuracy": nan, "accuracy_interval": (nan, -math.inf)})
+    text = (run / "metrics.jsonl").read_text()
+    *_, step, evaluation = timeline.read_metrics(str(run))
+    assert step == {"step": 5} | dict.fromkeys(("loss", "reward", "beta", "seconds"))
+    assert evaluation == {"step": 5, "accuracy": None, "accuracy_interval": [None, None]}
+    assert "NaN" not in text and "Infinity" not in text
+    launch.report(str(run), "accuracy")
+    assert "5accuracynot finitenot finite to not finite" in report_of(run).text
+    assert grouped(step) == {}, "what a tracker is given"
 
 
 def test_a_run_that_left_nothing_but_its_settings_has_a_report(tmp_path):
@@ -444,9 +491,11 @@ def test_an_evaluation_on_the_way_has_its_interval_in_the_metrics():
     run = EvaluationRun.__new__(EvaluationRun)
     run.version, run.long_prompts = 40, 0
     run.scored = [(None, float(i % 4 == 0)) for i in range(400)] + [(None, None)]
-    line = json.loads(json.dumps(run.result().line("accuracy")))
+    line = json.loads(json.dumps(run.result().line("accuracy", "0a1b")))
     low, high = line.pop("accuracy_interval")
-    assert line == {"step": 40, "accuracy": 0.25}
+    assert line == {"step": 40, "accuracy": 0.25, "base_model": "0a1b"}
     assert 0.19 < low < 0.23 and 0.27 < high < 0.31
     run.scored = [(None, None)]
-    assert run.result().line("accuracy") == {"step": 40, "accuracy": 0.0}, "no score, no interval"
+    assert run.result().line("accuracy", "0a1b") == line | {"accuracy": 0.0}, (
+        "no score, no interval"
+    )

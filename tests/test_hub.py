@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import FOREVER, PATIENCE, ROOT, Run, read, start_tba, steps_of, tba, wait_for
-from hub import Hub
+from hub import Hub, commit_of
 from test_preset_starts import CUT, make
 from test_runs import check_outputs
 from transformers import AutoTokenizer
@@ -317,6 +317,22 @@ def test_a_branch_is_named_after_an_at_sign(hub, repositories):
     assert "only_here.json" not in fetch(RHO)[0]
     assert fetch(f"{RHO}@seed-3")[1].endswith("it has no such branch")
     assert "there is no such repository, or it is private" in fetch("nobody/nothing")[1]
+
+
+@pytest.mark.runs
+def test_a_resumed_run_takes_the_revision_that_it_began_with_where_its_branch_has_moved(
+    hub, repositories
+):
+    before = repositories / "models" / f"{RHO}@before"
+    shutil.copytree(repositories / "models" / RHO, before)
+    code = (
+        "from config import Config; from tasks import load_task; from runtime import launch\n"
+        f"config = Config(model={RHO!r}); task = load_task('arithmetic')\n"
+        f"config = launch.check_model(config, task, {commit_of(before)!r})\n"
+        "print(launch.identify_weights(launch.fetch(config, task).model))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == commit_of(before) != commit_of(repositories / "models" / RHO)
 
 
 def test_a_repository_without_weights_is_named_with_what_it_has(hub, repositories):

@@ -159,7 +159,7 @@ def test_model_is_saved_merged_and_the_adapter_loads_with_peft(model, tmp_path):
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(model, tmp_path):
     trainer = trained(model, tmp_path)
     state = dict(trainer.learner.state())
-    assert all("lora" in name for name in state if name not in ("counters", "base"))
+    assert all("lora" in name for name in state if name != "counters")
     trainer.save_checkpoint()
     trainer.checkpoints.wait()
     again = trained(model, tmp_path / "again", steps=0)
@@ -168,17 +168,6 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(model, tmp_path):
         learner.update(make_rows(4, 3, seed=5))
     pairs = zip(merged(trainer.learner.policy), merged(again.learner.policy))
     assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
-
-
-def test_adapters_are_not_resumed_on_another_base_model(tmp_path):
-    model = str(make_model(tmp_path / "model", tied=True))
-    state = dict(trained(model, tmp_path / "run").learner.state())
-    other = trained(model, tmp_path / "other", steps=0).learner
-    other.load_state(state)
-    embedding = other.policy.get_input_embeddings().weight
-    embedding.data = embedding.data.flip(0)  # the same numbers, elsewhere
-    with pytest.raises(ValueError, match="--model has changed since the checkpoint, whose adapt"):
-        other.load_state(state)
 
 
 def test_buffers_of_the_model_are_saved_too(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from config import Config
+from config import Config, UserError
 from models import logprobs as policy
 from models.logprobs import response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
@@ -123,6 +123,18 @@ def test_weight_names_and_shapes_are_known_without_loading_the_model(untied_mode
         shapes = {name: tuple(p.shape) for name, p in loaded.named_parameters()}
         assert weight_shapes(config) == shapes
     assert "lm_head.weight" not in weight_shapes(Config(model=str(tied_model)))
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_weight_that_is_not_finite_is_named(value, tied_model, tmp_path):
+    model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
+    model.save_pretrained(tmp_path)
+    expected = (
+        f"weight model.layers.1.mlp.up_proj.weight of --model '{tmp_path}' is NaN or infinite"
+    )
+    with pytest.raises(UserError, match=expected):
+        load_policy(Config(model=str(tmp_path)), torch.device("cpu"))
 
 
 def test_an_architecture_that_transforms_its_logits_is_refused(tied_model):

@@ -10,6 +10,8 @@ import staleness
 import study
 
 from learner import Learner
+from models.hub import identify_weights
+from runtime.timeline import read_lines
 from tasks import load_task
 
 SMALL = dict(
@@ -72,21 +74,20 @@ def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries
     assert 0 < results[0]["distinct"] <= 1, "one right answer a query"
 
 
-def test_a_study_that_was_broken_off_runs_only_what_is_missing_or_of_another_base_model(tmp_path):
+def test_a_study_runs_only_what_is_missing_and_refuses_results_of_another_base_model(tmp_path):
     settings = SMALL | dict(constant_staleness=0, steps=1)
     jobs = [{"settings": settings | dict(seed=seed)} for seed in range(2)]
     file = tmp_path / "study.jsonl"
-    model = Path(load_task("arithmetic").base_model()).name
-    kept = [
-        {"job": job, "result": "already here", "base_model": base}
-        for job, base in zip(jobs, (model, "another"))
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    model = identify_weights(load_task("arithmetic").base_model())
+    kept = {"job": jobs[0], "result": "already here", "base_model": model}
+    file.write_text(json.dumps(kept) + "\n")
     lines = study.run_all([jobs[1], *jobs], file, processes=1)
     assert [line["job"] for line in lines] == [jobs[1], *jobs]
-    lines = lines[1:]
-    assert lines[0]["result"] == "already here" and lines[1]["result"]["reward"] > 0
-    assert len(file.read_text().splitlines()) == 3 and lines[1]["base_model"] == model
+    assert lines[1]["result"] == "already here" and lines[2]["result"]["reward"] > 0
+    assert [line["base_model"] for line in read_lines(file)] == [model, model]
+    file.write_text(json.dumps(kept | {"base_model": "another"}) + "\n")
+    with pytest.raises(SystemExit, match=f"with base model another, and here it is {model}: they"):
+        study.run_all([{"base": "arithmetic"}], file)
 
 
 def test_spread_is_the_mean_and_the_standard_deviation_of_a_sample():

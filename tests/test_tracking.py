@@ -65,6 +65,7 @@ def make_run(directory: Path, steps: int = 10) -> Path:
     (run_dir / "config.json").write_text(json.dumps(settings))
     append(run_dir, evaluation(0, 0.25), *(step_line(step) for step in range(1, 7)))
     append(run_dir, evaluation(2, 0.5))
+    append(run_dir, [3], {"step": "7", "loss": 1.0})  # malformed: no tracker gets those
     sample = {"query_id": 3, "prompt": CODE, "answer": "4", "response": CODE, "extracted": None}
     samples = [{"version": version, "reward": 1.0, **sample} for version in range(5)]
     Lines(run_dir / "samples.jsonl").write(*samples)
@@ -214,6 +215,18 @@ def test_wandb_offline_keeps_every_figure_configuration_and_samples(tmp_path):
     (table,) = file.parent.glob("files/media/table/samples*.json")
     table = json.loads(table.read_text())
     assert [row[table["columns"].index("response")] for row in table["data"]] == [CODE] * 5
+
+
+@needs["wandb"]
+def test_the_command_line_which_may_hold_a_secret_is_not_sent(tmp_path, monkeypatch):
+    run_dir, (here, there) = make_run(tmp_path), multiprocessing.Pipe()
+    monkeypatch.setattr(sys, "argv", ["tba.py", "--api_key", "sk-0123"])
+    monkeypatch.setattr(os, "nice", lambda _: None)
+    here.send(0)
+    tracking.run("wandb", str(run_dir), 0, there)
+    assert not [
+        file for file in run_dir.rglob("*") if file.is_file() and b"sk-0123" in file.read_bytes()
+    ]
 
 
 def test_samples_are_bounded_in_number(tmp_path, monkeypatch):

@@ -175,6 +175,14 @@ def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.learner.policy.parameters()))
 
 
+def test_where_a_weight_is_nan_the_error_after_ten_steps_says_which(untied_model, tmp_path):
+    learner = make_trainer(untied_model, tmp_path, queries_per_batch=1).learner
+    learner.policy.model.norm.weight.data[3] = float("nan")
+    learner.bad_steps_in_a_row = 9
+    with pytest.raises(FloatingPointError, match="as the weight model.norm.weight is NaN or inf"):
+        learner.update(make_rows(1, 3))
+
+
 def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
     gsm8k = Config(**find_presets("gsm8k")["figure1"])
     betas = [round(beta_at(gsm8k, step), 6) for step in (0, 250, 500, 700)]

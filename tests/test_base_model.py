@@ -1,0 +1,68 @@
+"""A base model is known by its weights: two machines may train one recipe to different ones."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+from conftest import make_model
+from safetensors.torch import load_file, save_file
+from test_trainer import make_trainer
+
+from models import hub
+from models.hub import identify_weights
+from runtime import checkpoint
+from runtime.messages import Evaluation
+from runtime.timeline import read_lines
+from tba import main
+
+
+def change_one_weight(directory) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values())).view(-1)[-1] += 1e-3
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 256])
+def test_the_name_of_weights_changes_with_them_and_not_with_their_place(
+    piece_bytes, tied_model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(hub, "PIECE_BYTES", piece_bytes)  # of a small one the file is a large one
+    name = identify_weights(str(tied_model))
+    copy = tmp_path / "copy"
+    shutil.copytree(tied_model, copy)
+    (copy / "tokenizer_config.json").write_text("{}")
+    assert identify_weights(str(copy)) == name
+    tensors = load_file(copy / "model.safetensors")
+    save_file({key: 2 * value for key, value in tensors.items()}, copy / "model.safetensors")
+    assert identify_weights(str(copy)) != name
+
+
+def test_one_weight_of_a_model_made_here_gives_it_another_name(tied_model, tmp_path):
+    shutil.copytree(tied_model, tmp_path / "copy")
+    change_one_weight(tmp_path / "copy")
+    assert identify_weights(str(tmp_path / "copy")) != identify_weights(str(tied_model))
+
+
+def test_a_model_of_the_hub_is_named_by_its_revision(tied_model, tmp_path):
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abc"
+    shutil.copytree(tied_model, snapshot)
+    assert identify_weights(str(snapshot)) == "0123abc"
+
+
+def test_a_run_names_its_base_model_and_is_not_resumed_on_another(tmp_path, capsys):
+    model = make_model(tmp_path / "model", tied=True)
+    run_dir, name = tmp_path / "run", identify_weights(str(model))
+    trainer = make_trainer(model, run_dir)
+    trainer.record_evaluation(Evaluation(0, 0.5, 10, 0, 0))
+    trainer.save_checkpoint()
+    trainer.checkpoints.wait()
+    assert [line["base_model"] for line in read_lines(run_dir / "metrics.jsonl")] == [name]
+    assert checkpoint.load_state(run_dir / "checkpoints" / "step-00000000")["base_model"] == name
+    settings = dataclasses.asdict(trainer.config) | {"task": "arithmetic", "checkpoint_every": 0}
+    (run_dir / "config.json").write_text(json.dumps(settings))
+    change_one_weight(model)
+    assert main(["--resume", str(run_dir)]) == 2
+    problem = f"--resume {str(run_dir)!r} began with other weights in --model {str(model)!r}: put"
+    assert problem in capsys.readouterr().err
