@@ -22,7 +22,7 @@ from transformers import ByT5Tokenizer
 from buffer import Group
 from config import Config, UserError
 from models.policy import token_texts
-from runtime import html_report, launch, pictures, provenance, report, timeline, tracking
+from runtime import html_report, launch, provenance, report, timeline, tracking
 from runtime.command_line import build_config
 from runtime.evaluation import EvaluationRun
 from runtime.samples import SampleLog
