@@ -257,7 +257,7 @@ def run(config: Config) -> int:
 def check_model(config: Config, task: Task) -> Config:
     """Check the objective and the models; the configuration with the model's name or path."""
     preflight.check_loss(config)
-    preflight.check_evaluation(config, task)
+    preflight.check_sampling(config, task)
     model = find_model("--model", config.model or task.base_model())
     fetch_model("--model", model, weights=False)  # enough for the checks
     task.prepare()

@@ -22,7 +22,8 @@ class Lines:
 
     def write(self, *values) -> None:
         text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
-        data = (text if self.is_whole else "\n" + text).encode()
+        # Half of a character, such as of an emoji, has no encoding: "?" stands for it.
+        data = (text if self.is_whole else "\n" + text).encode(errors="replace")
         try:
             self.is_whole = self.file.write(data) == len(data)
         except OSError:
