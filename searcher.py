@@ -24,7 +24,7 @@ from models.policy import encode_prompt, load_tokenizer
 from runtime.board import Board
 from runtime.evaluation import EvaluationRun, EvaluationService
 from runtime.lockstep import LockstepWorkload
-from runtime.messages import Evaluation
+from runtime.messages import Evaluation, Notice
 from runtime.reference import load_reference
 from runtime.samples import SampleLog
 from runtime.scoring import FailureLimit, Responses, Scorer, decode
@@ -86,7 +86,9 @@ class Searcher:
         self.reference = load_reference(config, weights, pin)
         self.scorer = Scorer(config, self.task)
         self.failures = FailureLimit(board, row)
-        self.samples = SampleLog(run_dir, self.task, self.tokenizer)
+        # The part of D_local that does not fit into the queue yet.
+        self.outbox: deque[Group | Evaluation | Notice] = deque()
+        self.samples = SampleLog(run_dir, self.task, self.tokenizer, self.outbox.append)
         begin = partial(
             EvaluationRun,
             self.engine,
@@ -97,8 +99,6 @@ class Searcher:
         )
         self.evaluation = EvaluationService(begin, weights, pin, board, row, share == 0)
         self.rollouts: dict[str, Rollout] = {}  # in the engine, by request
-        # The part of D_local that does not fit into the queue yet.
-        self.outbox: deque[Group | Evaluation] = deque()
 
     def search(self) -> None:
         """Explore with a delayed copy of the policy until the run ends (section 4.1)."""
@@ -152,7 +152,7 @@ class Searcher:
             if work is None:
                 break
             prompt = encode_prompt(self.tokenizer, work.query.prompt)
-            if len(prompt) > self.config.max_prompt_tokens:
+            if not 0 < len(prompt) <= self.config.max_prompt_tokens:
                 num_skipped += 1
                 self.skip(work, num_skipped)
                 continue
@@ -171,12 +171,12 @@ class Searcher:
         return self.engine.rows < ENGINE_ROWS and len(self.scorer.waiting) < groups_in_engine
 
     def skip(self, work: Work, num_skipped: int) -> None:
-        """Drop a query whose prompt is too long. Raises ValueError when all of them are."""
+        """Drop a query whose prompt is too long, or has no tokens. Raises ValueError for all."""
         self.workload.drop(work)
         self.board.add(self.row, "long_prompts", work.visit == 0)
         if num_skipped == self.workload.num_queries:
             limit = self.config.max_prompt_tokens
-            raise ValueError(f"no prompt of the task is within --max_prompt_tokens {limit}")
+            raise ValueError(f"no prompt of the task has 1 to --max_prompt_tokens {limit} tokens")
 
     def sampling(self, work: Work) -> dict:
         """How vLLM samples the responses to a query, as in vllm.SamplingParams."""

@@ -286,8 +286,8 @@ class Trainer:
         self.wait_for_evaluation()
         self.board.stop = True
         if skipped := int(self.board.total("long_prompts")):
-            limit = f"--max_prompt_tokens {self.config.max_prompt_tokens}"
-            self.report.say(f"{skipped} queries were skipped: prompt over {limit}")
+            why = f"over --max_prompt_tokens {self.config.max_prompt_tokens}, empty or not Unicode"
+            self.report.say(f"{skipped} queries were skipped: prompt {why}")
         if unscored := int(self.board.total("unscored_groups")):
             self.report.say(f"{unscored} groups were dropped, they got no scores: see logs/")
         self.timeline.flush()

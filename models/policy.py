@@ -97,12 +97,16 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of a prompt; messages go through the model's chat template.
 
-    A template writes its own first token: the tokenizer is not to add another.
+    A template writes its own first token: the tokenizer is not to add another. A text that is not
+    Unicode, such as half of an emoji, has no tokens: it is skipped as an empty one is.
     """
-    if isinstance(prompt, str):
-        return tokenizer(prompt).input_ids
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
+    is_text, text = isinstance(prompt, str), prompt
+    if not is_text:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    try:
+        return tokenizer(text, add_special_tokens=is_text).input_ids
+    except (TypeError, UnicodeError):
+        return []
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:

@@ -29,7 +29,7 @@ class Board:
         "evaluated",  # the newest version whose evaluation has arrived, set by the trainer
         "cursor",  # queries of its share before this one are done: a restart resumes there
         "restarts",
-        "long_prompts",  # queries dropped, prompt too long
+        "long_prompts",  # queries dropped, prompt too long or without tokens
         "unscored_groups",  # groups dropped, score() raised or gave no finite number
         "failed",  # time.monotonic() at which it raised, else 0
         "save_seconds",  # that the trainer's slowest checkpoint took to be written

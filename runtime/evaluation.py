@@ -23,7 +23,7 @@ from weights import SharedWeights
 class EvaluationRun:
     """Responses to each test query, generated in the engine beside whatever else runs there.
 
-    samples: responses to each. Raises ValueError when no test prompt is short enough.
+    samples: responses to each. Raises ValueError when no test prompt can be used.
     """
 
     def __init__(
@@ -42,16 +42,14 @@ class EvaluationRun:
         sampling = sampling_for_tests(config, scorer.task) | {"n": samples}
         for query in queries:
             request, prompt = f"evaluation.{query.id}", encode_prompt(tokenizer, query.prompt)
-            if len(prompt) > config.max_prompt_tokens:
+            if not 0 < len(prompt) <= config.max_prompt_tokens:
                 continue
             # The samples of a request have the seeds that follow on its own.
-            engine.add(request, prompt, version, **{"seed": query.id * samples} | sampling)
+            engine.add(request, prompt, version, **{"seed": query.id * samples % 2**32} | sampling)
             self.queries[request] = query
         if not self.queries:
-            raise ValueError(
-                f"no test prompt of the task is within --max_prompt_tokens "
-                f"{config.max_prompt_tokens}"
-            )
+            limit = config.max_prompt_tokens
+            raise ValueError(f"no test prompt has 1 to --max_prompt_tokens {limit} tokens")
         self.long_prompts = len(queries) - len(self.queries)
         # None where score() gave no score.
         self.scored: list[tuple[Responses, float | None]] = []

@@ -306,7 +306,7 @@ def check_model(config: Config, task: Task, revision: str | None = None) -> Conf
     revision: of the hub, that a run to resume began with: its branch may have moved.
     """
     preflight.check_loss(config)
-    preflight.check_evaluation(config, task)
+    preflight.check_sampling(config, task)
     if device().type == "cpu" and not onednn_multiplies(compute_dtype(config)):
         print("bfloat16 is slow here: this processor does not multiply in it", file=sys.stderr)
     model = find_model("--model", config.model or task.base_model())

@@ -10,7 +10,7 @@ class Evaluation:
     version: int
     score: float
     queries: int
-    long_prompts: int  # test queries left out, their prompt exceeds the limit
+    long_prompts: int  # test queries left out, their prompt is too long or has no tokens
     unscored: int  # test queries left out, score() failed on the response
     interval: tuple[float, float] | None = None  # of 95 %
 
@@ -59,5 +59,6 @@ class Notice:
 
 def describe_left_out(long_prompts: int, unscored: int) -> str:
     """Say how many test queries were left out, and why; "" for none."""
-    reasons = (long_prompts, "prompt over --max_prompt_tokens"), (unscored, "score() failed")
+    prompts = "prompt over --max_prompt_tokens, empty or not Unicode"
+    reasons = (long_prompts, prompts), (unscored, "score() failed")
     return "".join(f"; {count} left out, {reason}" for count, reason in reasons if count)

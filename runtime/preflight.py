@@ -8,6 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 from config import Config, UserError
 from models.policy import encode_prompt, load_tokenizer, policy_without_weights
 from objectives import LOSSES
@@ -34,15 +36,18 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], list[Messages]]:
         queries = task.queries(split)
         if not queries:
             raise UserError(f"task {config.task!r} has no {split} queries")
-        sizes[split] = len(queries)
+        sizes[split], ids = len(queries), set()
         for query in queries:
+            name = f"task {config.task!r}, {split} query {query.id!r:.60}"
+            if type(query.id) is not int or abs(query.id) >= 2**63 or query.id in ids:
+                raise UserError(f"{name}: its id must be an int of 64 bits that no other has")
+            ids.add(query.id)
             if isinstance(query.prompt, str):
                 continue
             if not is_chat(query.prompt):
                 raise UserError(
-                    f"task {config.task!r}, {split} query {query.id}: its prompt is "
-                    f"{query.prompt!r:.60}: it must be a string, or a list of messages "
-                    '{"role": …, "content": …}'
+                    f"{name}: its prompt is {query.prompt!r:.60}: it must be a string, or a list "
+                    'of messages {"role": …, "content": …}'
                 )
             roles = tuple(message["role"] for message in query.prompt)
             chats.setdefault(roles, query.prompt)
@@ -72,6 +77,12 @@ def check_tokenizer(config: Config, chats: list[Messages]) -> None:
             f"--model {config.model!r} has no end-of-sequence token, in neither its tokenizer nor "
             "its config.json: no response could end; use a model that has one"
         )
+    known, end = len(policy.get_input_embeddings().weight), tokenizer.eos_token_id
+    if end is not None and end >= known:
+        raise UserError(
+            f"--model {config.model!r} knows {known} tokens, and its tokenizer's end of sequence "
+            f"{tokenizer.eos_token!r} is none of them but token {end}: use a model that knows it"
+        )
     if not chats:
         return
     if not tokenizer.chat_template:
@@ -89,8 +100,12 @@ def check_tokenizer(config: Config, chats: list[Messages]) -> None:
         ) from error
 
 
-def check_evaluation(config: Config, task: Task) -> None:
-    """Raise UserError for several samples of a greedy response."""
+def check_sampling(config: Config, task: Task) -> None:
+    """Raise UserError for a task that sets S, and for several samples of a greedy response."""
+    if "n" in task.sampling(np.random.default_rng(0)):
+        raise UserError(
+            f"task {config.task!r}: its sampling() gives 'n', which --samples_per_query is for"
+        )
     samples = config.evaluation_samples
     if samples > 1 and sampling_for_tests(config, task)["temperature"] == 0:
         raise UserError(

@@ -1,13 +1,18 @@
 """The task with many right answers, and the base model that spreads over them."""
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import PATIENCE, ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from config import UserError
 from tasks import Query, load_task
 from tasks.support import pupil as pupil_module
 from tasks.support.cache import cached
@@ -128,6 +133,46 @@ def test_the_base_model_spreads_over_the_right_answers(base_samples):
         distinct += len(set(right))
         expected += (query.id + 1) * (1 - (query.id / (query.id + 1)) ** len(right))
     assert distinct > 0.85 * expected, (distinct, expected)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="the cache .*file/tba' cannot be written: Not a directory"):
+        cached("some_task", "", Path.mkdir)
+
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from tasks.support.cache import cached
+
+def build(directory):
+    directory.mkdir()
+    (directory / "first").touch()
+    Path(sys.argv[1], sys.argv[2]).touch()
+    while len([*Path(sys.argv[1]).iterdir()]) < 2:  # until the other builds too
+        time.sleep(0.01)
+    (directory / "second").touch()
+
+print(*sorted(path.name for path in cached("some_task", "", build).iterdir()))
+"""
+
+
+def test_two_processes_that_build_at_once_both_get_a_whole_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "signs").mkdir()
+
+    def build(name: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", BUILDER, str(tmp_path / "signs"), name]
+        pipes = {"capture_output": True, "text": True, "timeout": PATIENCE}
+        return subprocess.run(command, cwd=ROOT, **pipes)
+
+    with ThreadPoolExecutor() as pool:
+        done = [*pool.map(build, ("one", "other"))]
+    assert [process.stdout for process in done] == ["first second\n"] * 2, done
+    [directory] = (tmp_path / "cache" / "tba").iterdir()
+    assert directory.name.startswith("some_task-"), "nothing unfinished is left"
 
 
 def test_the_models_of_a_task_are_built_once_and_anew_when_their_recipe_changes(

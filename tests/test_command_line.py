@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT, read, tba
+from transformers import AutoTokenizer
 
 from config import Config, UserError
 from runtime import html_report, launch
@@ -82,6 +84,17 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
     (tmp_path / "chat.py").write_text(OWN.replace("[]", CHAT, 1))
     both = CHAT[:-1] + ", " + CHAT[1:].replace("user", "system").replace("Query(0", "Query(1")
     (tmp_path / "refused.py").write_text(OWN.replace("[]", both, 1))
+    ids = {"text": "'a'", "numpy": "__import__('numpy').int64(3)", "true": True, "big": 2**63}
+    for name, first in (ids | {"same": 1}).items():
+        two = f"[Query({first}, 'Hi', None), Query(1, 'Ho', None)]"
+        (tmp_path / f"{name}_id.py").write_text(OWN.replace("[]", two, 1))
+    (tmp_path / "draws.py").write_text(
+        OWN.replace("[]", "[Query(0, 'Hi', None)]", 1)
+        + "    def sampling(self, rng): return {'n': 2}\n"
+    )
+    shutil.copytree(untied_model, tmp_path / "no_end")
+    tokenizer = AutoTokenizer.from_pretrained(untied_model, eos_token="<end>")
+    tokenizer.save_pretrained(tmp_path / "no_end")
     files = {"tmp": tmp_path, "gsm8k": gsm8k_data, "model": untied_model, "chat": chat_model}
     return files
 
@@ -148,6 +161,16 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
         ("{tmp}/chat.py --model {model}", "has no chat template: use a model that has one"),
         ("{tmp}/refused.py --model {chat}", "the chat template of --model '{chat}' does not take"),
         ("{tmp}/no_chat.py", "train query 0: its prompt is 7: it must be a string, or a list of"),
+        ("{tmp}/text_id.py", "train query 'a': its id must be an int of 64 bits that no other has"),
+        ("{tmp}/numpy_id.py", "train query np.int64(3): its id must be an int"),
+        ("{tmp}/true_id.py", "train query True: its id must be an int"),
+        ("{tmp}/big_id.py", "train query 9223372036854775808: its id must be an int of 64 bits"),
+        ("{tmp}/same_id.py", "train query 1: its id must be an int of 64 bits that no other has"),
+        ("{tmp}/draws.py", "its sampling() gives 'n', which --samples_per_query is for"),
+        (
+            "--model {tmp}/no_end",
+            "knows 257 tokens, and its tokenizer's end of sequence '<end>' is",
+        ),
         ("--buffer_growth_steps -1", "--buffer_growth_steps is -1: it must not be negative"),
         ("--config {tmp}/absent.json", "absent.json' holds no settings of a run: FileNotFound"),
         ("--config {tmp}/a_file", "a_file' holds no settings of a run: JSONDecodeError"),

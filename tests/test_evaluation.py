@@ -8,7 +8,7 @@ import pytest
 from config import Config, UserError
 from runtime.bootstrap import interval, mean_of
 from runtime.messages import FinalEvaluation
-from runtime.preflight import check_evaluation
+from runtime.preflight import check_sampling
 from runtime.scoring import Responses, score
 from tasks import Query, Task, sampling_for_tests
 
@@ -61,8 +61,8 @@ def test_a_tasks_sampling_of_test_queries_gives_way_to_the_flags():
     warm = dataclasses.replace(config, evaluation_temperature=0.5)
     assert sampling_for_tests(warm, Sampled())["temperature"] == 0.5
     with pytest.raises(UserError, match="give an --evaluation_temperature above 0"):
-        check_evaluation(config, Sampled())
-    check_evaluation(warm, Sampled())
+        check_sampling(config, Sampled())
+    check_sampling(warm, Sampled())
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_without_json_it_is_a_table():
         "win_rate      0.5000   0.4000 to 0.6000",
         "perplexity    1.1250   1.0000 to 1.2500",
         (
-            "on 30 test queries; 2 left out, prompt over --max_prompt_tokens; "
-            "1 left out, score() failed"
+            "on 30 test queries; 2 left out, prompt over --max_prompt_tokens, empty or not "
+            "Unicode; 1 left out, score() failed"
         ),
     ]

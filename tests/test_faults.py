@@ -588,6 +588,35 @@ def test_a_run_is_resumed_with_the_settings_that_it_began_with(
     assert err.count("\n") == 1 and expected.format(model=untied_model) in err
 
 
+CHANGED = """
+from tasks import Query
+from tasks.arithmetic import Arithmetic as A
+
+class Changed(A):
+    def queries(self, split):
+        return [Query(q.id, "0" + q.prompt, q.answer) for q in super().queries(split)]
+"""
+
+
+def test_a_resumed_run_trains_on_the_changed_prompts_of_its_task(resumed, tmp_path):
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(resumed["killed"]), str(copy)], check=True)
+    (tmp_path / "changed.py").write_text(CHANGED)
+    settings = json.loads((copy / "config.json").read_text())
+    # As if the task's file had changed.
+    settings["task"] = str(tmp_path / "changed.py")
+    (copy / "config.json").write_text(json.dumps(settings))
+    (copy / "samples.jsonl").unlink()
+    at = checkpoint.load_state(checkpoint.newest_whole(str(copy))[0])["step"]
+    done = tba("--resume", copy, "--steps", at + 2)
+    assert done.returncode == 0, done.stderr
+    # All that a synchronous run trains on was generated since.
+    assert steps_of(copy)[-1]["step"] == at + 2
+    samples = read(copy, "samples.jsonl")
+    assert samples and all(line["prompt"][0] == "0" for line in samples)
+    assert all(len(line["prompt"]) == len("0" + "12+34=") for line in samples)
+
+
 def test_steps_and_learning_rate_may_change_and_another_vocabulary_is_refused(
     resumed, untied_model, tmp_path, capsys
 ):

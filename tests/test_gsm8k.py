@@ -19,10 +19,11 @@ def reward(response: str, gold: str, finished: bool = True) -> float:
     return value
 
 
-def write(path: Path, *lines: dict | str) -> GSM8K:
-    """Make a task whose train.jsonl has these lines, a dict as JSON and a string as it is."""
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (path / "train.jsonl").write_text("".join(text + "\n" for text in texts))
+def write(path: Path, *lines: dict | str | bytes) -> GSM8K:
+    """Make a task whose train.jsonl has these lines, a dict as JSON and a text as it is."""
+    texts = [line if isinstance(line, str | bytes) else json.dumps(line) for line in lines]
+    texts = [text.encode() if isinstance(text, str) else text for text in texts]
+    (path / "train.jsonl").write_bytes(b"".join(text + b"\n" for text in texts))
     return GSM8K(data_dir=str(path))
 
 
@@ -147,13 +148,16 @@ def test_a_query_holds_the_question_in_the_prompt_and_has_an_id_of_its_own(tmp_p
         ({"question": "How many?", "answer": 4}, "answer"),
         (["How many?", "#### 4"], "question"),
         ('{"question": "How many?", "answer": ', "not JSON"),
+        (b'{"question": "How many?", "answer": "\xff"}', "can't decode byte 0xff"),
+        ({"question": "How many \ud83d?", "answer": "#### 4"}, "surrogates not allowed"),
         ({"question": "How many?", "answer": "Four.\n#### four"}, "no number"),
         ({"question": "How many?", "answer": "There are 4."}, "no number"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
-    task = write(tmp_path, ROW, ROW, line, ROW)
-    expected = rf"train\.jsonl line 3 .*{message}|train\.jsonl line 3: .*{message}"
+    before = [ROW, "", ROW] * 100  # more than is read at once
+    task = write(tmp_path, *before, line, ROW)
+    expected = rf"train\.jsonl line 301 .*{message}|train\.jsonl line 301: .*{message}"
     with pytest.raises(UserError, match=expected) as raised:
         task.queries("train")
     assert "\n" not in str(raised.value)
@@ -164,13 +168,6 @@ def test_blank_lines_are_passed_over_and_counted(tmp_path):
     assert len(task.queries("train")) == 2
     with pytest.raises(UserError, match=r"train\.jsonl line 3 has no 'answer'"):
         write(tmp_path, ROW, "", {"question": "How many?"}).queries("train")
-
-
-def test_a_file_that_is_not_text_is_named(tmp_path):
-    task = write(tmp_path, ROW)
-    (tmp_path / "train.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"train\.jsonl line .* is not JSON"):
-        task.queries("train")
 
 
 def test_with_chat_a_question_is_a_message_and_its_answer_the_same(tmp_path):

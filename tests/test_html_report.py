@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +31,12 @@ from runtime.scoring import Responses
 from runtime.shown_samples import GROUPS
 from runtime.supervisor import RunFailed
 from runtime.trackers import grouped
-from tasks import Query, load_task
+from tasks import Query, Task, load_task
 from tba import main
 
 FIVE_MB = 5_000_000
 EMOJI = "👩‍🔬 \U0001f600"
+HALF = "\ud83d"  # of an emoji: no encoding has it
 
 
 class Page(HTMLParser):
@@ -440,7 +442,7 @@ def a_group(texts: list[str], reference: float = -2.0) -> tuple[Responses, Group
 @pytest.mark.parametrize("reference", [-2.0, float("nan")])
 def test_a_line_of_samples_has_each_tokens_text_and_log_probabilities(tmp_path, reference):
     texts = [f"1 {EMOJI}\n", "13", "", "14", "15"]
-    log = SampleLog(str(tmp_path), load_task("arithmetic"), byte_tokenizer())
+    log = SampleLog(str(tmp_path), load_task("arithmetic"), byte_tokenizer(), [].append)
     log.write(*a_group(texts, reference))
     assert "NaN" not in (tmp_path / "samples.jsonl").read_text()
     lines = read(tmp_path, "samples.jsonl")
@@ -457,10 +459,29 @@ def test_a_line_of_samples_has_each_tokens_text_and_log_probabilities(tmp_path, 
     assert f"1 {EMOJI}↵\n" in report_of(run).text
 
 
+def test_no_answer_or_extract_of_a_task_ends_a_searcher_and_an_error_is_said_once(tmp_path, caplog):
+    class Odd(Task):
+        def extract(self, response):
+            return {"1": np.float32(1), "2": b"2", "3": Decimal(3), HALF: None}[response]
+
+    said, group = [], a_group(["1", "2", "3", "4"])[1]
+    log = SampleLog(str(tmp_path), Odd(), byte_tokenizer(), said.append)
+    half = Query(5, "5+7=", f"12{HALF}")
+    for texts in (["1", "2", "3", HALF], ["9", "1", "1", "1"], ["8", "1", "1", "1"]):
+        log.is_due_at = 0.0
+        log.write(Responses(None, half, texts, [True] * 4), group)
+    lines = read(tmp_path, "samples.jsonl")
+    assert [line["extracted"] for line in lines] == ["1.0", "b'2'", "3", None]
+    assert lines[3]["response"] == "?" and {line["answer"] for line in lines} == {"12?"}
+    [notice] = said
+    assert notice.text.endswith("left out of samples.jsonl, see logs/: KeyError('9')")
+    assert caplog.text.count("Traceback") == 1
+
+
 def test_searchers_write_fewer_groups_where_responses_are_long(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("runtime.samples.time", clock)
-    log = SampleLog(str(tmp_path), load_task("arithmetic"), byte_tokenizer())
+    log = SampleLog(str(tmp_path), load_task("arithmetic"), byte_tokenizer(), [].append)
     written = []
     for text in ("12", "1" * 250):  # 1,000 tokens: 5 s
         for _ in range(100):

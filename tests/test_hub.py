@@ -155,7 +155,7 @@ def test_gsm8k_is_fetched_and_trained_and_counts_the_prompts_that_are_too_long(
     skipped = sum(len(prompt.format(row["question"]).encode()) > 250 for row in train)
     assert steps_of(run_dir)[-1]["long_prompts"] == skipped > 0
     assert f"{skipped} queries were skipped: prompt over --max_prompt_tokens 250" in out
-    left_out = f"{long} left out, prompt over --max_prompt_tokens)"
+    left_out = f"{long} left out, prompt over --max_prompt_tokens, empty or not Unicode)"
     assert f" on {len(test) - long} test queries; {left_out}" in out
 
 

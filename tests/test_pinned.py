@@ -38,7 +38,11 @@ class Pinned(Task):
 
     def queries(self, split):
         lengths = [50 if i % 13 == 5 else 3 + i % 9 for i in range(40 if split == "train" else 6)]
-        return [Query(i, "x" * length, i) for i, length in enumerate(lengths)]
+        queries = [Query(i, "x" * length, i) for i, length in enumerate(lengths)]
+        # Of those that are too long, one is empty instead, and one half of an emoji.
+        empty = 18 if split == "train" else 5
+        queries[empty] = Query(empty, "", 0)
+        return [Query(31, "\\ud83d", 0) if query.id == 31 else query for query in queries]
 
     def sampling(self, rng):
         length = int(rng.integers(3, 10))

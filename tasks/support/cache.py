@@ -7,22 +7,30 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from config import UserError
+
 
 def cached(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
     """Return the directory that build(directory) has filled; it is filled once for each recipe.
 
     recipe: whatever decides what build makes, as text. Another one fills another directory.
+    Raises UserError where nothing can be written.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tba"
     directory = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if directory.is_dir():
         return directory
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(dir=cache)
+    except OSError as error:
+        what = f"the cache {str(cache)!r} cannot be written: {error.strerror}"
+        raise UserError(f"{what}; set XDG_CACHE_HOME to another directory") from error
     print(
         f"building the models of {name} (once, less than a minute) …", file=sys.stderr, flush=True
     )
-    cache.mkdir(parents=True, exist_ok=True)
     # Renamed when whole: two runs may build at once.
-    with tempfile.TemporaryDirectory(dir=cache) as unfinished:
+    with place as unfinished:
         build(Path(unfinished) / "models")
         try:
             (Path(unfinished) / "models").rename(directory)

@@ -69,12 +69,14 @@ def _read_jsonl(path: Path) -> list[tuple[int, object]]:
         )
     rows, number = [], 0
     try:
-        with open(path, encoding="utf-8") as lines:
+        with open(path, "rb") as lines:  # decoded line by line: else the number is that of a block
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    rows.append((number, json.loads(line)))
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8
-        raise UserError(f"{path} line {number} is not JSON: {error}") from error
+                    rows.append((number, json.loads(line.decode())))
+                    # An escape may be half of a character, as of an emoji, which nothing encodes.
+                    json.dumps(rows[-1], ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} line {number} is not JSON in UTF-8: {error}") from error
     except OSError as error:
         raise UserError(f"data file {path} cannot be read: {error.strerror}") from error
     if not rows:
