@@ -45,8 +45,8 @@ class Waits:
         watchdog = Watchdog()
         with self.timeline.span("wait"):
             while not succeeds() and not (is_interruptible and self.board.end):
-                now, awaited = time.monotonic(), what()
                 self.board.beat("trainer")
+                now, awaited = time.monotonic(), what()
                 if now - said > HEALTH_PERIOD:
                     said = now
                     signs = ", ".join(map(self.board.sign_of_life, self.board.searchers))
