@@ -236,7 +236,8 @@ class ProcessSettings:
     gpu_memory_utilization: Share | None = None
     """Share of its GPU's memory for a searcher's vLLM. None: most, less beside the trainer."""
     searcher_timeout: PositiveFloat = 600.0
-    """Seconds of silence after which a process counts as dead, and the trainer stops waiting."""
+    """Seconds after which a silent process counts as dead, and a wait without progress ends the
+    run. A pause of the whole run does not count."""
     checkpoint_every: NonNegativeInt = 100
     """Steps between checkpoints; the last two are kept. 0: only at the end or an interrupt."""
     track: TrackerName = ""

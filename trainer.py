@@ -160,7 +160,7 @@ class Trainer:
 
         if self.batches.is_exact:
             what = f"the searchers to take version {self.weights.version}"
-            self.waits.until(receive_until_taken, lambda: what)
+            self.waits.until_worked(receive_until_taken, what)
 
     def next_batch(self) -> list[Row]:
         """The next B x K rows. Waits while there are too few; [] if the run is to end meanwhile."""
@@ -253,7 +253,7 @@ class Trainer:
 
         if self.batches.is_exact:
             what = "the searchers to finish what a checkpoint is to hold"
-            self.waits.until(receive_until_settled, lambda: what)
+            self.waits.until_worked(receive_until_settled, what)
         else:
             self.receive()
 
@@ -278,11 +278,13 @@ class Trainer:
         self.board.last_step_done = self.step == self.config.steps
         # Where checkpoints are exact, step 0 needs none: version 0 makes all batches anew.
         is_needed = self.step > 0 or not self.batches.is_exact
-        self.checkpoints.wait()
-        if self.step != self.checkpoints.written_step and is_needed:
-            self.save_checkpoint(is_last=True)
+        try:  # first the model: it is not lost where a wait for a checkpoint fails
+            self.checkpoints.save_model(self.learner.save_model)
+        finally:
             self.checkpoints.wait()
-        self.checkpoints.save_model(self.learner.save_model)
+            if self.step != self.checkpoints.written_step and is_needed:
+                self.save_checkpoint(is_last=True)
+                self.checkpoints.wait()
         self.wait_for_evaluation()
         self.board.stop = True
         if skipped := int(self.board.total("long_prompts")):
@@ -304,7 +306,7 @@ class Trainer:
             return not self.evaluations.is_pending
 
         if self.step == self.config.steps:
-            self.waits.until(receive_until_evaluated, lambda: "the evaluation that it asked for")
+            self.waits.until_worked(receive_until_evaluated, "the evaluation that it asked for")
 
 
 def run(

@@ -12,6 +12,26 @@ import torch
 
 from config import LOAD_SECONDS
 
+LONGEST_GAP = 2.0  # seconds between two looks; after a longer gap the observer itself had stopped
+
+
+class Watchdog:
+    """Measures for how long a value has not changed, in time in which this process ran.
+
+    A pause of the whole run (SIGSTOP, a frozen container) counts as LONGEST_GAP at most.
+    """
+
+    def __init__(self):
+        self.seen, self.seconds, self.looked_at = None, 0.0, time.monotonic()
+
+    def look(self, value: object) -> float:
+        """Return the seconds since the value changed. Call it more often than LONGEST_GAP."""
+        now = time.monotonic()
+        gap = min(now - self.looked_at, LONGEST_GAP)
+        self.seconds = self.seconds + gap if value == self.seen else 0.0
+        self.seen, self.looked_at = value, now
+        return self.seconds
+
 
 class Board:
     """A row of numbers per process, and the flags that end the run.
@@ -46,6 +66,7 @@ class Board:
         self.words[:, self.COLUMNS.index("beat")] = time.monotonic()  # the start is a sign of life
         self.words[:, self.COLUMNS.index("evaluated")] = -1
         self.flags = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self.watchdogs = {name: Watchdog() for name in names}  # of the process that watches them
 
     @property
     def searchers(self) -> list[str]:
@@ -111,7 +132,7 @@ class Board:
     def is_silent(self, name: str, timeout: float) -> bool:
         """Whether it was silent for longer than `timeout` seconds, or than it may take to load."""
         limit = timeout if self.get(name, "ready") else max(timeout, LOAD_SECONDS)
-        return self.silence(name) > limit
+        return self.watchdogs[name].look(self.get(name, "beat")) > limit
 
     @property
     def end(self) -> bool:

@@ -29,6 +29,7 @@ from runtime.processes import NOT_SAVED
 from runtime.waiting import Waits
 
 CHUNK = 1 << 22  # bytes that are hashed and then written, while a core's cache still has them
+SYNC_BYTES = 1 << 28  # after which a file is synced: no sync, in which none is counted, is long
 NICENESS = 14  # of the thread: where the trainer keeps its cores busy, it takes 4 % of one
 # As the safetensors library calls them.
 DTYPES = {
@@ -76,6 +77,7 @@ class CheckpointWriter:
             for part, named in tensors.items()
         }
         self.begun_step, self.begun_at = step, time.monotonic()
+        HashedFile.num_written = 0
         self.under_way = self.thread.submit(
             write_checkpoint, self.run_dir, step, taken, arrays, json.dumps(state)
         )
@@ -89,7 +91,9 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait for the write that is under way, if one is. A shutdown does not end this wait."""
         what = f"the checkpoint of step {self.begun_step} to be written"
-        self.waits.until(self.collect, lambda: what, even_at_end=True)
+        self.waits.until(
+            self.collect, lambda: f"{what}, {HashedFile.num_written} bytes are", even_at_end=True
+        )
 
     def collect(self) -> bool:
         """Take note of a write that has ended. Returns whether none is under way.
@@ -182,10 +186,13 @@ class HashedFile(io.RawIOBase):
     """A file that can only be written, from its first byte to its last: sha256 is of all of them.
 
     As it cannot seek, zip files put sizes behind their members instead of going back.
+    num_written: bytes in all files of a checkpoint; while it grows, the trainer waits.
     """
 
+    num_written = 0
+
     def __init__(self, target: io.BufferedWriter):
-        self.target, self.sha256 = target, hashlib.sha256()
+        self.target, self.sha256, self.num_unsynced = target, hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
@@ -193,7 +200,17 @@ class HashedFile(io.RawIOBase):
             chunk = view[start : start + CHUNK]
             self.sha256.update(chunk)
             self.target.write(chunk)
+            HashedFile.num_written += len(chunk)
+            self.num_unsynced += len(chunk)
+            if self.num_unsynced >= SYNC_BYTES:
+                self.sync()
         return len(view)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        self.target.flush()
+        os.fsync(self.target.fileno())
+        self.num_unsynced = 0
 
 
 def write_file(path: Path, write: Callable[[HashedFile], object]) -> str:
@@ -201,8 +218,7 @@ def write_file(path: Path, write: Callable[[HashedFile], object]) -> str:
     with open(path, "wb") as target:
         file = HashedFile(target)
         write(file)
-        target.flush()
-        os.fsync(target.fileno())
+        file.sync()
     return file.sha256.hexdigest()
 
 

@@ -23,6 +23,7 @@ import torch
 
 from buffer import Group
 from config import LOAD_SECONDS, Config, UserError
+from runtime.board import Watchdog
 from runtime.messages import Evaluation, Notice
 from runtime.node import Found, Node, NodeBoard, as_arrays, describe_environment, find_difference
 from runtime.places import Place
@@ -203,7 +204,7 @@ class Far:
     actor: "ray.actor.ActorHandle"
     earlier: dict[str, float]  # what other actors in this row have counted
     call: "ray.ObjectRef | None" = None  # the collect() that is under way
-    called_at: float = 0.0
+    watchdog: Watchdog = field(default_factory=Watchdog)  # of that call
     transfer: "ray.ObjectRef | None" = None  # the take_weights() that is under way
     log_call: "ray.ObjectRef | None" = None  # the logs() that is under way
     version: int = -1  # that it was sent
@@ -245,7 +246,7 @@ class Cluster(Supervisor):
         self.stored_reference: tuple[int, ray.ObjectRef | None] = 0, None
         # The newest version whose evaluation has come; of a run that is resumed, before it.
         self.evaluated = int(board.words[:, board.COLUMNS.index("evaluated")].max())
-        self.alone_since = time.monotonic()  # no node is there
+        self.alone = Watchdog()  # no node is there
         self.outbox: deque[Group | Evaluation | Notice] = deque()
         self.dealing = Dealing(board.shares, len(places))
         super().__init__(config, places, weights, board, run_dir, target)
@@ -295,10 +296,8 @@ class Cluster(Supervisor):
         nodes, now = {node["NodeID"]: node for node in other_nodes()}, time.monotonic()
         for id in [id for id in self.far if id not in nodes]:
             self.lose(self.far[id], "is lost: its Ray has ended")
-        if nodes or self.places:
-            self.alone_since = now
         limit = max(self.config.searcher_timeout, LOAD_SECONDS)
-        if now - self.alone_since > limit:
+        if self.alone.look(now if nodes or self.places else None) > limit:
             raise RunFailed(f"no node searches for {limit:.0f} s, and no searcher is here")
         hopeful = [id for id in nodes if self.deaths_of.get(id, 0) < DEATHS]
         if not self.places and nodes and not hopeful:
@@ -369,8 +368,7 @@ class Cluster(Supervisor):
         if far.call is None and not self.outbox:
             is_over, shares = self.board.last_step_done, self.dealing.next_call(far.id)
             far.call = far.actor.collect.remote(GROUPS, is_over, *shares)
-            far.called_at = time.monotonic()
-        silence = time.monotonic() - far.called_at if far.call else 0.0
+        silence = far.watchdog.look(far.call) if far.call else 0.0
         limit = self.config.searcher_timeout
         if silence > (limit if far.is_ready or limit > LOAD_SECONDS else LOAD_SECONDS):
             self.lose(far, f"gave no sign of life for {silence:.0f} s (--searcher_timeout)")

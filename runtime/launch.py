@@ -23,7 +23,7 @@ from models.lora import check_peft, trained_shapes
 from models.policy import weight_shapes
 from models.sharding import connect
 from runtime import checkpoint, preflight, processes
-from runtime.board import Board
+from runtime.board import Board, Watchdog
 from runtime.command_line import mask
 from runtime.messages import FinalEvaluation, describe_left_out
 from runtime.output import tolerate_failed_prints
@@ -478,14 +478,14 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluat
     child = processes.start(place, target, (config, other_end), config.output_dir)
     other_end.close()
     seconds = EVALUATION_SECONDS * config.evaluation_samples
-    deadline = time.monotonic() + seconds
+    watchdog = Watchdog()
     try:
         while not connection.poll(0.1):
             if interrupt.signal:
                 connection.send("stop")
                 child.join(STOP_SECONDS)
                 return None
-            if time.monotonic() > deadline:
+            if watchdog.look(None) > seconds:
                 raise RunFailed(f"the evaluation took longer than {seconds:.0f} s")
         result = connection.recv()
         child.join(10.0)

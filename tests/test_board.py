@@ -1,5 +1,10 @@
 """The board: which of its rows are the searchers', where the trainer has several processes."""
 
+import time
+
+from conftest import wait_for
+
+from runtime import board as module
 from runtime.board import Board
 from runtime.command_line import build_config
 from runtime.places import find_places
@@ -24,3 +29,15 @@ def test_what_is_saved_of_searchers_is_taken_over_with_another_number_of_trainer
     alone = make_board()
     alone.load_state_dict(board.state_dict())
     assert alone.get("searcher 0", "cursor") == 7
+
+
+def test_a_pause_of_who_watches_is_nobodys_silence_and_a_silence_is_found_all_the_same(monkeypatch):
+    monkeypatch.setattr(module, "LONGEST_GAP", 0.1)
+    board = make_board()
+    board.loaded("searcher 0")
+    for _ in range(2):
+        assert not board.is_silent("searcher 0", 0.3)
+        time.sleep(0.5)  # no look meanwhile
+    wait_for(lambda: board.is_silent("searcher 0", 0.3), "the silence to be found")
+    board.beat("searcher 0")
+    assert not board.is_silent("searcher 0", 0.3)

@@ -12,6 +12,7 @@ from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 import numpy as np
 import pytest
 import torch
+from conftest import PATIENCE
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_trainer import make_rows, make_trainer
@@ -31,7 +32,7 @@ class Disk:
         write = HashedFile.write
 
         def written(file: HashedFile, data) -> int:
-            if not self.may_go_on.wait(5):
+            if not self.may_go_on.wait(PATIENCE):
                 self.may_go_on.set()  # nobody else will: the trainer waits for this write
             if self.is_full and file.target.tell() > 1000:  # in the middle of a file
                 raise OSError(errno.ENOSPC, "No space left on device")
@@ -107,19 +108,81 @@ def test_a_checkpoint_that_comes_during_a_write_waits_for_it_and_takes_its_memor
 
 
 @pytest.mark.parametrize("is_shutdown", [False, True])
-def test_the_final_checkpoint_is_written_before_the_model_is_saved(
-    is_shutdown, trainer, disk, tmp_path, monkeypatch
-):
+def test_the_final_checkpoint_is_waited_for(is_shutdown, trainer, disk, tmp_path):
     trainer.learner.update(make_rows(4, 3))
     trainer.save_checkpoint()
     trainer.learner.update(make_rows(4, 3))
     disk.may_go_on.clear()
     disk.go_on_after(0.3)
     trainer.board.end = is_shutdown  # which ends other waits
-    at_save = []
-    monkeypatch.setattr(trainer.learner, "save_model", lambda _: at_save.extend(names(tmp_path)))
     trainer.finish()
-    assert at_save == ["step-00000001", "step-00000002"]
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.fixture
+def impatient(untied_model, tmp_path) -> Trainer:
+    """A trainer whose waits end after 0.3 s without progress."""
+    trainer = make_trainer(untied_model, tmp_path, searcher_timeout=0.3)
+    trainer.board.loaded("searcher 0")
+    trainer.learner.update(make_rows(4, 3))
+    return trainer
+
+
+def test_the_last_checkpoint_is_waited_for_beyond_the_timeout_while_bytes_are_written(
+    impatient, tmp_path, monkeypatch
+):
+    """A slow disk: eight times it writes once, for a trainer that has waited 0.1 s since."""
+    may_write, written, slow_writes = threading.Semaphore(0), threading.Semaphore(0), 8
+    write, beat, last = HashedFile.write, impatient.board.beat, time.monotonic()
+
+    def write_slowly(file: HashedFile, data) -> int:
+        assert may_write.acquire(timeout=PATIENCE)
+        number = write(file, data)
+        written.release()
+        return number
+
+    def beat_and_look_at_the_disk(name: str) -> None:  # at each turn of a wait
+        nonlocal slow_writes, last
+        beat(name)
+        if slow_writes and time.monotonic() - last > 0.1:
+            slow_writes -= 1
+            may_write.release(1 if slow_writes else 1_000_000)
+            assert written.acquire(timeout=PATIENCE)
+            last = time.monotonic()
+
+    monkeypatch.setattr(HashedFile, "write", write_slowly)
+    monkeypatch.setattr(impatient.board, "beat", beat_and_look_at_the_disk)
+    impatient.finish()
+    assert impatient.waits.seconds > 2 * 0.3 and names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("model_fails", [False, True])
+def test_of_the_last_checkpoint_and_the_model_neither_is_lost_with_the_other(
+    model_fails, impatient, disk, tmp_path, monkeypatch
+):
+    def fail(_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if model_fails:
+        monkeypatch.setattr(impatient.learner, "save_model", fail)
+    else:
+        disk.may_go_on.clear()
+    with pytest.raises(OSError if model_fails else TimeoutError):
+        impatient.finish()
+    disk.may_go_on.set()
+    assert (tmp_path / "model" / "model.safetensors").exists() != model_fails
+    assert (names(tmp_path) == ["step-00000001"]) == model_fails
+
+
+def test_a_long_file_is_synced_as_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "SYNC_BYTES", 2 * checkpoint_writer.CHUNK)
+    sizes, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (sizes.append(os.fstat(number).st_size), fsync(number))
+    )
+    data = bytes(5 * checkpoint_writer.CHUNK)
+    write_file(tmp_path / "long", lambda file: file.write(data))
+    assert [size / checkpoint_writer.CHUNK for size in sizes] == [2, 4, 5]
 
 
 def test_the_final_checkpoint_needs_no_copy_of_what_does_not_change_any_more(trainer, tmp_path):

@@ -24,8 +24,12 @@ from conftest import FOREVER, PATIENCE, ROOT, SMALL, Run, living, read, shared_f
 from safetensors.numpy import load_file, save_file
 
 from buffer import ReplayBuffer
+from config import Config
 from runtime import checkpoint, timeline
+from runtime.board import Board
 from runtime.launch import in_words
+from runtime.places import Place
+from runtime.supervisor import RunFailed, Supervisor
 from tasks import load_task
 from tba import main
 
@@ -247,6 +251,39 @@ def test_a_queue_survives_thirty_writers_killed_in_the_midst_of_a_group(tmp_path
     command = [sys.executable, str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert "survived 30" in result.stdout, result.stderr
+
+
+@pytest.mark.faults
+def test_with_constant_staleness_the_first_death_of_a_searcher_ends_the_run(tmp_path):
+    """The supervisor with a process that ends at once: it prints its arguments."""
+    (tmp_path / "logs").mkdir()
+    place, board = Place("searcher 0", None, [0]), Board(["trainer", "searcher 0"])
+    config = Config(constant_staleness=2)
+    supervisor = Supervisor(config, [place], "weights", board, str(tmp_path), "builtins:print")
+    supervisor.searchers[0].join(PATIENCE)
+    with pytest.raises(RunFailed, match="^searcher 0 ended with exit code 0\n"):
+        supervisor.check()
+    board.stop = True
+    supervisor.stop(time.monotonic())
+
+
+@pytest.mark.faults
+def test_a_run_that_was_paused_whole_goes_on_whoever_wakes_first(tmp_path):
+    flags = ["--synchronous", "--steps", 30, "--checkpoint_every", 0, "--searcher_timeout", 12]
+    with Run(tmp_path / "run", "arithmetic", *SMALL, *flags) as run:
+        run.is_at(5)
+        group = run.process.pid
+        for first in (group, run.pid("trainer"), run.pid("searcher 0")):
+            at = run.step()
+            os.killpg(group, signal.SIGSTOP)
+            time.sleep(15)
+            os.kill(first, signal.SIGCONT)
+            time.sleep(1)
+            os.killpg(group, signal.SIGCONT)
+            run.is_at(at + 2)
+        _, err = run.process.communicate(timeout=PATIENCE)
+        assert run.process.returncode == 0, err
+    assert steps_of(run.run_dir)[-1]["step"] == 30
 
 
 # The parent and the trainer

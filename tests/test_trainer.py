@@ -1,6 +1,7 @@
 """The trainer, part by part: its gradient, schedules, reference resets, syncs and publishes."""
 
 import queue
+import time
 
 import numpy as np
 import pytest
@@ -275,28 +276,56 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
     assert all(p.grad is None for p in model.parameters())
 
 
+def make_group(query: int, size: int = 24 * 140) -> Group:
+    """Make a group of 24 responses, of 40 kB."""
+    return Group(
+        query_id=query,
+        version=0,
+        last_version=0,
+        reference_version=0,
+        batch=None,
+        prompt=np.zeros(9, np.int32),
+        lengths=np.full(24, 140, np.int32),
+        tokens=np.arange(size, dtype=np.int32),
+        ref_logprobs=np.zeros(size, np.float32),
+        behavior_logprobs=np.zeros(size, np.float32),
+        rewards=np.zeros(24, np.float32),
+        finished=np.ones(24, bool),
+        temperature=1.0,
+    )
+
+
+class SlowQueue(queue.Queue):
+    """Has a group for who asks 0.1 s after the last one came, eight in all."""
+
+    num_groups, last = 0, 0.0
+
+    def qsize(self) -> int:
+        if self.num_groups < 8 and time.monotonic() - self.last > 0.1:
+            self.num_groups, self.last = self.num_groups + 1, time.monotonic()
+            self.put(make_group(self.num_groups))
+        return super().qsize()
+
+
+def test_a_wait_ends_after_the_timeout_when_nothing_comes_and_not_while_responses_come(
+    untied_model, tmp_path
+):
+    settings = dict(searcher_timeout=0.3, queries_per_batch=1, initial_responses=8 * 24)
+    trainer = make_trainer(untied_model, tmp_path, **settings)
+    trainer.health.mismatch_due = 10**9  # no policy sampled these groups
+    trainer.board.loaded("searcher 0")
+    with pytest.raises(TimeoutError, match="the first 192 responses, 0 are here: no progress for"):
+        trainer.next_batch()
+    before, trainer.rollout_queue = trainer.waits.seconds, SlowQueue()
+    assert trainer.next_batch() and trainer.waits.seconds - before > 2 * 0.3
+
+
 def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_path):
     """Send groups of 40 kB through a queue whose pipe, of 64 KB, has room for only one."""
     trainer = make_trainer(untied_model, tmp_path)
     trainer.rollout_queue = torch.multiprocessing.get_context("spawn").Queue(100)
-    size = 24 * 140
     for query in range(60):
-        group = Group(
-            query_id=query,
-            version=0,
-            last_version=0,
-            reference_version=0,
-            batch=None,
-            prompt=np.zeros(9, np.int32),
-            lengths=np.full(24, 140, np.int32),
-            tokens=np.arange(size, dtype=np.int32),
-            ref_logprobs=np.zeros(size, np.float32),
-            behavior_logprobs=np.zeros(size, np.float32),
-            rewards=np.zeros(24, np.float32),
-            finished=np.ones(24, bool),
-            temperature=1.0,
-        )
-        trainer.rollout_queue.put(group)
+        trainer.rollout_queue.put(make_group(query))
     trainer.health.mismatch_due = 10**9  # no policy sampled these groups
     trainer.receive()
     assert trainer.batches.received == 60 * 24
