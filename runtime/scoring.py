@@ -1,7 +1,7 @@
 """Scoring: task.score(), checked.
 
 A task that sets score_timeout is scored in worker processes, so that a response on which its
-score() hangs, or crashes, costs no more than its query.
+score() hangs, or crashes, costs no more than its query, and with late_score only itself.
 """
 
 import logging
@@ -10,10 +10,10 @@ import signal
 import sys
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from pebble import ProcessPool
+from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
@@ -22,6 +22,7 @@ from runtime.board import Board
 from tasks import Query, Task, load_task
 
 WORKERS = 2  # processes per searcher
+LATE = TimeoutError, ProcessExpired, MemoryError  # too long, or its worker died, or nearly
 SCORES_WATCHED = 100  # more than half of the latest this many groups without scores end the run
 
 
@@ -52,15 +53,19 @@ class Scorer:
             self.pool = ProcessPool(
                 WORKERS, context=context, initializer=_begin, initargs=arguments
             )
-        self.waiting: list[tuple[Responses, Future]] = []  # for a worker
+        # For workers, a job for each response.
+        self.waiting: list[tuple[Responses, list[Future]]] = []
         self.scored: list[tuple[Responses, np.ndarray | Exception]] = []
 
     def add(self, groups: list[Responses]) -> None:
         if self.pool:
             for group in groups:
-                alone = replace(group, sender=None)  # a worker may not know what that is made of
-                future = self.pool.schedule(_score, args=(alone,), timeout=self.task.score_timeout)
-                self.waiting.append((group, future))
+                seconds = self.task.score_timeout
+                futures = [
+                    self.pool.schedule(_score, args=(group.query, *response), timeout=seconds)
+                    for response in zip(group.texts, group.finished)
+                ]
+                self.waiting.append((group, futures))
             return
         try:  # one call for all
             flat = score(self.task, groups)
@@ -76,12 +81,26 @@ class Scorer:
     def take(self) -> list[tuple[Responses, np.ndarray | Exception]]:
         """What has been scored since the last call: each with its (S,) rewards, or its error."""
         scored, waiting, self.scored, self.waiting = self.scored, self.waiting, [], []
-        for group, future in waiting:
-            if future.done():  # asked once: another thread completes it
-                scored.append((group, future.exception() or future.result()))
+        for group, futures in waiting:
+            if all(future.done() for future in futures):  # once: another thread completes them
+                scored.append((group, self._rewards(group, futures)))
             else:
-                self.waiting.append((group, future))
+                self.waiting.append((group, futures))
         return scored
+
+    def _rewards(self, group: Responses, futures: list[Future]) -> np.ndarray | Exception:
+        """Return the (S,) rewards of a group, or the error of the first response without one."""
+        rewards = []
+        for future in futures:
+            error = future.exception()
+            if isinstance(error, LATE) and self.task.late_score is not None:
+                logging.warning("late score of a response to query %d: %r", group.query.id, error)
+                rewards.append(self.task.late_score)
+            elif error:
+                return error
+            else:
+                rewards.append(future.result())
+        return np.array(rewards, np.float32)
 
     def close(self) -> None:
         """End the worker processes. Their locks go with this process, unless it is killed."""
@@ -145,5 +164,5 @@ def _begin(task: str, options: dict) -> None:
     _task.load()
 
 
-def _score(group: Responses) -> np.ndarray:
-    return score(_task, [group])
+def _score(query: Query, text: str, finished: bool) -> float:
+    return float(score(_task, [Responses(None, query, [text], [finished])])[0])

@@ -47,8 +47,10 @@ class Task:
 
     # What the mean of score() over the test queries is called.
     metric = "score"
-    # Seconds for the responses to one query; score() then runs in worker processes.
+    # Seconds for a response; score() then runs in worker processes, on one response a call.
     score_timeout: float | None = None
+    # The reward of a response that takes longer, or kills its worker. None: its query is dropped.
+    late_score: float | None = None
     # Whether a response that the length limit cut off gets an end-of-sequence token all the same:
     # log pi_ref of that token then lowers its log-reward. score() still sees an unfinished one.
     append_eos: bool = False
