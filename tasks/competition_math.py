@@ -19,7 +19,7 @@ PROMPT = (
 LONGEST_ANSWER = 1000  # characters in a box; what is longer is no answer, and takes long to parse
 SECONDS = 1  # that Math-Verify may take to parse or compare one answer
 BASE = re.compile(r"\d[A-F]*_\{?(\d+)")  # Math-Verify reads 11_2 as 11
-# What Math-Verify computes or cuts off while it parses, and what takes it long: towers, deep braces.
+# What Math-Verify computes or cuts off while it parses, and what takes long: towers, deep braces.
 UNSEEN = re.compile(
     r"binom|choose|gamma|det|vmatrix|=[^a-z,;]*=|\^[{(]*\d+(?:\^|\d{5})|}{15}", re.I
 )

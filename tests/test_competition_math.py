@@ -118,26 +118,25 @@ def test_an_unfinished_response_is_wrong():
     assert task.score([query] * 3, responses, [True, False, True]) == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "9^{9^{9^{9^{9}}}}",
-        "9^{9^{9^{9}}}",
-        "(" * 400,
-        r"\frac{" * 100,
-        r"\sqrt{" * 150 + "2" + "}" * 150,
-        "10000000!",
-        r"\sum_{k=1}^{10^{9}} k^{k}",
-        r"\int_0^{10} \sin(x^{x^{x}}) dx",
-        "1" * 900,
-        "2^{" * 200 + "}" * 200,
-    ],
-)
-def test_no_answer_costs_another_of_its_group_its_score(answer, scorer):
-    texts = [rf"\boxed{{{answer}}}", r"\boxed{2}"]
-    scorer.add([Responses(None, Query(0, "", "2"), texts, [True, True])])
+HOSTILE = [
+    "9^{9^{9^{9^{9}}}}",
+    "9^{9^{9^{9}}}",
+    "(" * 400,
+    r"\frac{" * 100,
+    r"\sqrt{" * 150 + "2" + "}" * 150,
+    "10000000!",
+    r"\sum_{k=1}^{10^{9}} k^{k}",
+    r"\int_0^{10} \sin(x^{x^{x}}) dx",
+    "1" * 900,
+    "2^{" * 200 + "}" * 200,
+]
+
+
+def test_no_answer_of_a_group_costs_another_its_score(scorer):
+    texts = [*(rf"\boxed{{{answer}}}" for answer in HOSTILE), r"\boxed{2}"]
+    scorer.add([Responses(None, Query(0, "", "2"), texts, [True] * len(texts))])
     [(_, rewards)] = wait_for(scorer.take, "the scores")
-    assert rewards.tolist() == [0.0, 1.0]
+    assert rewards.tolist() == [0.0] * len(HOSTILE) + [1.0]
 
 
 @pytest.mark.parametrize(
