@@ -78,7 +78,7 @@ def test_an_arithmetic_run_learns_and_its_last_version_is_evaluated(finished):
     assert 0 in evaluations and len(evaluations) == 3, "the base model, and two on the way"
     assert evaluations[0] <= 0.60
     final = read(run_dir, "metrics.jsonl")[-1]
-    assert final.keys() == {"step", "final_accuracy", "final_accuracy_interval"}
+    assert final.keys() == {"step", "base_model", "final_accuracy", "final_accuracy_interval"}
     assert final["step"] == 250
     saved = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     last = checkpoint.load_tensors(run_dir / "checkpoints" / "step-00000250", "learner")
