@@ -23,8 +23,8 @@ class Lines:
 
     def write(self, *values) -> None:
         text = "".join(to_json(value) + "\n" for value in values)
-        # JSON escapes half a character (of a file name, say) as Python does.
-        data = (text if self.is_whole else "\n" + text).encode(errors="backslashreplace")
+        # Half of a character, such as of an emoji, has no encoding: "?" stands for it.
+        data = (text if self.is_whole else "\n" + text).encode(errors="replace")
         try:
             self.is_whole = self.file.write(data) == len(data)
         except OSError:
