@@ -74,9 +74,8 @@ def parse_lines(data: bytes) -> list:
 class NewLines:
     """Reads what a .jsonl file has got since the last look; a line that is not whole yet waits."""
 
-    def __init__(self, path: Path, from_end: bool = False):
-        self.path = path
-        self.offset = path.stat().st_size if from_end and path.exists() else 0
+    def __init__(self, path: Path):
+        self.path, self.offset = path, 0
 
     def read(self) -> list:
         if not self.path.exists():
