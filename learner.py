@@ -17,15 +17,13 @@ from buffer import Row
 from config import Config
 from loss import LossInputs, Metrics
 from models.device import compute_dtype
+from models.importance import Importance
 from models.logprobs import TOKENS_IN_LOW_MEMORY, split_rows
 from models.lora import load_trained_policy, save, trained_parameters
 from models.merged import merged
 from models.policy import find_not_finite, load_tokenizer
-from models.sharding import OneProcess, Rank
+from models.sharding import OneProcess
 from objectives import LOSSES
-from runtime.board import Board
-from runtime.importance import Importance
-from runtime.memory_trial import try_largest_batch
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
 
@@ -248,15 +246,6 @@ class Learner:
         load_tokenizer(self.config).save_pretrained(unfinished)
         shutil.rmtree(directory, ignore_errors=True)
         unfinished.rename(directory)
-
-
-def follow(config: Config, ranks: Rank, board: Board, row: str) -> None:
-    """Run a trainer process other than rank 0: repeat what rank 0 calls on its learner."""
-    with board.note_failure(row):
-        learner = Learner(config, print, ranks)
-        try_largest_batch(config, learner, print)
-        board.loaded(row)
-        ranks.follow(learner, beat=lambda: board.beat(row))
 
 
 def beta_at(config: Config, step: int) -> float:

@@ -20,8 +20,8 @@ import torch
 from common import RESULTS, save, table
 
 from loss import LossInputs
+from models.importance import effective_share
 from objectives import LOSSES
-from runtime.importance import effective_share
 
 LETTERS, LENGTH, QUERIES, K, BETA = 2, 4, 3, 16, 0.5
 EOS = LETTERS

@@ -1,8 +1,8 @@
 """Figures of groups as they were generated, and the mismatch between vLLM and the trainer."""
 
 from buffer import rows_of
+from learner import Learner
 from models.logprobs import mismatch
-from runtime.learner_like import LearnerLike
 from runtime.lockstep import LockstepBatches
 from runtime.replay import ReplayBatches
 from runtime.report import describe
@@ -17,7 +17,7 @@ class Health:
     figures: those of the latest groups, for the metrics of a step.
     """
 
-    def __init__(self, weights: SharedWeights, learner: LearnerLike):
+    def __init__(self, weights: SharedWeights, learner: Learner):
         self.weights, self.learner = weights, learner
         self.figures: dict[str, float] = {}
         self.mismatch_due = 0  # step from which the mismatch is to be measured again

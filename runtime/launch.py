@@ -140,7 +140,7 @@ class Run:
         rollout_queue = self.supervisor.rollout_queue
         ranks = connect(config.trainer_processes, config.searcher_timeout + SPARE_SECONDS)
         for place, rank in zip(trainers_of(self.places), ranks):
-            target, arguments = "learner:follow", (config, rank, board, place.name)
+            target, arguments = "runtime.follower:run", (config, rank, board, place.name)
             if rank.rank == 0:
                 target = "trainer:run"
                 arguments = config, self.weights, rollout_queue, board, run_dir, self.resume, rank

@@ -7,10 +7,10 @@ import torch
 
 from buffer import Row
 from config import Config
-from runtime.learner_like import LearnerLike
+from learner import Learner
 
 
-def try_largest_batch(config: Config, learner: LearnerLike, say: Callable[[str], None]) -> None:
+def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], None]) -> None:
     """Run forward, backward and AdamW on the longest micro-batch that can come, to no effect.
 
     With --low_memory auto a batch that does not fit makes the learner take two passes. say: shows
@@ -49,7 +49,7 @@ def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
     ]
 
 
-def fits(config: Config, learner: LearnerLike, rows: list[Row]) -> bool:
+def fits(config: Config, learner: Learner, rows: list[Row]) -> bool:
     """Whether a step on these rows fits into memory, gradients and moments included.
 
     On all ranks. They make the same passes on equal devices: if one lacks memory, all do. One that
@@ -58,7 +58,7 @@ def fits(config: Config, learner: LearnerLike, rows: list[Row]) -> bool:
     return all(learner.ranks.gather(fits_here(config, learner, rows)))
 
 
-def fits_here(config: Config, learner: LearnerLike, rows: list[Row]) -> bool:
+def fits_here(config: Config, learner: Learner, rows: list[Row]) -> bool:
     """Whether it fits on this rank."""
     parameters = list(learner.trained.values())
     try:

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -28,26 +27,21 @@ GIT_SECONDS = 10.0
 
 def write_start(run_dir: str, given: Config) -> None:
     """Add a line for a start of the run. given: the configuration as the user gave it."""
-    given = dataclasses.replace(given, options=mask(given.options))
+    command, masked = sys.orig_argv, mask(given.options)
+    for name, value in given.options.items():
+        if masked[name] != value:
+            command = [word.replace(value, MASK) for word in command]
+    given = dataclasses.replace(given, options=masked)
     line = {
         "resumed": bool(given.resume),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": shlex.join(masked_command(given.options)),
+        "command": shlex.join(command),
         "changed": changed_settings(given),
         "machine": describe_machine(),
         "versions": find_versions(),
         "commit": find_commit(),
     }
     Lines(Path(run_dir) / "starts.jsonl").write(line)
-
-
-def masked_command(options: dict[str, object]) -> list[str]:
-    """Return the command line of this process with its secrets masked, as these settings are."""
-    line = "\0".join(sys.orig_argv)
-    for name in (name for name, value in options.items() if value == MASK):
-        flag = name.replace("_", "[-_]")
-        line = re.sub(f"(--{flag}[=\0])[^\0]*", rf"\1{MASK}", line)
-    return line.split("\0")
 
 
 def changed_settings(config: Config) -> dict[str, object]:

@@ -9,11 +9,11 @@ import torch
 
 from buffer import Row
 from config import Config
+from learner import Learner
 from models.device import compute_dtype, device
 from models.logprobs import response_logprobs
 from models.policy import load_policy
 from objectives import WITHOUT_REFERENCE
-from runtime.learner_like import LearnerLike
 from weights import WRITING, SharedWeights
 
 
@@ -70,7 +70,7 @@ def load_reference(config: Config, weights: SharedWeights, pin: int) -> Referenc
 class ReferenceResets:
     """The trainer's side: publishes a reset, and renews rows that an earlier reference scored."""
 
-    def __init__(self, config: Config, weights: SharedWeights, learner: LearnerLike):
+    def __init__(self, config: Config, weights: SharedWeights, learner: Learner):
         self.config, self.weights, self.learner = config, weights, learner
         self.is_due = False
 

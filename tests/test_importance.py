@@ -14,8 +14,8 @@ from test_trainer import make_rows, make_trainer
 from transformers import LlamaConfig
 
 from config import Config
+from models.importance import Importance, effective_share
 from objectives import WITHOUT_REFERENCE
-from runtime.importance import Importance, effective_share
 from runtime.places import find_places, resolve
 from runtime.reference import NoReference, Reference, load_reference
 

@@ -10,12 +10,12 @@ from conftest import ROOT
 # From the ground up. A file may import what lies below its own layer, or its own layer.
 LAYERS = [
     ("loss", "buffer", "weights"),
-    ("objectives",),
-    ("config",),
+    ("objectives", "config"),
     ("models",),
+    ("learner",),
     ("tasks",),
     ("runtime",),
-    ("learner", "searcher", "trainer", "runtime.share_search"),  # what processes run
+    ("searcher", "trainer", "runtime.share_search"),  # what processes run
     ("runtime.launch",),
     ("tba",),
 ]
