@@ -23,13 +23,11 @@ import torch
 
 from buffer import Group
 from config import LOAD_SECONDS, Config, UserError
-from runtime.board import Watchdog
+from runtime.board import Board, Watchdog
 from runtime.messages import Evaluation, Notice
-from runtime.node import Found, Node, NodeBoard, as_arrays, describe_environment, find_difference
+from runtime.node import Found, Node, as_arrays, describe_environment, find_difference
 from runtime.places import Place
-from runtime.shares import SHARES, Dealing, Shares
 from runtime.supervisor import RunFailed, Supervisor
-from tasks import load_task
 from weights import SharedWeights
 
 try:
@@ -146,14 +144,12 @@ def last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-class ClusterBoard(NodeBoard):
+class ClusterBoard(Board):
     """The trainer's board: a row for each searcher of this machine, one for each further node."""
 
-    def __init__(self, places: list[Place], config: Config):
+    def __init__(self, places: list[Place]):
         self.nodes = [f"searchers of node {number}" for number in range(1, MAX_NODES + 1)]
-        queries = load_task(config.task, **config.options).queries("train")
-        shares = Shares(min(SHARES, len(queries)))
-        super().__init__([*(place.name for place in places), *self.nodes], shares, config.seed)
+        super().__init__([*(place.name for place in places), *self.nodes])
         self.node_figures = torch.zeros(MAX_NODES, len(FIGURES)).share_memory_()
         self.beats = self.words[:, self.COLUMNS.index("beat")]
         self.beats[-MAX_NODES:] = 0  # nobody is there
@@ -178,15 +174,8 @@ class ClusterBoard(NodeBoard):
             for name, value in zip(FIGURES, values)
         }
 
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        done = {str(share): int(done) for share, done in enumerate(self.shares.done)}
-        return super().state_dict() | {"shares": done}
-
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
         """Take over what a run of any number of nodes saved."""
-        state = dict(state)
-        for share, done in state.pop("shares", {}).items():
-            self.shares.done[int(share)] = self.shares.drawn[int(share)] = done
         super().load_state_dict({name: row for name, row in state.items() if name in self.names})
         # Whoever has evaluated it: with --searchers 0 that row may be gone.
         evaluated = max((row["evaluated"] for row in state.values()), default=-1)
@@ -248,7 +237,6 @@ class Cluster(Supervisor):
         self.evaluated = int(board.words[:, board.COLUMNS.index("evaluated")].max())
         self.alone = Watchdog()  # no node is there
         self.outbox: deque[Group | Evaluation | Notice] = deque()
-        self.dealing = Dealing(board.shares, len(places))
         super().__init__(config, places, weights, board, run_dir, target)
         self.environment = describe_environment()
         self.failure: Exception | None = None
@@ -271,7 +259,6 @@ class Cluster(Supervisor):
                 if time.monotonic() - looked_at > LOOK_SECONDS:
                     looked_at = time.monotonic()
                     self.look_for_nodes()
-                    self.dealing.balance()
                     self.write_figures()
                 self.send()
                 under_way = [ref for far in self.far.values() for ref in far.under_way]
@@ -319,7 +306,7 @@ class Cluster(Supervisor):
         if gpus := node["Resources"].get("GPU"):
             options["num_gpus"] = gpus
         slots = self.weights.shapes, self.weights.slots[0].dtype
-        settings = len(self.board.shares), seeds, evaluates, self.target, self.environment
+        settings = seeds, evaluates, self.target, self.environment
         actor = ray.remote(Node).options(**options).remote(self.given, *slots, *settings)
         name = f"node {seeds[0] + 1} ({node['NodeManagerAddress']}, {id[:6]})"
         logs, again = f"node-{seeds[0] + 1}", 1
@@ -333,12 +320,10 @@ class Cluster(Supervisor):
         self.board.beat(row)
 
     def lose(self, far: Far, why: str) -> None:
-        """Go on without a node: its shares go to the others."""
-        num_shares = self.dealing.lose(far.id)
+        """Go on without a node: what was in flight there is lost."""
         has_logs = self.fetch_logs(far, far.actor.logs.remote(), LOGS_SECONDS)
         logs = f"are logs/{far.logs}-*" if has_logs else "could not be fetched"
-        shares = f"its {num_shares} shares of the queries go to others"
-        self.say(f"{far.name} {why}; {shares}; its logs {logs}")
+        self.say(f"{far.name} {why}; the run goes on without it; its logs {logs}")
         ray.kill(far.actor)
         self.board.set(far.row, "beat", 0)
         self.board.set(far.row, "ready", 0)
@@ -366,8 +351,7 @@ class Cluster(Supervisor):
         if far.transfer is None:
             self.send_weights(far)
         if far.call is None and not self.outbox:
-            is_over, shares = self.board.last_step_done, self.dealing.next_call(far.id)
-            far.call = far.actor.collect.remote(GROUPS, is_over, *shares)
+            far.call = far.actor.collect.remote(GROUPS, self.board.last_step_done)
         silence = far.watchdog.look(far.call) if far.call else 0.0
         limit = self.config.searcher_timeout
         if silence > (limit if far.is_ready or limit > LOAD_SECONDS else LOAD_SECONDS):
@@ -381,10 +365,7 @@ class Cluster(Supervisor):
         if not far.was_heard:
             far.was_heard = True
             self.say(f"{far.name}: {', '.join(found.places)}")
-        if not far.is_ready and all(row["ready"] for row in rows):
-            far.is_ready = True
-            self.dealing.join(far.id, len(rows))
-        self.dealing.answered(far.id, found.shares, found.given_up)
+        far.is_ready = far.is_ready or all(row["ready"] for row in rows)
         for column in COUNTED:
             number = sum(row[column] for row in rows)
             # Of busy seconds the mean: the row counts as one searcher.

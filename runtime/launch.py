@@ -107,7 +107,7 @@ class Run:
         if config.ray:
             from runtime.cluster import Cluster, ClusterBoard  # Ray is not wanted otherwise
 
-            self.board = ClusterBoard(places, config)
+            self.board = ClusterBoard(places)
         else:
             self.board = Board([place.name for place in places])
         self.trainers: list[torch.multiprocessing.Process] = []  # by rank
@@ -115,11 +115,11 @@ class Run:
             self.board.load_state_dict(checkpoint.load_state(resume)["board"])
         self.parameters, self.can_save = num_elements(shapes), True
         self.longest_silence = 0.0  # of the trainer, which gives a sign of life after each step
-        where = searchers, self.weights, self.board, config.output_dir
+        where = searchers, self.weights, self.board, config.output_dir, "searcher:run"
         if config.ray:
-            self.supervisor = Cluster(config, *where, "runtime.share_search:run", given)
+            self.supervisor = Cluster(config, *where, given)
         else:
-            self.supervisor = Supervisor(config, *where, "searcher:run")
+            self.supervisor = Supervisor(config, *where)
         self.tracking = Tracking(config) if config.track else None
 
     def train(self) -> None:

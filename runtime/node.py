@@ -1,7 +1,7 @@
 """A node of a Ray cluster: a Supervisor and its searchers, as one machine has them (--ray).
 
-It has weights, a board and queues of its own. The driver (runtime/cluster.py) brings new weights,
-deals shares of the queries, and collects what is found.
+It has weights, a board and queues of its own, and draws the queries in an order of its own. The
+driver (runtime/cluster.py) brings new weights, and collects what is found.
 """
 
 import dataclasses
@@ -30,7 +30,6 @@ from models.hub import fetch_model, find_model
 from runtime.board import Board
 from runtime.messages import Evaluation, Notice
 from runtime.places import Place, find_gpus, find_places, resolve, searchers_of
-from runtime.shares import Shares
 from runtime.supervisor import Supervisor
 from tasks import load_task
 from weights import SharedWeights
@@ -43,14 +42,6 @@ PACKAGES = ("torch", "vllm", "transformers", "numpy", "ray")
 Weights = dict[str, np.ndarray]
 
 
-class NodeBoard(Board):
-    """The board of a node, with its shares. The trainer's has a row for each further node too."""
-
-    def __init__(self, names: list[str], shares: Shares, seed: int):
-        super().__init__(names)
-        self.shares, self.seed = shares, seed
-
-
 @dataclass
 class Found:
     """What a node has to say when it is asked."""
@@ -58,8 +49,6 @@ class Found:
     items: list[Group | Evaluation | Notice]
     rows: dict[str, dict[str, float]]  # the board
     silence: dict[str, float]  # of each searcher, in seconds
-    shares: dict[int, tuple[int, int]]  # that the node holds: drawn, done
-    given_up: dict[int, int]  # shares that it holds no more: drawn
     places: list[str]  # where each of its searchers runs
     clock: float  # its time.monotonic()
 
@@ -95,9 +84,9 @@ def is_source(path: Path) -> bool:
 class Node:
     """The actor of a node. Each call is short, and all are made one after the other.
 
-    config: as the user gave it. shares: how many there are. seeds: that no other node of the run
-    has. evaluates: whether it evaluates the base model. target: as Supervisor's.
-    environment: of the driver's machine. Raises UserError where this one's is another.
+    config: as the user gave it. seeds: that no other node of the run has, for the order of its
+    queries and its samples. evaluates: whether it evaluates the base model. target: as of
+    Supervisor. environment: of the driver's machine. Raises UserError where this one's is another.
     """
 
     def __init__(
@@ -105,7 +94,6 @@ class Node:
         config: Config,
         shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
-        shares: int,
         seeds: tuple[int, ...],
         evaluates: bool,
         target: str,
@@ -119,47 +107,37 @@ class Node:
         self.run_dir = tempfile.mkdtemp(prefix="tba-node-")
         Path(self.run_dir, "logs").mkdir()
         wanted = dict(trainer_processes=1, searchers=config.searchers_per_node)
-        config = dataclasses.replace(config, output_dir=self.run_dir, **wanted)
+        seed = int(np.random.SeedSequence((config.seed, *seeds)).generate_state(1)[0])
+        config = dataclasses.replace(config, output_dir=self.run_dir, seed=seed, **wanted)
         places = find_node_places(config)
         self.places, config = searchers_of(places), resolve(config, places)
         task = load_task(config.task, **config.options)
         task.prepare()
         model = find_model("--model", config.model or task.base_model())
         config = dataclasses.replace(config, model=fetch_model("--model", model))
-        self.shares = Shares(shares)
         resets = config.reference_reset_period > 0
         self.weights = SharedWeights(shapes, dtype, len(self.places), reference=resets)
-        seed = int(np.random.SeedSequence((config.seed, *seeds)).generate_state(1)[0])
-        self.board = NodeBoard([place.name for place in self.places], self.shares, seed)
+        self.board = Board([place.name for place in self.places])
         self.board.set(self.places[0].name, "evaluated", -1 if evaluates else 0)
         self.supervisor = Supervisor(
             config, self.places, self.weights, self.board, self.run_dir, target
         )
 
-    def collect(
-        self, room: int, last_step_done: bool, brought: dict[int, int], give_up: int
-    ) -> Found:
+    def collect(self, room: int, last_step_done: bool) -> Found:
         """Return what the searchers found since the last call, at most so many groups.
 
-        brought: shares to hold from now on, and where to go on in each. give_up: how many others
-        want. Raises RunFailed when a searcher dies again and again.
+        Raises RunFailed when a searcher dies again and again.
         """
-        table, self.board.last_step_done = self.shares, last_step_done
-        for share, done in brought.items():
-            table.take(share, done)
+        self.board.last_step_done = last_step_done
         self.supervisor.check()
-        given_up = table.give_up(give_up)
-        table.deal(len(self.places))
         items = self.take_items(room)
         for item in items:
             if isinstance(item, Evaluation):
                 self.board.set(self.places[0].name, "evaluated", item.version)
-        # After the groups: a share was drawn at least so far as they say.
-        shares = {v: (int(table.drawn[v]), int(table.done[v])) for v in table.held()}
         rows = {p.name: {c: self.board.get(p.name, c) for c in Board.COLUMNS} for p in self.places}
         silence = {place.name: self.board.silence(place.name) for place in self.places}
         places = [f"{place.name} on {place}" for place in self.places]
-        return Found(items, rows, silence, shares, given_up, places, time.monotonic())
+        return Found(items, rows, silence, places, time.monotonic())
 
     def take_items(self, room: int) -> list:
         """Take what comes within COLLECT_SECONDS, at most so many."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from buffer import Group
 from runtime.processes import GIVE_UP
-from runtime.shares import SharesWorkload
+from runtime.workload import Workload
 from tasks import load_task
 
 SECONDS = 0.01  # a group
@@ -21,7 +21,8 @@ RESPONSES, TOKENS = 24, 500
 def run(config, rank, pin, row, weights, rollout_queue, board, run_dir) -> None:
     """Send groups of random tokens; group.prompt holds what the test looks at."""
     queries = load_task(config.task).queries("train")
-    workload = SharesWorkload(queries, board.shares, rank, config.seed)
+    cursor = int(board.get(row, "cursor"))
+    workload = Workload(queries, rank, config.searchers, config.seed, cursor)
     rng, version, were_whole = np.random.default_rng(), -1, True
     board.loaded(row)
     while not board.stop:
@@ -32,9 +33,10 @@ def run(config, rank, pin, row, weights, rollout_queue, board, run_dir) -> None:
             board.set(row, "version", version)
         if version >= 0 and (work := workload.draw()):
             tokens = rng.integers(0, 1000, RESPONSES * TOKENS, dtype=np.int32)
-            facts = [work.visit, were_whole, checksum(tokens)]
+            facts = [config.seed >> 1, work.visit, were_whole, checksum(tokens)]
             rollout_queue.put(make_group(work.query.id, version, facts, tokens))
             workload.finish(work)
+            board.set(row, "cursor", workload.cursor)
             board.add(row, "tokens", len(tokens))
         time.sleep(SECONDS)
     rollout_queue.cancel_join_thread()

@@ -236,7 +236,7 @@ def test_what_is_stopped_killed_or_lost_on_nodes_costs_no_step_and_a_killed_driv
     assert re.search(r"node \d \(127.0.0.1.*searcher 0 ended with exit code -9", out), out
     # Until Ray has noticed too, another actor may be lost with the same node.
     assert len(set(re.findall(r"(\w+)\) is lost", out))) == 1
-    assert "shares of the queries go to others" in out
+    assert "the run goes on without it" in out
 
 
 def of_nodes(run: Run, name: str) -> list[float]:
@@ -337,12 +337,12 @@ class Driver:
         cluster.connect(config)
         places = find_places(config)
         self.weights = SharedWeights(self.SHAPES, torch.float32, readers=1)
-        self.board = cluster.ClusterBoard(places, config)
+        self.board = cluster.ClusterBoard(places)
         settings = dataclasses.replace(config, searchers=0), [], self.weights, self.board
         target = f"tests.checked_search:{target}"
         self.cluster = cluster.Cluster(*settings, str(run_dir), target, config)
         self.version, self.published_at = -1, 0.0
-        self.visits: Counter[tuple[int, int]] = Counter()  # of (query, epoch)
+        self.visits: Counter[tuple[int, int, int]] = Counter()  # of (seed of a node, query, epoch)
         self.versions: set[int] = set()
         self.notices: list[str] = []
 
@@ -367,13 +367,13 @@ class Driver:
         if isinstance(item, Notice):
             self.notices.append(item.text)
             return
-        visit, were_whole, checksum = item.prompt.tolist()
+        seed, visit, were_whole, checksum = item.prompt.tolist()
         assert were_whole, f"a version was seen in part before version {item.version}"
         assert checksum == checked_search.checksum(item.tokens), "a group is torn"
         assert (item.tokens == item.behavior_logprobs).all(), "a group is torn"
         assert 0 <= item.version <= self.version
         self.versions.add(item.version)
-        self.visits[item.query_id, visit] += 1
+        self.visits[seed, item.query_id, visit] += 1
 
     def until_all_send(self, number: int) -> float:
         """Work until so many nodes have sent what is new; how long that took."""
@@ -426,10 +426,8 @@ def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_p
     assert len(driver.versions) > 50
     # A searcher that is started again repeats what it had sent and not noted.
     again = sum(count - 1 for count in driver.visits.values())
-    record_property("queries from which groups came twice in an epoch", again)
+    record_property("queries from which groups came twice in an epoch of a node", again)
     assert again <= kills["searcher"]
-    done = driver.board.shares.done
-    assert done.min() > done.float().mean() / 2, "shares were forgotten"
 
 
 def test_a_node_that_joins_with_other_packages_is_named_three_times_and_the_others_go_on(

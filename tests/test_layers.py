@@ -15,7 +15,7 @@ LAYERS = [
     ("learner",),
     ("tasks",),
     ("runtime",),
-    ("searcher", "trainer", "runtime.share_search"),  # what processes run
+    ("searcher", "trainer"),  # what processes run
     ("runtime.launch",),
     ("tba",),
 ]
