@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -121,12 +122,25 @@ class CheckpointWriter:
 
     def save_model(self, save: Callable[[Path], None]) -> None:
         """Have the model saved. Where that fails the user is told, and the process ends."""
+        model = Path(self.run_dir) / "model"
+        unfinished = model.with_suffix(".unfinished")
         try:
-            save(Path(self.run_dir) / "model")
+            saved = ThreadPoolExecutor(1).submit(save, model)
+            self.waits.until(
+                saved.done, lambda: f"the model, {num_bytes(unfinished)} bytes", even_at_end=True
+            )
+            saved.result()
         except Exception as error:  # of a full disk each library has an exception of its own
             self.say(f"the model could not be saved: {error}")
             traceback.print_exc()
             sys.exit(NOT_SAVED)
+
+
+def num_bytes(directory: Path) -> int:
+    """Count what the files of a directory hold."""
+    with suppress(FileNotFoundError):  # it is renamed when it is whole
+        return sum(file.stat().st_size for file in directory.iterdir())
+    return 0
 
 
 def give_way() -> None:
