@@ -77,7 +77,7 @@ class CheckpointWriter:
             part: {name: take(part, name, tensor) for name, tensor in named}
             for part, named in tensors.items()
         }
-        self.begun_step, self.begun_at = step, time.monotonic()
+        self.begun_step = step
         HashedFile.num_written = 0
         self.under_way = self.thread.submit(
             write_checkpoint, self.run_dir, step, taken, arrays, json.dumps(state)
@@ -107,9 +107,8 @@ class CheckpointWriter:
             return False
         ended, self.under_way = self.under_way, None
         try:
-            ended.result()
+            self.note_seconds(ended.result())
             self.written_step = self.begun_step
-            self.note_seconds(time.monotonic() - self.begun_at)
         except OSError as error:
             problem = f"no checkpoint was written, the one before stays: {error}"
             self.say(f"step {self.begun_step}: {problem}")
@@ -154,12 +153,13 @@ def write_checkpoint(
     tensors: dict[str, dict[str, Tensor]],
     arrays: dict[str, dict[str, np.ndarray]],
     state: str,
-) -> None:
+) -> float:
     """Write a checkpoint beside its place, rename it, and keep the latest KEPT.
 
-    state: as JSON. Raises OSError, and leaves what was there as it was, when the disk is full.
+    state: as JSON. Returns the seconds that it took. Raises OSError, and leaves what was there as
+    it was, when the disk is full.
     """
-    root = Path(run_dir) / "checkpoints"
+    start, root = time.monotonic(), Path(run_dir) / "checkpoints"
     root.mkdir(exist_ok=True)
     unfinished, directory = root / "unfinished", root / f"step-{step:08}"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
@@ -184,6 +184,7 @@ def write_checkpoint(
         raise
     for old in list_checkpoints(run_dir)[:-KEPT]:
         shutil.rmtree(old)
+    return time.monotonic() - start
 
 
 def check_disk(root: Path, needed: int) -> None:
