@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -76,7 +77,7 @@ class CheckpointWriter:
             part: {name: take(part, name, tensor) for name, tensor in named}
             for part, named in tensors.items()
         }
-        self.begun_step, self.begun_at = step, time.monotonic()
+        self.begun_step = step
         HashedFile.num_written = 0
         self.under_way = self.thread.submit(
             write_checkpoint, self.run_dir, step, taken, arrays, json.dumps(state)
@@ -106,9 +107,8 @@ class CheckpointWriter:
             return False
         ended, self.under_way = self.under_way, None
         try:
-            ended.result()
+            self.note_seconds(ended.result())
             self.written_step = self.begun_step
-            self.note_seconds(time.monotonic() - self.begun_at)
         except OSError as error:
             problem = f"no checkpoint was written, the one before stays: {error}"
             self.say(f"step {self.begun_step}: {problem}")
@@ -121,12 +121,25 @@ class CheckpointWriter:
 
     def save_model(self, save: Callable[[Path], None]) -> None:
         """Have the model saved. Where that fails the user is told, and the process ends."""
+        model = Path(self.run_dir) / "model"
+        unfinished = model.with_suffix(".unfinished")
         try:
-            save(Path(self.run_dir) / "model")
+            saved = ThreadPoolExecutor(1).submit(save, model)
+            self.waits.until(
+                saved.done, lambda: f"the model, {num_bytes(unfinished)} bytes", even_at_end=True
+            )
+            saved.result()
         except Exception as error:  # of a full disk each library has an exception of its own
             self.say(f"the model could not be saved: {error}")
             traceback.print_exc()
             sys.exit(NOT_SAVED)
+
+
+def num_bytes(directory: Path) -> int:
+    """Count what the files of a directory hold."""
+    with suppress(FileNotFoundError):  # it is renamed when it is whole
+        return sum(file.stat().st_size for file in directory.iterdir())
+    return 0
 
 
 def give_way() -> None:
@@ -140,12 +153,13 @@ def write_checkpoint(
     tensors: dict[str, dict[str, Tensor]],
     arrays: dict[str, dict[str, np.ndarray]],
     state: str,
-) -> None:
+) -> float:
     """Write a checkpoint beside its place, rename it, and keep the latest KEPT.
 
-    state: as JSON. Raises OSError, and leaves what was there as it was, when the disk is full.
+    state: as JSON. Returns the seconds that it took. Raises OSError, and leaves what was there as
+    it was, when the disk is full.
     """
-    root = Path(run_dir) / "checkpoints"
+    start, root = time.monotonic(), Path(run_dir) / "checkpoints"
     root.mkdir(exist_ok=True)
     unfinished, directory = root / "unfinished", root / f"step-{step:08}"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
@@ -170,6 +184,7 @@ def write_checkpoint(
         raise
     for old in list_checkpoints(run_dir)[:-KEPT]:
         shutil.rmtree(old)
+    return time.monotonic() - start
 
 
 def check_disk(root: Path, needed: int) -> None:

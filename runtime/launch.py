@@ -167,8 +167,9 @@ class Run:
         board, timeout = self.board, self.config.searcher_timeout
         dead = [p for p in self.trainers if p.exitcode or board.get(p.name, "failed")]
         alive = [process for process in self.trainers if process.exitcode is None]
-        if board.get("trainer", "ready"):
-            self.longest_silence = max(self.longest_silence, board.silence("trainer"))
+        if board.get("trainer", "ready"):  # a step is one silence, a pause of the run is none
+            silence = board.watchdogs["trainer"].look(board.get("trainer", "beat"))
+            self.longest_silence = max(self.longest_silence, silence)
         if dead:
             problem = self.describe_death(dead)
         elif any(board.is_silent(process.name, timeout) for process in alive):

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from resource import RLIMIT_FSIZE, getrlimit, setrlimit
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -121,52 +121,54 @@ def test_the_final_checkpoint_is_waited_for(is_shutdown, trainer, disk, tmp_path
 
 @pytest.fixture
 def impatient(untied_model, tmp_path) -> Trainer:
-    """A trainer whose waits end after 0.3 s without progress."""
-    trainer = make_trainer(untied_model, tmp_path, searcher_timeout=0.3)
+    """A trainer whose waits end after 3 s without progress."""
+    trainer = make_trainer(untied_model, tmp_path, searcher_timeout=3.0)
     trainer.board.loaded("searcher 0")
     trainer.learner.update(make_rows(4, 3))
     return trainer
 
 
-def test_the_last_checkpoint_is_waited_for_beyond_the_timeout_while_bytes_are_written(
+def test_model_and_last_checkpoint_are_waited_for_beyond_the_timeout_while_bytes_are_written(
     impatient, tmp_path, monkeypatch
 ):
-    """A slow disk: eight times it writes once, for a trainer that has waited 0.1 s since."""
-    may_write, written, slow_writes = threading.Semaphore(0), threading.Semaphore(0), 8
-    write, beat, last = HashedFile.write, impatient.board.beat, time.monotonic()
+    """By a clock that goes on by 1 s with each write, and else stands still."""
+    write, clock = HashedFile.write, SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
 
     def write_slowly(file: HashedFile, data) -> int:
-        assert may_write.acquire(timeout=PATIENCE)
-        number = write(file, data)
-        written.release()
-        return number
+        time.sleep(0.02)  # so that the trainer looks
+        clock.now += 1.0
+        return write(file, data)
 
-    def beat_and_look_at_the_disk(name: str) -> None:  # at each turn of a wait
-        nonlocal slow_writes, last
-        beat(name)
-        if slow_writes and time.monotonic() - last > 0.1:
-            slow_writes -= 1
-            may_write.release(1 if slow_writes else 1_000_000)
-            assert written.acquire(timeout=PATIENCE)
-            last = time.monotonic()
+    def save_slowly(directory: Path) -> None:
+        directory.with_suffix(".unfinished").mkdir()
+        for number in range(8):
+            time.sleep(0.02)
+            clock.now += 1.0
+            (directory.with_suffix(".unfinished") / str(number)).write_text("weights")
 
+    monkeypatch.setattr(impatient.learner, "save_model", save_slowly)
     monkeypatch.setattr(HashedFile, "write", write_slowly)
-    monkeypatch.setattr(impatient.board, "beat", beat_and_look_at_the_disk)
+    monkeypatch.setattr("runtime.board.time", clock)
     impatient.finish()
-    assert impatient.waits.seconds > 2 * 0.3 and names(tmp_path) == ["step-00000001"]
+    assert clock.now > 3 * 8 and names(tmp_path) == ["step-00000001"]
 
 
 @pytest.mark.parametrize("model_fails", [False, True])
 def test_of_the_last_checkpoint_and_the_model_neither_is_lost_with_the_other(
     model_fails, impatient, disk, tmp_path, monkeypatch
 ):
-    def fail(_) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    """By a clock that goes on only while the disk stands still."""
+    save = impatient.learner.save_model
 
-    if model_fails:
-        monkeypatch.setattr(impatient.learner, "save_model", fail)
-    else:
+    def save_or_fail(directory: Path) -> None:
+        if model_fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(directory)
         disk.may_go_on.clear()
+
+    clock = SimpleNamespace(monotonic=lambda: 0.0 if disk.may_go_on.is_set() else time.monotonic())
+    monkeypatch.setattr("runtime.board.time", clock)
+    monkeypatch.setattr(impatient.learner, "save_model", save_or_fail)
     with pytest.raises(SystemExit if model_fails else TimeoutError):
         impatient.finish()
     disk.may_go_on.set()
@@ -237,48 +239,44 @@ def test_only_what_the_run_itself_has_written_is_counted_resumed_and_deleted(tra
     assert names(tmp_path) == ["step-00000002", "step-00000009", "step-best"], "damaged: deleted"
 
 
-def test_a_resume_that_fails_leaves_the_settings_of_the_run_as_they_were(trainer, tmp_path):
+def test_a_resume_that_fails_leaves_the_settings_of_the_run_as_they_were(
+    trainer, tmp_path, monkeypatch
+):
     trainer.save_checkpoint()
     trainer.checkpoints.wait()
     (tmp_path / "config.json").write_text("of the first start")
-    config, limits = Config(resume=str(tmp_path), output_dir=str(tmp_path)), RLIMIT_FSIZE
-    before = getrlimit(limits)
-    setrlimit(limits, (1 << 20, before[1]))  # as a disk that is full, but for files of 1 MiB
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            directory = tmp_path / "checkpoints" / "step-00000000"
-            launch.open_run_dir(config, str(directory), {"model": "m" * (1 << 21)})
-    finally:
-        setrlimit(limits, before)
+    config = Config(resume=str(tmp_path), output_dir=str(tmp_path))
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: "\ud83d")  # which no file takes
+    with pytest.raises(UnicodeError):
+        launch.open_run_dir(config, str(tmp_path / "checkpoints" / "step-00000000"), {})
     assert (tmp_path / "config.json").read_text() == "of the first start"
 
 
-def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(
-    trainer, disk, monkeypatch
-):
+def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(trainer, disk):
     run = launch.Run.__new__(launch.Run)  # one without processes
     run.config, run.board, run.trainers = trainer.config, trainer.board, []
     run.can_save, run.longest_silence, run.parameters = True, 0.0, 100_000
     assert run.grace_seconds() == 0.0, "nothing to save while it loads"
     trainer.begin()
-    small = run.grace_seconds()
-    run.parameters = 10**9
-    assert run.grace_seconds() > small + 300
-    run.parameters = 100_000
     disk.may_go_on.clear()
     disk.go_on_after(0.3)
     trainer.save_checkpoint()
     trainer.checkpoints.wait()
-    assert 0.3 < trainer.board.get("trainer", "save_seconds") < launch.SAVE_SECONDS
-    assert run.grace_seconds() == small, "at least three of those"
-    trainer.checkpoints.note_seconds(20.0)
-    trainer.checkpoints.note_seconds(7.0)
-    assert run.grace_seconds() == 60.0
-    run.board.set("trainer", "beat", time.monotonic() - 100.0)  # as if a step took so long
+    assert run.board.get("trainer", "save_seconds") > 0.3
+    run.board.set("trainer", "save_seconds", 1.0)
+    small = run.grace_seconds()
+    run.parameters = 10**9
+    assert run.grace_seconds() > small + 300
+    run.parameters = 100_000
+    for seconds in (20.0, 7.0):
+        trainer.checkpoints.note_seconds(seconds)
+    assert run.grace_seconds() == 3 * 20.0 > small >= launch.SAVE_SECONDS
+    run.check_trainer()
+    run.board.watchdogs["trainer"].seconds = 100.0  # as if a step took so long
     run.check_trainer()
     run.board.beat("trainer")
     run.check_trainer()
-    assert 360 <= run.grace_seconds() < 400
+    assert 360.0 <= run.grace_seconds() < 400.0
 
 
 def test_an_error_of_the_writer_that_no_disk_explains_ends_the_run(trainer, monkeypatch):

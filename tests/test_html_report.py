@@ -24,7 +24,7 @@ from buffer import Group
 from config import Config, UserError
 from models.policy import token_texts
 from runtime import html_report, launch, provenance, report, timeline, tracking
-from runtime.command_line import build_config
+from runtime.command_line import MASK, build_config, mask
 from runtime.evaluation import EvaluationRun
 from runtime.samples import SampleLog
 from runtime.scoring import Responses
@@ -412,6 +412,12 @@ def test_a_resumed_run_adds_its_command_and_each_names_what_differs_from_the_pre
     assert starts[0]["command"] == shlex.join(sys.orig_argv) and "cores" in starts[0]["machine"]
     text = report_of(Path(run)).text
     assert text.count("Started") == 1 and text.count("Resumed") == 1
+
+
+@pytest.mark.parametrize("name", ["key", "hf_token", "api_secret", "DB_PASSWORDS"])
+def test_a_text_whose_name_says_so_is_masked_and_nothing_else(name):
+    others = {"keyboard": "x", "max_tokens": 3, "label": "x"}
+    assert mask({name: "x", **others}) == {name: MASK, **others}
 
 
 # What searchers write

@@ -1,7 +1,9 @@
 """The trainer, part by part: its gradient, schedules, reference resets, syncs and publishes."""
 
+import itertools
 import queue
-import time
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -296,19 +298,19 @@ def make_group(query: int, size: int = 24 * 140) -> Group:
 
 
 class SlowQueue(queue.Queue):
-    """Has a group for who asks 0.1 s after the last one came, eight in all."""
+    """Has a group for who asks for the second time, eight in all."""
 
-    num_groups, last = 0, 0.0
+    num_asked = 0
 
     def qsize(self) -> int:
-        if self.num_groups < 8 and time.monotonic() - self.last > 0.1:
-            self.num_groups, self.last = self.num_groups + 1, time.monotonic()
-            self.put(make_group(self.num_groups))
+        self.num_asked += 1
+        if self.num_asked in range(2, 18, 2):
+            self.put(make_group(self.num_asked))
         return super().qsize()
 
 
 def test_a_wait_ends_after_the_timeout_when_nothing_comes_and_not_while_responses_come(
-    untied_model, tmp_path
+    untied_model, tmp_path, monkeypatch
 ):
     settings = dict(searcher_timeout=0.3, queries_per_batch=1, initial_responses=8 * 24)
     trainer = make_trainer(untied_model, tmp_path, **settings)
@@ -316,8 +318,10 @@ def test_a_wait_ends_after_the_timeout_when_nothing_comes_and_not_while_response
     trainer.board.loaded("searcher 0")
     with pytest.raises(TimeoutError, match="the first 192 responses, 0 are here: no progress for"):
         trainer.next_batch()
-    before, trainer.rollout_queue = trainer.waits.seconds, SlowQueue()
-    assert trainer.next_batch() and trainer.waits.seconds - before > 2 * 0.3
+    clock = SimpleNamespace(monotonic=partial(next, itertools.count(step=0.05)))
+    monkeypatch.setattr("runtime.board.time", clock)  # 0.1 s go by with each look
+    trainer.rollout_queue = SlowQueue()
+    assert trainer.next_batch() and clock.monotonic() > 2 * 0.3
 
 
 def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_path):
