@@ -166,12 +166,18 @@ def grpo_advantages(e):
     return advantages
 
 
-def tba_prime_advantages(e):
-    def row_kl(policy, reference):
-        return sum(clamp(p - f, -10.0, 10.0) for p, f in zip(policy, reference))
+def row_kl(logprobs, reference):
+    return sum(clamp(p - f, -10.0, 10.0) for p, f in zip(logprobs, reference))
 
+
+def tba_prime_advantages(e):
     rows = zip(e.rewards, e.policy, e.reference)
     return minus_group_mean(e, [r - BETA * row_kl(p, f) for r, p, f in rows])
+
+
+def over_rows(row_loss, *columns):
+    """A function of the policy: the mean of row_loss(policy's row, *the row's of each column)."""
+    return lambda policy: mean(row_loss(*row) for row in zip(policy, *columns))
 
 
 def policy_gradient(e, advantages, weights=None, divisor=1.0):
@@ -181,13 +187,10 @@ def policy_gradient(e, advantages, weights=None, divisor=1.0):
     """
     weights = weights or [[1.0] * len(row) for row in e.policy]
 
-    def row_loss(advantage, row_weights, row):
+    def row_loss(row, advantage, row_weights):
         return -advantage * sum(w * p for w, p in zip(row_weights, row)) / divisor
 
-    def loss(policy):
-        return mean(row_loss(*row) for row in zip(advantages, weights, policy))
-
-    return loss
+    return over_rows(row_loss, advantages, weights)
 
 
 def reference_tb(e):
@@ -196,17 +199,10 @@ def reference_tb(e):
         for rows in e.groups()
     ]
 
-    def residual(i, row):
-        return log_z[i // K] + sum(row) - sum(e.reference[i]) - e.rewards[i] / BETA
+    def row_loss(row, reference, reward, i):
+        return (log_z[i // K] + sum(row) - sum(reference) - reward / BETA) ** 2
 
-    def loss(policy):
-        return mean(residual(i, row) ** 2 for i, row in enumerate(policy))
-
-    return loss
-
-
-def reference_tba_prime(e):
-    return policy_gradient(e, tba_prime_advantages(e), divisor=MAX_LENGTH)
+    return over_rows(row_loss, e.reference, e.rewards, range(len(e.rewards)))
 
 
 def reference_tba_prime_ratio(e):
@@ -215,67 +211,43 @@ def reference_tba_prime_ratio(e):
     return policy_gradient(e, tba_prime_advantages(e), ratios, MAX_LENGTH)
 
 
-def reference_reinforce(e):
-    return policy_gradient(e, regularised_rewards(e))
-
-
-def reference_rloo(e):
-    return policy_gradient(e, leave_one_out_advantages(e))
-
-
 def reference_proximal_rloo(e):
-    advantages = leave_one_out_advantages(e)
+    def row_loss(row, behavior, advantage):
+        return clipped_loss(math.exp(sum(row) - sum(behavior)), advantage)
 
-    def loss(policy):
-        rows = zip(policy, e.behavior, advantages)
-        return mean(clipped_loss(math.exp(sum(p) - sum(b)), a) for p, b, a in rows)
-
-    return loss
+    return over_rows(row_loss, e.behavior, leave_one_out_advantages(e))
 
 
 def reference_grpo(e):
-    advantages = grpo_advantages(e)
-
     def token_loss(p, b, f, advantage):
         return clipped_loss(math.exp(p - b), advantage) + 0.04 * (math.exp(f - p) - (f - p) - 1.0)
 
-    def loss(policy):
-        rows = zip(advantages, policy, e.behavior, e.reference)
-        return mean(mean(token_loss(*token, a) for token in zip(*row)) for a, *row in rows)
+    def row_loss(*row):
+        *logprobs, advantage = row
+        return mean(token_loss(*token, advantage) for token in zip(*logprobs))
 
-    return loss
+    return over_rows(row_loss, e.behavior, e.reference, grpo_advantages(e))
 
 
 def reference_dr_grpo(e):
-    advantages = minus_group_mean(e, e.rewards)
-
-    def row_loss(advantage, row, behavior):
+    def row_loss(row, behavior, advantage):
         tokens = zip(row, behavior)
         return sum(clipped_loss(math.exp(p - b), advantage) for p, b in tokens) / MAX_LENGTH
 
-    def loss(policy):
-        return mean(row_loss(*row) for row in zip(advantages, policy, e.behavior))
-
-    return loss
+    return over_rows(row_loss, e.behavior, minus_group_mean(e, e.rewards))
 
 
 def released_policy_gradient(e, advantages):
     """Average -A times the sum of a row's ratios, clamped to 0 to 8 and live, by its length."""
 
-    def row_loss(advantage, row, behavior, prompt):
+    def row_loss(row, behavior, advantage, prompt):
         ratios = [clamp(math.exp(p - b), 0.0, 8.0) for p, b in zip(row, behavior)]
         return -advantage * sum(ratios) / (prompt + len(row))
 
-    def loss(policy):
-        return mean(row_loss(*row) for row in zip(advantages, policy, e.behavior, e.prompts))
-
-    return loss
+    return over_rows(row_loss, e.behavior, advantages, e.prompts)
 
 
 def reference_tba_prime_released(e):
-    def row_kl(logprobs, reference):
-        return sum(clamp(p - f, -10.0, 10.0) for p, f in zip(logprobs, reference))
-
     kl = [row_kl(p, f) for p, f in zip(e.policy, e.reference)]
     behavior_kl = [row_kl(b, f) for b, f in zip(e.behavior, e.reference)]
     advantages = []
@@ -286,21 +258,13 @@ def reference_tba_prime_released(e):
     return released_policy_gradient(e, advantages)
 
 
-def reference_dr_grpo_ratio(e):
-    return released_policy_gradient(e, minus_group_mean(e, e.rewards))
-
-
 def regression(e, values):
     """Average (l - b - r / beta - V)^2 over the rows; values: V of each query."""
 
-    def loss(policy):
-        residuals = [
-            sum(row) - sum(e.behavior[i]) - e.rewards[i] / BETA - values[i // K]
-            for i, row in enumerate(policy)
-        ]
-        return mean(residual**2 for residual in residuals)
+    def row_loss(row, behavior, reward, i):
+        return (sum(row) - sum(behavior) - reward / BETA - values[i // K]) ** 2
 
-    return loss
+    return over_rows(row_loss, e.behavior, e.rewards, range(len(e.rewards)))
 
 
 def reference_tb_behavior(e):
@@ -317,14 +281,6 @@ def reference_oapl(e):
     return regression(e, [-math.log(value) for value in sums])
 
 
-def reference_opmd(e):
-    return policy_gradient(e, minus_group_mean(e, e.rewards), divisor=1.0 + BETA)
-
-
-def reference_asymre(e):
-    return policy_gradient(e, [a + 0.1 for a in minus_group_mean(e, e.rewards)])
-
-
 def reference_topr(e):
     advantages = minus_group_mean(e, e.rewards)
     ratios = [math.exp(sum(p) - sum(b)) for p, b in zip(e.policy, e.behavior)]
@@ -333,16 +289,11 @@ def reference_topr(e):
 
 
 def reference_gspo(e):
-    advantages = grpo_advantages(e)
-
-    def row_loss(advantage, row, behavior):
+    def row_loss(row, behavior, advantage):
         s = math.exp(mean(p - b for p, b in zip(row, behavior)))
         return max(-advantage * s, -advantage * clamp(s, 1.0 - 3e-4, 1.0 + 4e-4))
 
-    def loss(policy):
-        return mean(row_loss(*row) for row in zip(advantages, policy, e.behavior))
-
-    return loss
+    return over_rows(row_loss, e.behavior, grpo_advantages(e))
 
 
 def weighted_tokens(e, weight):
@@ -350,18 +301,6 @@ def weighted_tokens(e, weight):
     rows = zip(e.policy, e.behavior)
     weights = [[weight(math.exp(p - b)) for p, b in zip(*row)] for row in rows]
     return policy_gradient(e, minus_group_mean(e, e.rewards), weights)
-
-
-def reference_cispo(e):
-    return weighted_tokens(e, lambda ratio: min(ratio, 1.2))
-
-
-def reference_tis(e):
-    return weighted_tokens(e, lambda ratio: min(ratio, 2.0))
-
-
-def reference_icepop(e):
-    return weighted_tokens(e, lambda ratio: ratio if 0.5 <= ratio <= 5.0 else 0.0)
 
 
 def best_and_worst(e, rows):
@@ -396,27 +335,27 @@ def reference_raft(e):
 
 REFERENCES = {
     "tb": reference_tb,
-    "tba_prime": reference_tba_prime,
+    "tba_prime": lambda e: policy_gradient(e, tba_prime_advantages(e), divisor=MAX_LENGTH),
     "tba_prime_ratio": reference_tba_prime_ratio,
     "tba_prime_released": reference_tba_prime_released,
-    "reinforce": reference_reinforce,
-    "rloo": reference_rloo,
+    "reinforce": lambda e: policy_gradient(e, regularised_rewards(e)),
+    "rloo": lambda e: policy_gradient(e, leave_one_out_advantages(e)),
     "proximal_rloo": reference_proximal_rloo,
     "grpo": reference_grpo,
     "dr_grpo": reference_dr_grpo,
-    "dr_grpo_ratio": reference_dr_grpo_ratio,
+    "dr_grpo_ratio": lambda e: released_policy_gradient(e, minus_group_mean(e, e.rewards)),
     "online_dpo": reference_online_dpo,
     "raft": reference_raft,
     "tb_behavior": reference_tb_behavior,
     "kimi_k2": reference_kimi_k2,
     "oapl": reference_oapl,
-    "opmd": reference_opmd,
-    "asymre": reference_asymre,
+    "opmd": lambda e: policy_gradient(e, minus_group_mean(e, e.rewards), divisor=1.0 + BETA),
+    "asymre": lambda e: policy_gradient(e, [a + 0.1 for a in minus_group_mean(e, e.rewards)]),
     "topr": reference_topr,
     "gspo": reference_gspo,
-    "cispo": reference_cispo,
-    "tis": reference_tis,
-    "icepop": reference_icepop,
+    "cispo": lambda e: weighted_tokens(e, lambda ratio: min(ratio, 1.2)),
+    "tis": lambda e: weighted_tokens(e, lambda ratio: min(ratio, 2.0)),
+    "icepop": lambda e: weighted_tokens(e, lambda ratio: ratio if 0.5 <= ratio <= 5.0 else 0.0),
 }
 
 
@@ -510,9 +449,8 @@ def test_the_gradient_of_tb_is_that_of_gvpo(pattern):
 def test_tb_behavior_and_kimi_k2_coincide_on_policy_and_differ_by_mean_delta_off_policy(pattern):
     example = make_example(pattern)
     fresh = to_inputs(replace(example, behavior=example.policy))
-    for one, other in zip(
-        *(value_and_gradient(name, fresh) for name in ("tb_behavior", "kimi_k2"))
-    ):
+    both = (value_and_gradient(name, fresh) for name in ("tb_behavior", "kimi_k2"))
+    for one, other in zip(*both):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     stale, _ = value_and_gradient("tb_behavior", to_inputs(example))
     shifts = [sum(p) - sum(b) for p, b in zip(example.policy, example.behavior)]
