@@ -51,10 +51,15 @@ def read_metrics(run_dir: str) -> list[dict]:
 
 
 def is_metrics(line: object) -> bool:
-    """Whether it has a step, and else numbers, or pairs as intervals; not finite ones are null."""
+    """Whether it has a step, and else numbers, or pairs as intervals; not finite ones are null.
+
+    An evaluation also names its base model.
+    """
     if not isinstance(line, dict) or not isinstance(line.get("step"), int):
         return False
     for name, value in line.items():
+        if name == "base_model":
+            continue
         is_pair = name.endswith("_interval") and "loss" not in line
         numbers = value if is_pair and isinstance(value, list) else [value]
         if len(numbers) != 1 + is_pair or not all(isinstance(x, FIGURE) for x in numbers):

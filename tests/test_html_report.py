@@ -103,6 +103,7 @@ def run_dir(tmp_path):
         (run / "config.json").write_text(json.dumps(settings))
         steps = [{"step": i, "loss": 1 / i, "beta": 0.5, "seconds": i} for i in (1, 2, 3, 4)]
         base = {"step": 0, "accuracy": 0.25, "accuracy_interval": [0.125, 0.375]}
+        base |= {"base_model": "0a1b"}
         final = {"step": 4, "final_accuracy": 0.5, "final_accuracy_interval": [0.375, 0.625]}
         write_lines(run / "metrics.jsonl", [base, *steps, final])
         write_lines(run / "samples.jsonl", samples)
