@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -29,6 +30,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from buffer import Group
 from runtime import processes, timeline
 from runtime.places import Place
 
@@ -140,6 +142,20 @@ def chat_model(tmp_path_factory, untied_model) -> Path:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def make_group(query: int, version: int, lengths, tokens, **fields) -> Group:
+    """Make a group whose log-probabilities and rewards are 0, but for the fields that are given."""
+    plain = dict(last_version=version, reference_version=0, batch=None, temperature=1.0)
+    arrays = dict(
+        prompt=np.array([query, query], np.int32),
+        lengths=np.array(lengths, np.int32),
+        tokens=np.array(tokens, np.int32),
+        rewards=np.zeros(len(lengths), np.float32),
+        finished=np.ones(len(lengths), bool),
+        **dict.fromkeys(("ref_logprobs", "behavior_logprobs"), np.zeros(len(tokens), np.float32)),
+    )
+    return Group(query, version, **plain | arrays | fields)
 
 
 @pytest.fixture

@@ -29,29 +29,12 @@ def test_any_two_numbers_that_add_up_are_right(response):
     assert TASK.score([FIFTY_SEVEN], [response], [False]) == [0.0], "unfinished"
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "12+46",
-        "12+35",
-        "99+58",
-        "",
-        "7+50",
-        "50+7",
-        "007+50",
-        "57",
-        "12+45=",
-        "12+45 ",
-        "12+45\n",
-        "12+450",
-        "12+45+00",
-        "12+40+05",
-        "=12+45",
-        "12-45",
-        "1245",
-        "١٢+45",
-    ],
+WRONG = (
+    "12+46 12+35 99+58 7+50 50+7 007+50 57 12+45= 12+450 12+45+00 12+40+05 =12+45 12-45 1245 ١٢+45"
 )
+
+
+@pytest.mark.parametrize("response", [*WRONG.split(" "), "", "12+45 ", "12+45\n"])
 def test_anything_else_is_wrong(response):
     assert TASK.score([FIFTY_SEVEN], [response], [True]) == [0.0]
 
@@ -102,10 +85,9 @@ def base_samples(tmp_path_factory) -> dict[str, SimpleNamespace]:
         responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
         finished = (ids == tokenizer.eos_token_id).any(dim=1).tolist()
         rewards = TASK.score(queries, responses, finished)
-        samples[split] = SimpleNamespace(
-            responses=np.reshape(responses, (-1, SAMPLES)),
-            rewards=np.reshape(rewards, (-1, SAMPLES)),
-        )
+        columns = {"responses": responses, "rewards": rewards}.items()
+        tables = {name: np.reshape(column, (-1, SAMPLES)) for name, column in columns}
+        samples[split] = SimpleNamespace(**tables)
     return samples
 
 

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from conftest import make_group
 
 from buffer import Group, ReplayBuffer, Row
 
@@ -20,30 +21,29 @@ def group(
 
     The log-probabilities tell which version it came with.
     """
-    tokens = [[name] * (1 + name % 3) for name in names]
-    lengths = np.array([len(t) for t in tokens], np.int32)
-    size = int(lengths.sum())
-    return Group(
-        query_id=query,
-        version=version,
-        last_version=version,
+    lengths = [1 + name % 3 for name in names]
+    tokens = np.repeat(names, lengths)
+    fields = dict(
         reference_version=version // 4,
-        batch=None,
-        prompt=np.array([query, query], np.int32),
-        lengths=lengths,
-        tokens=np.array(sum(tokens, []), np.int32),
-        ref_logprobs=np.full(size, -1.0 - version, np.float32),
-        behavior_logprobs=np.full(size, -2.0 - version, np.float32),
+        ref_logprobs=np.full(len(tokens), -1.0 - version, np.float32),
+        behavior_logprobs=np.full(len(tokens), -2.0 - version, np.float32),
         rewards=np.array(rewards or [0.0] * len(names), np.float32),
-        finished=np.ones(len(names), bool),
-        temperature=1.0,
     )
+    return make_group(query, version, lengths, tokens, **fields)
 
 
 def make_buffer(
     capacity: int = 100, inverse_temperature: float = 0.0, seed: int = 0
 ) -> ReplayBuffer:
     return ReplayBuffer(capacity, inverse_temperature, seed)
+
+
+def filled(*syncs: list[Group], **settings) -> ReplayBuffer:
+    """Make a buffer to which each sync has added its groups, at steps 0, 2, 4 and so on."""
+    buffer = make_buffer(**settings)
+    for i, groups in enumerate(syncs):
+        buffer.add(groups, step=2 * i)
+    return buffer
 
 
 def name(row: Row) -> int:
@@ -146,16 +146,14 @@ def test_replayed_responses_are_drawn_by_the_softmax_of_their_rewards():
 def test_a_draw_with_replacement_follows_the_softmax_too():
     rewards = [0.0, 1.0]
     p = softmax(rewards, 1.0)
-    buffer = make_buffer(inverse_temperature=1.0)
-    buffer.add([group(0, [0, 1], rewards)], step=0)
+    buffer = filled([group(0, [0, 1], rewards)], inverse_temperature=1.0)
     counts_of_one = [sum(names(buffer.sample(1, 3, 0.0))) for _ in range(3000)]
     binomial = {0: p[0] ** 3, 1: 3 * p[0] ** 2 * p[1], 2: 3 * p[0] * p[1] ** 2, 3: p[1] ** 3}
     assert_distribution(counts_of_one, binomial)
 
 
 def test_responses_repeat_only_where_a_query_has_fewer_than_asked_for():
-    buffer = make_buffer()
-    buffer.add([group(0, [1, 2, 3, 4])], step=0)
+    buffer = filled([group(0, [1, 2, 3, 4])])
     for most_on_policy_prob in (0.0, 1.0):
         for _ in range(50):
             assert sorted(names(buffer.sample(1, 4, most_on_policy_prob))) == [1, 2, 3, 4]
@@ -166,9 +164,7 @@ def test_responses_repeat_only_where_a_query_has_fewer_than_asked_for():
 
 
 def test_recent_responses_repeat_rather_than_be_filled_up_with_older_ones():
-    buffer = make_buffer()
-    buffer.add([group(0, [1, 2, 3, 4])], step=0)
-    buffer.add([group(0, [5])], step=2)
+    buffer = filled([group(0, [1, 2, 3, 4])], [group(0, [5])])
     assert recent(buffer, 4) == [5, 5, 5, 5]
 
 
@@ -178,17 +174,13 @@ def test_recent_responses_repeat_rather_than_be_filled_up_with_older_ones():
 def test_each_query_of_a_batch_is_recent_with_probability_m_independently():
     m = 0.3
     # Replay always finds the old response, whose reward is higher.
-    buffer = make_buffer(inverse_temperature=1e4)
-    buffer.add([group(0, [1], [1.0])], step=0)
-    buffer.add([group(0, [2], [0.0])], step=2)
+    buffer = filled([group(0, [1], [1.0])], [group(0, [2], [0.0])], inverse_temperature=1e4)
     recents = [names(buffer.sample(2, 1, m)).count(2) for _ in range(3000)]
     assert_distribution(recents, {0: (1 - m) ** 2, 1: 2 * m * (1 - m), 2: m**2})
 
 
 def test_m_of_one_is_always_recent_and_m_of_zero_always_replay():
-    buffer = make_buffer(inverse_temperature=1e4)
-    buffer.add([group(0, [1], [1.0])], step=0)
-    buffer.add([group(0, [2], [0.0])], step=2)
+    buffer = filled([group(0, [1], [1.0])], [group(0, [2], [0.0])], inverse_temperature=1e4)
     assert set(names(buffer.sample(200, 1, 1.0))) == {2}
     assert set(names(buffer.sample(200, 1, 0.0))) == {1}
 
@@ -198,8 +190,7 @@ def test_m_of_one_is_always_recent_and_m_of_zero_always_replay():
 
 @pytest.mark.parametrize("most_on_policy_prob", [0.0, 1.0])
 def test_queries_come_without_replacement_until_all_were_drawn(most_on_policy_prob):
-    buffer = make_buffer()
-    buffer.add([group(query, [1, 2]) for query in range(5)], step=0)
+    buffer = filled([group(query, [1, 2]) for query in range(5)])
     first, second = [], []
     for _ in range(1000):
         order = [buffer.sample(1, 1, most_on_policy_prob)[0].query_id for _ in range(5)]
@@ -211,15 +202,13 @@ def test_queries_come_without_replacement_until_all_were_drawn(most_on_policy_pr
 
 
 def test_a_batch_holds_no_query_twice_while_others_wait():
-    buffer = make_buffer()
-    buffer.add([group(query, [1, 2]) for query in range(6)], step=0)
+    buffer = filled([group(query, [1, 2]) for query in range(6)])
     for _ in range(20):
         assert sorted(row.query_id for row in buffer.sample(6, 1, 0.0)) == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_query_that_arrives_in_mid_round_is_drawn_in_that_round():
-    buffer = make_buffer()
-    buffer.add([group(query, [1]) for query in range(3)], step=0)
+    buffer = filled([group(query, [1]) for query in range(3)])
     drawn = [buffer.sample(1, 1, 0.0)[0].query_id for _ in range(2)]
     buffer.add([group(3, [1])], step=2)
     drawn += [buffer.sample(1, 1, 0.0)[0].query_id for _ in range(2)]
@@ -227,8 +216,7 @@ def test_a_query_that_arrives_in_mid_round_is_drawn_in_that_round():
 
 
 def test_recent_queries_and_replayed_queries_are_drawn_from_decks_of_their_own():
-    buffer = make_buffer()
-    buffer.add([group(query, [1]) for query in range(4)], step=0)
+    buffer = filled([group(query, [1]) for query in range(4)])
     replayed, recents = [], []
     for _ in range(4):
         replayed.append(buffer.sample(1, 1, 0.0)[0].query_id)
@@ -342,19 +330,14 @@ def test_only_what_the_latest_sync_added_is_recent():
 
 
 def test_a_sync_that_brought_nothing_keeps_the_previous_recent_set():
-    buffer = make_buffer()
-    buffer.add([group(0, [1, 2])], step=0)
-    buffer.add([group(0, [3, 4])], step=2)
-    buffer.add([], step=4)
+    buffer = filled([group(0, [1, 2])], [group(0, [3, 4])], [])
     assert recent(buffer, 2) == [3, 4]
     buffer.add([group(0, [5])], step=6)
     assert recent(buffer, 1) == [5]
 
 
 def test_several_additions_with_one_step_are_one_sync():
-    buffer = make_buffer()
-    buffer.add([group(0, [1, 2])], step=0)
-    buffer.add([group(0, [3])], step=2)
+    buffer = filled([group(0, [1, 2])], [group(0, [3])])
     buffer.add([], step=2)
     buffer.add([group(0, [4])], step=2)
     assert recent(buffer, 2) == [3, 4]
@@ -367,9 +350,7 @@ def test_several_groups_of_one_query_in_one_sync_are_all_recent():
 
 
 def test_a_response_that_is_found_again_is_recent_again():
-    buffer = make_buffer()
-    buffer.add([group(0, [1, 2])], step=0)
-    buffer.add([group(0, [1, 3], version=2)], step=2)
+    buffer = filled([group(0, [1, 2])], [group(0, [1, 3], version=2)])
     assert recent(buffer, 2) == [1, 3]
     assert {row.version for row in buffer.sample(1, 2, 1.0)} == {2}
 
@@ -378,9 +359,7 @@ def test_a_response_that_is_found_again_is_recent_again():
 
 
 def test_the_oldest_responses_leave_first():
-    buffer = make_buffer(capacity=4)
-    buffer.add([group(0, [1, 2, 3])], step=0)
-    buffer.add([group(0, [4, 5])], step=2)
+    buffer = filled([group(0, [1, 2, 3])], [group(0, [4, 5])], capacity=4)
     assert held(buffer) == [2, 3, 4, 5]
     buffer.add([group(0, [6, 7, 8])], step=4)
     assert held(buffer) == [5, 6, 7, 8]
@@ -389,16 +368,13 @@ def test_the_oldest_responses_leave_first():
 
 
 def test_of_a_group_larger_than_the_capacity_the_last_stay():
-    buffer = make_buffer(capacity=3)
-    buffer.add([group(0, [1, 2, 3, 4, 5])], step=0)
+    buffer = filled([group(0, [1, 2, 3, 4, 5])], capacity=3)
     assert held(buffer) == [3, 4, 5]
     assert recent(buffer, 3) == [3, 4, 5]
 
 
 def test_the_capacity_is_that_of_each_query():
-    buffer = make_buffer(capacity=2)
-    buffer.add([group(0, [1, 2]), group(1, [3, 4])], step=0)
-    buffer.add([group(0, [5])], step=2)
+    buffer = filled([group(0, [1, 2]), group(1, [3, 4])], [group(0, [5])], capacity=2)
     assert buffer.responses == 4
     seen = {(row.query_id, name(row)) for row in buffer.sample(200, 1, 0.0)}
     assert seen == {(0, 2), (0, 5), (1, 3), (1, 4)}
@@ -420,18 +396,14 @@ def test_from_its_growth_steps_on_new_responses_replace_the_oldest_one_for_one()
 
 
 def test_a_duplicate_counts_as_new():
-    buffer = make_buffer(capacity=3)
-    buffer.add([group(0, [1, 2, 3])], step=0)
-    buffer.add([group(0, [1])], step=2)
-    buffer.add([group(0, [4])], step=4)
+    buffer = filled([group(0, [1, 2, 3])], [group(0, [1])], [group(0, [4])], capacity=3)
     assert held(buffer) == [1, 3, 4]
     buffer.add([group(0, [5])], step=6)
     assert held(buffer) == [1, 4, 5]
 
 
 def test_of_duplicates_the_newest_is_kept():
-    buffer = make_buffer()
-    buffer.add([group(0, [1, 2], [0.0, 0.5], version=0)], step=0)
+    buffer = filled([group(0, [1, 2], [0.0, 0.5], version=0)])
     buffer.add([group(0, [2], [0.75], version=6)], step=8)
     assert buffer.responses == 2
     rows = {name(row): row for row in buffer.sample(1, 2, 0.0)}
@@ -442,15 +414,12 @@ def test_of_duplicates_the_newest_is_kept():
 
 
 def test_the_reward_of_the_newest_duplicate_is_the_one_that_draws_it():
-    buffer = make_buffer(inverse_temperature=1e4)
-    buffer.add([group(0, [1, 2], [1.0, 0.0])], step=0)
-    buffer.add([group(0, [2], [2.0])], step=2)
+    buffer = filled([group(0, [1, 2], [1.0, 0.0])], [group(0, [2], [2.0])], inverse_temperature=1e4)
     assert set(names(buffer.sample(50, 1, 0.0))) == {2}
 
 
 def test_the_same_tokens_under_another_query_are_no_duplicate():
-    buffer = make_buffer()
-    buffer.add([group(0, [1]), group(1, [1])], step=0)
+    buffer = filled([group(0, [1]), group(1, [1])])
     assert buffer.responses == 2
 
 
@@ -515,9 +484,7 @@ def test_a_loaded_buffer_goes_on_with_the_same_draws_and_evictions(tmp_path):
 
 
 def test_a_loaded_buffer_evicts_by_age_and_knows_its_duplicates(tmp_path):
-    buffer = make_buffer(capacity=3)
-    buffer.add([group(0, [1, 2, 3])], step=0)
-    buffer.add([group(0, [1])], step=2)
+    buffer = filled([group(0, [1, 2, 3])], [group(0, [1])], capacity=3)
     other = saved_and_loaded(buffer, tmp_path / "buffer.npz")
     other.add([group(0, [3])], step=4)  # a duplicate: now 2 is the oldest
     other.add([group(0, [4])], step=6)
@@ -547,23 +514,8 @@ def test_one_seed_gives_one_sequence_of_draws():
 
 def many(query: int, stamp: int, count: int) -> Group:
     """Make `count` distinct responses of two tokens; another stamp gives no duplicates of them."""
-    zeros = np.zeros(2 * count, np.float32)
-    tokens = np.stack([np.arange(count), np.full(count, stamp)], axis=1).astype(np.int32).ravel()
-    return Group(
-        query_id=query,
-        version=stamp,
-        last_version=stamp,
-        reference_version=0,
-        batch=None,
-        prompt=np.zeros(2, np.int32),
-        lengths=np.full(count, 2, np.int32),
-        tokens=tokens,
-        ref_logprobs=zeros,
-        behavior_logprobs=zeros,
-        rewards=zeros[:count],
-        finished=np.ones(count, bool),
-        temperature=1.0,
-    )
+    tokens = np.stack([np.arange(count), np.full(count, stamp)], axis=1).ravel()
+    return make_group(query, stamp, np.full(count, 2), tokens)
 
 
 @pytest.fixture
@@ -575,13 +527,13 @@ def no_garbage_collection():
 
 
 def test_a_million_responses_cost_no_more_per_call_than_a_thousand(no_garbage_collection):
-    def filled(queries: int) -> ReplayBuffer:
+    def of_size(queries: int) -> ReplayBuffer:
         buffer = make_buffer(capacity=10, inverse_temperature=1.0)
         for start in range(0, queries, 100):
             buffer.add([many(query, 0, 10) for query in range(start, start + 100)], step=start)
         return buffer
 
-    buffers = [filled(100), filled(100_000)]
+    buffers = [of_size(100), of_size(100_000)]
     assert [buffer.responses for buffer in buffers] == [1_000, 1_000_000]
     add_times, sample_times = np.empty((2, 100)), np.empty((2, 100))
     for i in range(100):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import make_group
 
 from buffer import Group, ReplayBuffer
 from config import Config
@@ -116,17 +117,10 @@ class ScriptedQueue:
 def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_path, monkeypatch):
     (tmp_path / "pinned.py").write_text(TASK)
     (tmp_path / "logs").mkdir()
-    config = Config(
-        model=str(untied_model),
-        task=str(tmp_path / "pinned.py"),
-        searchers=1,
-        samples_per_query=64,
-        responses_per_query=4,
-        max_prompt_tokens=20,
-        max_response_tokens=10,
-        temperature=0.9,
-        reference_reset_period=8,
-    )
+    sizes = dict(samples_per_query=64, responses_per_query=4, reference_reset_period=8)
+    lengths = dict(max_prompt_tokens=20, max_response_tokens=10)
+    own = dict(task=str(tmp_path / "pinned.py"), model=str(untied_model), temperature=0.9)
+    config = Config(**own, **sizes, **lengths, searchers=1)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
     board, record = Board(["trainer", "searcher 0"]), Record()
     found = ScriptedQueue(record)
@@ -179,20 +173,16 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
 def a_group(query_id: int, version: int, reference_version: int, rng: np.random.Generator) -> Group:
     lengths = rng.integers(1, 6, size=4).astype(np.int32)
     total = int(lengths.sum())
-    return Group(
-        query_id=query_id,
-        version=version,
-        last_version=version,
+    return make_group(
+        query_id,
+        version,
+        lengths,
+        tokens=rng.integers(0, 256, size=total),
         reference_version=reference_version,
-        batch=None,
         prompt=np.full(3, 65 + query_id % 20, np.int32),
-        lengths=lengths,
-        tokens=rng.integers(0, 256, size=total).astype(np.int32),
         ref_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
         behavior_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
         rewards=rng.integers(0, 2, size=4).astype(np.float32),
-        finished=np.ones(4, bool),
-        temperature=1.0,
     )
 
 
@@ -239,39 +229,19 @@ class ScriptedSearcher:
 
 def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_path, monkeypatch):
     (tmp_path / "logs").mkdir()
-    config = Config(
-        model=str(untied_model),
-        task="arithmetic",
-        searchers=1,
-        steps=24,
-        queries_per_batch=2,
-        responses_per_query=3,
-        samples_per_query=4,
-        sync_period=2,
-        eval_every=6,
-        reference_reset_period=8,
-        checkpoint_every=10,
-        max_staleness=6,
-        initial_responses=24,
-        most_on_policy_prob=0.5,
-        reward_inverse_temperature=1.0,
-    )
+    sizes = dict(queries_per_batch=2, responses_per_query=3, samples_per_query=4, searchers=1)
+    periods = dict(sync_period=2, eval_every=6, reference_reset_period=8, checkpoint_every=10)
+    draws = dict(max_staleness=6, most_on_policy_prob=0.5, reward_inverse_temperature=1.0)
+    own = dict(task="arithmetic", model=str(untied_model), steps=24, initial_responses=24)
+    config = Config(**own, **sizes, **periods, **draws)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=2, reference=True)
     board, record = Board(["trainer", "searcher 0"]), Record()
     board.loaded("searcher 0")
     found = ScriptedSearcher(weights)
     shown = (
-        "step",
-        "reward",
-        "staleness_mean",
-        "staleness_max",
-        "received",
-        "buffer_responses",
-        "buffer_queries",
-        "skipped_publishes",
-        "mismatch_version",
-        "learning_rate",
-    )
+        "step reward staleness_mean staleness_max received buffer_responses buffer_queries"
+        " skipped_publishes mismatch_version learning_rate"
+    ).split()
 
     def published(done, self, version, tensors, evaluate=False) -> None:
         outcome = "done" if done else "no free slot"

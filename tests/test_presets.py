@@ -223,12 +223,8 @@ def test_every_preset_has_a_table_and_the_first_is_the_one_without_a_flag():
         assert build_config([task]).preset == next(iter(presets))
     assert found == set(EXPECTED) | OURS
     first = {task: build_config([task]).preset for task, _ in EXPECTED}
-    assert first == {
-        "gsm8k": "figure1",
-        "competition_math": "async2",
-        "tldr": "410m",
-        "redteam": "gpt2",
-    }
+    chosen = {"gsm8k": "figure1", "competition_math": "async2", "tldr": "410m", "redteam": "gpt2"}
+    assert first == chosen
 
 
 def line(begin: float, end: float, length: float):
@@ -325,10 +321,7 @@ CONSTANTS = {
         "append_eos": (False, ""),
     },
     "tldr": {
-        "gold_model": (
-            "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
-            "appendix B.2",
-        ),
+        "gold_model": ("cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr", "appendix B.2"),
         "evaluation_sampling": ({"temperature": 0.01}, "appendix B.2"),
         "append_eos": (False, ""),
     },
