@@ -183,8 +183,11 @@ class Run:
     def describe_death(self, dead: list[torch.multiprocessing.Process]) -> str:
         """Say which trainer process died first: that ends the others. Shows its log.
 
-        dead: those that were seen to be; one of them, for what it does to others comes later.
+        dead: those that were seen to be. One that was killed may be seen later than those that it
+        took along: its connections close before it ends.
         """
+        time.sleep(STACK_SECONDS)
+        dead = [*dead, *(process for process in self.trainers if process.exitcode)]
         # One that was killed has raised nothing.
         first = min(dead, key=lambda process: self.board.get(process.name, "failed"))
         first.join(EXIT_SECONDS)  # its log has its traceback then
