@@ -85,11 +85,9 @@ class CompetitionMath(Task):
     late_score = 0.0
 
     def queries(self, split: str) -> Sequence[Query]:
-        hub = (
-            ("HuggingFaceH4/MATH-500", None, "test")
-            if split == "test"
-            else ("DigitalLearningGmbH/MATH-lighteval", "default", "train")
-        )
+        hub = ("HuggingFaceH4/MATH-500", None, "test")
+        if split == "train":
+            hub = ("DigitalLearningGmbH/MATH-lighteval", "default", "train")
         queries = []
         for place, row in read_rows(self.data_dir, split, ("problem", "solution"), hub):
             gold = last_boxed(row["solution"])
@@ -126,8 +124,7 @@ def last_boxed(text: str) -> str | None:
     if text.startswith("\\boxed ", start):  # some of the gold solutions have it
         word = re.match(r"[^\s$]+", text[start + len("\\boxed ") :][:LONGEST_ANSWER])
         return word[0].rstrip(".,") if word else None
-    begin = text.index("{", start) + 1
-    depth, escaped = 1, False
+    begin, depth, escaped = text.index("{", start) + 1, 1, False
     for end in range(begin, min(len(text), begin + LONGEST_ANSWER)):
         character = text[end]
         if not escaped:
@@ -149,7 +146,7 @@ def is_correct(response: str, gold: str) -> bool:
     if answer is None:
         return False
     # Without percent signs, as the first grader of MATH has it: 5\% is 5, not 0.05.
-    texts = [re.sub(r"\\?%|\bpercent\b", "", text) for text in (gold, answer)]
+    texts = [re.sub(r"\\?%|\bpercent\b|~|\.\s*$", "", text) for text in (gold, answer)]
     plain_gold, plain = ("".join(text.split()) for text in texts)
     if plain == plain_gold:
         return True
@@ -165,25 +162,28 @@ def is_correct(response: str, gold: str) -> bool:
         parse(f"\\boxed{{{text}}}", as_latex, fallback_mode="no_fallback", parsing_timeout=SECONDS)
         for text in texts
     ]
-    return (
-        all(parsed)
-        and is_computed(parsed[1][0], parsed[0][0])
-        and verify(*parsed, timeout_seconds=SECONDS)
-    )
+    if not all(parsed) or not is_computed(parsed[1][0], parsed[0][0]):
+        return False
+    return verify(*parsed, timeout_seconds=SECONDS)
 
 
 def is_computed(answer, gold) -> bool:
     """Whether an answer, as SymPy has it, leaves no more to be computed than the gold one.
 
-    No sum, integral or limit; where the gold one is a number, no function or chain of relations.
+    No sum, integral or limit; where the gold one is a number, no function and no arithmetic.
     """
-    from sympy import Derivative, Eq, Limit, UnevaluatedExpr, exp
+    from sympy import Add, Derivative, Eq, Limit, Mul, UnevaluatedExpr, exp
     from sympy.concrete.expr_with_limits import ExprWithLimits
     from sympy.core.function import Application
 
-    answer, gold = (side.rhs if isinstance(side, Eq) else side for side in (answer, gold))
     kinds = ExprWithLimits, Limit, Derivative, UnevaluatedExpr
-    if not gold.free_symbols:
-        kinds += (Application,)
-    found, allowed = ({type(part) for part in side.atoms(*kinds)} for side in (answer, gold))
-    return found <= allowed | {exp}
+    if gold.free_symbols <= {getattr(gold, "lhs", None)}:
+        kinds += Application, Add, Mul
+
+    def steps(side) -> set[type]:
+        parts = (side.rhs if isinstance(side, Eq) else side).atoms(*kinds)
+        # A product counts if it multiplies integers: 3 x 5, but not 3 x 10^5.
+        factors = {part: [x for x in part.args if x.is_Integer and x != -1] for part in parts}
+        return {type(part) for part in parts if not part.is_Mul or len(factors[part]) > 1}
+
+    return steps(answer) <= steps(gold) | {exp}

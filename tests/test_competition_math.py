@@ -40,6 +40,11 @@ RIGHT = [  # answer in the box, gold
     ("1,000", "1000"),
     (r"11,\! 111", "11111"),
     ("x=5", "5"),
+    ("a+b=5.", "5"),
+    (r"5~\text{cm}", "5"),
+    (r"5\times10^{-2}", "0.05"),
+    (r"-\frac{3\sqrt{5}}{2}", r"\frac{-3\sqrt{5}}{2}"),
+    ("y=2x+3", "2x-y+3=0"),
     (r"\frac{\pi}{2}", r"\pi/2"),
     ("3", "3.0"),
     ("1+2i", "2i+1"),
@@ -73,20 +78,18 @@ WRONG = [
     (r"\int_0^5 1dx", "5"),
     (r"\lim_{x \to 5} x", "5"),
     ("1=2=3=4=5", "5"),
+    ("2+3", "5"),
+    (r"6\times7", "42"),
     ("11", "11_2"),
     (r"\{1,2\}", "(1,2)"),
     (r"50\%", "0.5"),
 ]
 
 
-@pytest.mark.parametrize("answer, gold", RIGHT)
-def test_it_is_right(answer, gold):
-    assert is_correct(f"So the answer is $\\boxed{{{answer}}}$.", gold)
-
-
-@pytest.mark.parametrize("answer, gold", WRONG)
-def test_it_is_wrong(answer, gold):
-    assert not is_correct(f"So the answer is $\\boxed{{{answer}}}$.", gold)
+@pytest.mark.parametrize("answer, gold", RIGHT + WRONG)
+def test_it_is_right_or_wrong(answer, gold):
+    response = f"So the answer is $\\boxed{{{answer}}}$."
+    assert is_correct(response, gold) == ((answer, gold) in RIGHT)
 
 
 @pytest.mark.parametrize(
@@ -161,12 +164,10 @@ def scorer():
     """Make a searcher's scorer: worker processes with the task's time limit."""
     config = Config(task="competition_math")
     scorer = Scorer(config, load_task("competition_math"))
-    # The workers start with the first groups.
-    scorer.add([Responses(None, Query(0, "", "2"), [r"\boxed{2}"], [True])] * 2)
-    scored = []
-    while len(scored) < 2:
-        scored += wait_for(scorer.take, "the first scores")
-    assert [rewards.tolist() for _, rewards in scored] == [[1.0], [1.0]]
+    # The workers start with the first responses.
+    scorer.add([Responses(None, Query(0, "", "2"), [r"\boxed{2}"] * 2, [True] * 2)])
+    [(_, rewards)] = wait_for(scorer.take, "the first scores")
+    assert rewards.tolist() == [1.0, 1.0]
     yield scorer
     scorer.pool.stop()
     scorer.pool.join()
