@@ -73,7 +73,6 @@ WRONG = [
     ("x" * 2000, "1"),
     # What is left to compute, or restates the question.
     ("5!", "120"),
-    ("10!", "3628800"),
     (r"\sum_{i=1}^{5}1", "5"),
     (r"\int_0^5 1dx", "5"),
     (r"\lim_{x \to 5} x", "5"),
