@@ -154,7 +154,7 @@ def searching(
             nodes = stack.enter_context(nodes_of_ray(number, store))
             config = build_config([*flags, "--ray", nodes.address])
             cluster.connect(config)
-            board = cluster.ClusterBoard(find_places(config), config)
+            board = cluster.ClusterBoard(find_places(config))
             settings = config, [], weights, board, run_dir, f"cluster:{target}", config
             supervisor = cluster.Cluster(*settings)
         else:

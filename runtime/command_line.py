@@ -112,7 +112,7 @@ def resumed(arguments: list[str], directory: str) -> Config:
         config = replace(config, model=str(Path(config.model).resolve()))
     before, after = (dataclasses.asdict(c) | mask(c.options) for c in (saved, config))
     for name, value in after.items():
-        # On a cluster shares of the queries are no searcher's own.
+        # On a cluster a run goes on with as many searchers as there are.
         is_moved = name in ("ray", "searchers", "searchers_per_node") and saved.ray and config.ray
         if name in (*CHANGEABLE, "options") or value == before.get(name) or is_moved:
             continue

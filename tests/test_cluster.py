@@ -291,7 +291,7 @@ def test_which_version_was_evaluated_is_known_whoever_did_it_and_is_there_now():
         config = command_line.build_config(
             ["arithmetic", "--ray", "local", "--searchers", str(searchers)]
         )
-        return cluster.ClusterBoard(find_places(config), config)
+        return cluster.ClusterBoard(find_places(config))
 
     here, nodes_alone = board(1), board(0)
     here.set("searcher 0", "evaluated", 0)
