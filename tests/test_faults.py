@@ -357,8 +357,7 @@ def test_a_trainer_has_time_to_finish_a_step_as_slow_as_those_before_and_to_save
     with planted("time.sleep(15)", "trainer", tmp_path, monkeypatch, flags) as run:
 
         def has_made_slow_step() -> bool:
-            before, last = (line["seconds"] for line in run.steps()[-2:])
-            return last - before > 15
+            return np.diff([line["seconds"] for line in run.steps()]).max() > 15
 
         run.until(has_made_slow_step, "a slow step")
         _, err = run.end()
@@ -426,7 +425,7 @@ def fail(learner):
     {fault}
 
 def plant():
-    while "learner" not in sys.modules or not hasattr(sys.modules["learner"], "follow"):
+    while "learner" not in sys.modules or not hasattr(sys.modules["learner"], "lr_schedule"):
         time.sleep(0.1)
     if Path("/proc/self/comm").read_text().strip() != "tba {name}":
         return
