@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import make_group
 
 from buffer import Group, Row
 from config import Config
@@ -278,23 +279,9 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
     assert all(p.grad is None for p in model.parameters())
 
 
-def make_group(query: int, size: int = 24 * 140) -> Group:
+def make_large_group(query: int) -> Group:
     """Make a group of 24 responses, of 40 kB."""
-    return Group(
-        query_id=query,
-        version=0,
-        last_version=0,
-        reference_version=0,
-        batch=None,
-        prompt=np.zeros(9, np.int32),
-        lengths=np.full(24, 140, np.int32),
-        tokens=np.arange(size, dtype=np.int32),
-        ref_logprobs=np.zeros(size, np.float32),
-        behavior_logprobs=np.zeros(size, np.float32),
-        rewards=np.zeros(24, np.float32),
-        finished=np.ones(24, bool),
-        temperature=1.0,
-    )
+    return make_group(query, 0, [140] * 24, range(24 * 140), prompt=np.zeros(9, np.int32))
 
 
 class SlowQueue(queue.Queue):
@@ -305,7 +292,7 @@ class SlowQueue(queue.Queue):
     def qsize(self) -> int:
         self.num_asked += 1
         if self.num_asked in range(2, 18, 2):
-            self.put(make_group(self.num_asked))
+            self.put(make_large_group(self.num_asked))
         return super().qsize()
 
 
@@ -329,7 +316,7 @@ def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_pa
     trainer = make_trainer(untied_model, tmp_path)
     trainer.rollout_queue = torch.multiprocessing.get_context("spawn").Queue(100)
     for query in range(60):
-        trainer.rollout_queue.put(make_group(query))
+        trainer.rollout_queue.put(make_large_group(query))
     trainer.health.mismatch_due = 10**9  # no policy sampled these groups
     trainer.receive()
     assert trainer.batches.received == 60 * 24
