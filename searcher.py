@@ -21,15 +21,15 @@ from buffer import Group
 from config import Config
 from models.engine import ENGINE_ROWS, Engine, completion_arrays
 from models.policy import encode_prompt, load_tokenizer
-from runtime.board import Board
-from runtime.evaluation import EvaluationRun, EvaluationService
-from runtime.lockstep import LockstepWorkload
-from runtime.messages import Evaluation, Notice
-from runtime.reference import load_reference
-from runtime.samples import SampleLog
-from runtime.scoring import FailureLimit, Responses, Scorer, decode
-from runtime.timeline import WorkTimeline
-from runtime.workload import ThrottledWorkload, Work, Workload
+from runtime.modes.lockstep import LockstepWorkload
+from runtime.modes.reference import load_reference
+from runtime.modes.workload import ThrottledWorkload, Work, Workload
+from runtime.record.timeline import WorkTimeline
+from runtime.responses.evaluation import EvaluationRun, EvaluationService
+from runtime.responses.samples import SampleLog
+from runtime.responses.scoring import FailureLimit, Responses, Scorer, decode
+from runtime.transport.board import Board
+from runtime.transport.messages import Evaluation, Notice
 from tasks import Query, load_task
 from weights import SharedWeights
 

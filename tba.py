@@ -27,11 +27,12 @@ def main(arguments: list[str]) -> int:
     try:
         config = build_config(arguments)
         if config.report:
-            from runtime import html_report  # without all that a run imports
+            from runtime.display import html_report  # without all that a run imports
 
             return html_report.show(config.report)
         # They import torch, which a child must not before its target runs.
-        from runtime import launch, plan
+        from runtime import launch
+        from runtime.planning import plan
 
         if config.plan:
             return plan.show_plan(config)

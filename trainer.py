@@ -1,8 +1,8 @@
 """The Trainer: learns from what the batch source gives, and publishes the weights.
 
-What a batch does to the policy is learner.py. Batches come from the buffer (runtime/replay.py), and
-then the trainer waits only while there is not enough to train on; or each is made for its step
-(runtime/lockstep.py: --constant_staleness, --synchronous).
+What a batch does to the policy is learner.py. Batches come from the buffer
+(runtime/modes/replay.py), and then the trainer waits only while there is not enough to train on; or
+each is made for its step (runtime/modes/lockstep.py: --constant_staleness, --synchronous).
 """
 
 import queue
@@ -17,20 +17,20 @@ from learner import Learner
 from loss import Metrics
 from models.hub import identify_weights
 from models.sharding import OneProcess
-from runtime import checkpoint
-from runtime.board import Board
-from runtime.checkpoint_writer import CheckpointWriter
-from runtime.evaluation_requests import EvaluationRequests
-from runtime.health import Health
-from runtime.locked_pages import lock_pages_for_gpu
-from runtime.lockstep import LockstepBatches
-from runtime.memory_trial import try_largest_batch
-from runtime.messages import Evaluation
-from runtime.reference import ReferenceResets
-from runtime.replay import ReplayBatches
-from runtime.report import Rates, Report
-from runtime.timeline import Timeline
-from runtime.waiting import Waits
+from runtime.checkpoints import checkpoint
+from runtime.checkpoints.writer import CheckpointWriter
+from runtime.modes.lockstep import LockstepBatches
+from runtime.modes.reference import ReferenceResets
+from runtime.modes.replay import ReplayBatches
+from runtime.planning.memory_trial import try_largest_batch
+from runtime.processes.waiting import Waits
+from runtime.record.health import Health
+from runtime.record.report import Rates, Report
+from runtime.record.timeline import Timeline
+from runtime.responses.evaluation_requests import EvaluationRequests
+from runtime.transport.board import Board
+from runtime.transport.locked_pages import lock_pages_for_gpu
+from runtime.transport.messages import Evaluation
 from tasks import load_task
 from weights import SharedWeights
 
@@ -298,7 +298,7 @@ class Trainer:
     def wait_for_evaluation(self) -> None:
         """Wait for an evaluation that was asked for: of the base model, in a short run.
 
-        The last version is evaluated from the saved model (runtime/final_evaluation.py).
+        The last version is evaluated from the saved model (runtime/responses/final_evaluation.py).
         """
 
         def receive_until_evaluated() -> bool:

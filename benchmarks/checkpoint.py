@@ -31,10 +31,10 @@ import models.device
 from buffer import Group
 from config import Config
 from models.policy import weight_shapes
-from runtime import checkpoint_writer
-from runtime.board import Board
-from runtime.places import find_places
-from runtime.timeline import read_spans
+from runtime.checkpoints import writer
+from runtime.processes.places import find_places
+from runtime.record.timeline import read_spans
+from runtime.transport.board import Board
 from trainer import Trainer
 from weights import SharedWeights, num_elements
 
@@ -113,16 +113,16 @@ def train(directory: Path, hidden: int, layers: int) -> tuple[list[Write], int]:
     rng = np.random.default_rng(0)
     trainer.batches.add([group(query, rng) for query in range(100)], 0)
     trainer.batches.wanted, trainer.evaluations.arrived_version = 1, 0  # of the base model
-    write = checkpoint_writer.write_checkpoint
+    write = writer.write_checkpoint
 
     def timed(*its_arguments) -> None:
         start, cpu = time.monotonic(), time.thread_time()
         write(*its_arguments)
         writes.append(Write(start, time.monotonic(), time.thread_time() - cpu))
 
-    checkpoint_writer.write_checkpoint = timed
+    writer.write_checkpoint = timed
     trainer.train()
-    checkpoint_writer.write_checkpoint = write
+    writer.write_checkpoint = write
     return writes, num_elements(shapes)
 
 

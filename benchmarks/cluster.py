@@ -37,12 +37,12 @@ from ray.cluster_utils import Cluster as Nodes
 
 from buffer import Group
 from config import Config
-from runtime import cluster
-from runtime.board import Board
 from runtime.command_line import build_config
-from runtime.places import find_places, searchers_of
-from runtime.supervisor import Supervisor
-from runtime.timeline import trainer_busy
+from runtime.nodes import cluster
+from runtime.processes.places import find_places, searchers_of
+from runtime.processes.supervisor import Supervisor
+from runtime.record.timeline import trainer_busy
+from runtime.transport.board import Board
 from weights import SharedWeights
 
 NODES = (1, 2, 4)

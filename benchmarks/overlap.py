@@ -39,12 +39,12 @@ from buffer import Group
 from config import Config
 from models.policy import weight_shapes
 from runtime import launch
-from runtime.board import Board
 from runtime.command_line import build_config
-from runtime.pictures import COLORS
-from runtime.places import Place, find_places
-from runtime.supervisor import Supervisor
-from runtime.timeline import read_lines, read_spans, trainer_busy
+from runtime.display.pictures import COLORS
+from runtime.processes.places import Place, find_places
+from runtime.processes.supervisor import Supervisor
+from runtime.record.timeline import read_lines, read_spans, trainer_busy
+from runtime.transport.board import Board
 from tasks import load_task
 from weights import SharedWeights
 

@@ -44,7 +44,7 @@ from common import (
     table,
 )
 
-from runtime.timeline import read_lines, read_spans
+from runtime.record.timeline import read_lines, read_spans
 from tasks import load_task
 
 REQUIREMENTS = ["trl==1.16.0", "torch==2.13.0", "transformers>=5.16,<5.20", "numpy>=2.0"]

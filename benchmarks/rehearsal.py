@@ -38,10 +38,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from config import Config
 from models.policy import load_policy, weight_shapes
 from runtime.command_line import build_config
-from runtime.needs import GIB, MEMORY
-from runtime.places import find_places, resolve
-from runtime.plan import Plan, make_plan, this_machine
-from runtime.timeline import read_lines, read_spans
+from runtime.planning.needs import GIB, MEMORY
+from runtime.planning.plan import Plan, make_plan, this_machine
+from runtime.processes.places import find_places, resolve
+from runtime.record.timeline import read_lines, read_spans
 from tasks import load_task
 from tasks.support.data import read_rows
 from weights import num_elements

@@ -31,11 +31,11 @@ from overlap import record, steps_of
 from buffer import Group
 from config import Config
 from models.policy import weight_shapes
-from runtime import processes
-from runtime.board import Board
 from runtime.command_line import build_config
-from runtime.places import find_places
-from runtime.supervisor import Supervisor
+from runtime.processes import children
+from runtime.processes.places import find_places
+from runtime.processes.supervisor import Supervisor
+from runtime.transport.board import Board
 from tasks import load_task
 from weights import SharedWeights
 
@@ -127,20 +127,20 @@ def measure(
         board = Board([place.name for place in places])
         supervisor = Supervisor(config, places[1:], weights, board, run_dir, "scaling:replay")
         trainer_arguments = config, weights, supervisor.rollout_queue, board, run_dir, None
-        trainer = processes.start(places[0], "trainer:run", trainer_arguments, run_dir)
+        trainer = children.start(places[0], "trainer:run", trainer_arguments, run_dir)
         deadline = time.monotonic() + 300
         while len(steps_of(run_dir)) < 20:
             time.sleep(0.2)
             supervisor.check()
             if trainer.exitcode or time.monotonic() > deadline:
-                log = processes.log_tail(run_dir, "trainer")
+                log = children.log_tail(run_dir, "trainer")
                 sys.exit(f"the trainer did not come to step 20:\n{log}")
         time.sleep(2.0)  # to get going
         first, blocked = steps_of(run_dir)[-1], board.total("busy")
         time.sleep(seconds)
         steps, blocked = steps_of(run_dir), board.total("busy") - blocked
         board.stop = True
-        processes.kill(trainer)
+        children.kill(trainer)
         supervisor.stop(time.monotonic() + 2.0)
     steps = [line for line in steps if line["step"] >= first["step"]]
     span = steps[-1]["seconds"] - first["seconds"]

@@ -42,10 +42,10 @@ from buffer import Group
 from config import Config
 from models.engine import ENGINE_ROWS
 from models.policy import weight_shapes
-from runtime import processes
-from runtime.board import Board
-from runtime.reference import NoReference, Reference
-from runtime.timeline import read_spans
+from runtime.modes.reference import NoReference, Reference
+from runtime.processes import children
+from runtime.record.timeline import read_spans
+from runtime.transport.board import Board
 from searcher import Searcher
 from weights import SharedWeights, num_elements
 
@@ -200,17 +200,17 @@ def main() -> None:
         )
         parameters = num_elements(weight_shapes(config))
         found, results = spawn.Queue(256), spawn.Queue()
-        place = processes.Place("searcher 0", None, sorted(os.sched_getaffinity(0)))
+        place = children.Place("searcher 0", None, sorted(os.sched_getaffinity(0)))
         measure_arguments = config, found, results, directory, warm_up, seconds
-        child = processes.start(place, "search:measure", measure_arguments, directory)
+        child = children.start(place, "search:measure", measure_arguments, directory)
         groups: list[Group] = []
         while results.empty() and child.is_alive():
             with contextlib.suppress(queue.Empty):
                 groups.append(found.get(timeout=0.5))
         if results.empty():
-            sys.exit(processes.log_tail(directory, "searcher 0"))
+            sys.exit(children.log_tail(directory, "searcher 0"))
         rates, shares = results.get()
-        processes.kill(child)
+        children.kill(child)
     report(options.quick, lengths, groups, parameters, rates, shares)
 
 

@@ -30,10 +30,10 @@ from config import Config
 from learner import Learner
 from models.policy import weight_shapes
 from models.sharding import OneProcess, connect
-from runtime import processes
-from runtime.memory_trial import largest_micro_batch
-from runtime.needs import GIB, MEMORY, PROCESS_BYTES, Needs
-from runtime.places import Place, find_places
+from runtime.planning.memory_trial import largest_micro_batch
+from runtime.planning.needs import GIB, MEMORY, PROCESS_BYTES, Needs
+from runtime.processes import children
+from runtime.processes.places import Place, find_places
 from weights import SharedWeights, num_elements
 
 SHAPES = {"small": (256, 4), "medium": (512, 8), "large": (1024, 8)}  # hidden size, layers
@@ -107,7 +107,7 @@ def contestants(config: Config, cores: list[int], run_dir: str) -> Iterator[Conn
     for rank in ranks:
         place = Place(f"{size} {rank.rank}", None, cores[rank.rank :: size])
         target = "sharded_step:compete"
-        started.append(processes.start(place, target, (config, rank, theirs), run_dir))
+        started.append(children.start(place, target, (config, rank, theirs), run_dir))
     for connection in [theirs, *(end for rank in ranks for end in rank.connections)]:
         connection.close()
     try:
@@ -118,7 +118,7 @@ def contestants(config: Config, cores: list[int], run_dir: str) -> Iterator[Conn
             process.join(10)
     finally:
         for process in started:
-            processes.kill(process)
+            children.kill(process)
 
 
 def ask(connection: Connection, what: str):

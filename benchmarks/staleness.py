@@ -33,7 +33,7 @@ from common import results_dir, save, table
 from study import base_model, number, run_all, spread, train
 
 from objectives import LOSSES
-from runtime.timeline import read_lines
+from runtime.record.timeline import read_lines
 
 OBJECTIVES = (
     "tb",

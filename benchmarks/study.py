@@ -29,11 +29,11 @@ from config import Config, check, settle
 from models.hub import identify_weights
 from models.logprobs import response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
-from runtime.board import Board
-from runtime.lockstep import batches_of_version
-from runtime.messages import Evaluation
-from runtime.scoring import Responses, score
-from runtime.timeline import read_lines
+from runtime.modes.lockstep import batches_of_version
+from runtime.record.timeline import read_lines
+from runtime.responses.scoring import Responses, score
+from runtime.transport.board import Board
+from runtime.transport.messages import Evaluation
 from tasks import Query, find_presets, load_task
 from trainer import Trainer
 from weights import SharedWeights
@@ -47,8 +47,8 @@ class InlineSearcher:
     """A searcher and its queue in one, in the trainer's own process.
 
     Asked for groups, it generates a round of them with the newest weights. In lockstep a round is
-    what the version owes (runtime/lockstep.py). Otherwise it is `groups_per_sync` groups, for the
-    trainer asks at each sync: the weights they are made with are those of the sync before.
+    what the version owes (runtime/modes/lockstep.py). Otherwise it is `groups_per_sync` groups, for
+    the trainer asks at each sync: the weights they are made with are those of the sync before.
     """
 
     def __init__(self, config: Config, weights: SharedWeights, board: Board, groups_per_sync: int):

@@ -42,8 +42,8 @@ from config import Config
 from learner import Learner
 from models.device import device
 from models.logprobs import response_logprobs
-from runtime import processes
-from runtime.places import find_places
+from runtime.processes import children
+from runtime.processes.places import find_places
 
 QUERIES, RESPONSES, LIMIT, VOCABULARY = 7, 20, 512, 32_000
 SHAPE = dict(
@@ -199,7 +199,7 @@ def main() -> None:
     on = device()
     place = find_places(Config())[0]
     place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))
-    os.environ.update(processes.environment(place))  # for the children
+    os.environ.update(children.environment(place))  # for the children
     shape = SHAPE_GPU if on.type == "cuda" else SHAPE
     rows = make_rows(options.data_dir, 2 if options.quick else QUERIES)
 

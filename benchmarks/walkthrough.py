@@ -16,8 +16,8 @@ import numpy as np
 from common import arguments, as_flags, mean_and_values, results_dir, save, table
 from overlap import run, steps_of
 
-from runtime.pictures import STRETCHES, smoothed
-from runtime.timeline import read_lines
+from runtime.display.pictures import STRETCHES, smoothed
+from runtime.record.timeline import read_lines
 
 DEMO = as_flags(steps=600, eval_every=0, checkpoint_every=0)
 STALE = as_flags(constant_staleness=10, steps=300, eval_every=0, checkpoint_every=0)

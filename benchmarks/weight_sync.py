@@ -40,9 +40,9 @@ from config import Config
 from models.lora import load_trained_policy
 from models.merged import merged
 from models.policy import load_policy, weight_shapes
-from runtime import processes
-from runtime.locked_pages import lock_pages
-from runtime.places import Place, find_places
+from runtime.processes import children
+from runtime.processes.places import Place, find_places
+from runtime.transport.locked_pages import lock_pages
 from weights import SharedWeights, num_elements
 
 SHAPES = {"10 M": (256, 8), "100 M": (768, 11), "1 B": (2048, 19)}  # hidden size, layers
@@ -254,7 +254,7 @@ def main() -> None:
     os.sched_setaffinity(0, [own])  # as a run has its trainer and its searcher on two cores
     torch.set_num_threads(1)
     place = Place("weights", gpu, [own])
-    os.environ.update(processes.environment(place))  # vLLM reads it
+    os.environ.update(children.environment(place))  # vLLM reads it
     sizes = {name: SHAPES[name] for name in (ENGINE_SIZES if quick else SHAPES)}
     lines = []
     for name, (hidden, layers) in sizes.items():

@@ -3,8 +3,8 @@
 from config import Config
 from learner import Learner
 from models.sharding import Rank
-from runtime.board import Board
-from runtime.memory_trial import try_largest_batch
+from runtime.planning.memory_trial import try_largest_batch
+from runtime.transport.board import Board
 
 
 def run(config: Config, ranks: Rank, board: Board, row: str) -> None:

@@ -22,12 +22,14 @@ from models.hub import fetch_model, find_model, identify_weights
 from models.lora import check_peft, trained_shapes
 from models.policy import weight_shapes
 from models.sharding import connect
-from runtime import checkpoint, preflight, processes
-from runtime.board import Board, Watchdog
+from runtime import preflight
+from runtime.checkpoints import checkpoint
 from runtime.command_line import mask
-from runtime.messages import FinalEvaluation, describe_left_out
-from runtime.output import tolerate_failed_prints
-from runtime.places import (
+from runtime.display.tracking import Tracking, check_tracker
+from runtime.planning.plan import check_plan
+from runtime.processes import children
+from runtime.processes.output import tolerate_failed_prints
+from runtime.processes.places import (
     MEMORY_ALONE,
     Place,
     evaluation_place,
@@ -37,12 +39,12 @@ from runtime.places import (
     searchers_of,
     trainers_of,
 )
-from runtime.plan import check_plan
+from runtime.processes.supervisor import RunFailed, Supervisor
 from runtime.provenance import write_start
-from runtime.report import rewind
-from runtime.supervisor import RunFailed, Supervisor
-from runtime.timeline import Lines, trainer_busy
-from runtime.tracking import Tracking, check_tracker
+from runtime.record.report import rewind
+from runtime.record.timeline import Lines, trainer_busy
+from runtime.transport.board import Board, Watchdog
+from runtime.transport.messages import FinalEvaluation, describe_left_out
 from tasks import Task
 from weights import SharedWeights, num_elements
 
@@ -67,10 +69,10 @@ class Interrupt:
     def __init__(self):
         self.signal = 0
         # Python's own process that unlinks semaphores must not hear of the end: it comes last.
-        signal.pthread_sigmask(signal.SIG_BLOCK, processes.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, children.SIGNALS)
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)
-        for number in processes.SIGNALS:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, children.SIGNALS)
+        for number in children.SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
                 signal.signal(number, self)
 
@@ -105,7 +107,7 @@ class Run:
         readers = len(searchers) + bool(config.ray)
         self.weights = SharedWeights(shapes, dtype, readers, reference=resets)
         if config.ray:
-            from runtime.cluster import Cluster, ClusterBoard  # Ray is not wanted otherwise
+            from runtime.nodes.cluster import Cluster, ClusterBoard  # Ray is not wanted otherwise
 
             self.board = ClusterBoard(places)
         else:
@@ -145,7 +147,7 @@ class Run:
                 target = "trainer:run"
                 arguments = config, self.weights, rollout_queue, board, run_dir, self.resume, rank
             board.beat(place.name)  # being started is a sign of life
-            self.trainers.append(processes.start(place, target, arguments, run_dir))
+            self.trainers.append(children.start(place, target, arguments, run_dir))
         for rank in ranks:
             for connection in rank.connections:  # theirs alone now: the end of one shows
                 connection.close()
@@ -191,9 +193,9 @@ class Run:
         # One that was killed has raised nothing.
         first = min(dead, key=lambda process: self.board.get(process.name, "failed"))
         first.join(EXIT_SECONDS)  # its log has its traceback then
-        if first.exitcode == processes.NOT_SAVED:
+        if first.exitcode == children.NOT_SAVED:
             return "the trainer could not save the model"
-        log = processes.log_tail(self.config.output_dir, first.name)
+        log = children.log_tail(self.config.output_dir, first.name)
         how = "failed, and does not end"
         if first.exitcode is not None:
             how = f"ended with exit code {first.exitcode}"
@@ -205,11 +207,11 @@ class Run:
         what = f"no sign of life for {silence:.0f} s (--searcher_timeout)"
         for process in alive:
             if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
-                log = processes.log_tail(self.config.output_dir, process.name)
+                log = children.log_tail(self.config.output_dir, process.name)
                 return f"{in_words(process.name)} is stopped: {what}\n{log}"
-            os.kill(process.pid, processes.SHOW_STACK)
+            os.kill(process.pid, children.SHOW_STACK)
         time.sleep(STACK_SECONDS)
-        logs = [processes.log_tail(self.config.output_dir, process.name) for process in alive]
+        logs = [children.log_tail(self.config.output_dir, process.name) for process in alive]
         return "\n".join([f"the trainer gave {what}", *logs])
 
     def grace_seconds(self) -> float:
@@ -231,10 +233,10 @@ class Run:
                 print(problem, file=sys.stderr)
             elif seconds and trainer.exitcode > 0:
                 print(f"error: {self.describe_death([trainer])}", file=sys.stderr)
-            processes.kill(trainer)
+            children.kill(trainer)
             for process in others:  # they end with it by themselves, unless one hangs
                 process.join(STOP_SECONDS if trainer.exitcode == 0 else 0.0)
-                processes.kill(process)
+                children.kill(process)
             if sys.stdout.isatty():
                 # The live view hides the cursor; a trainer that was killed cannot bring it back.
                 print("\x1b[?25h", end="", flush=True)
@@ -263,7 +265,7 @@ def run(config: Config) -> int:
     check_peft(config)
     check_tracker(config)
     if config.ray:
-        from runtime import cluster  # Ray is not wanted otherwise
+        from runtime.nodes import cluster  # Ray is not wanted otherwise
 
         cluster.connect(config)
     task, sizes, chats = preflight.load_data(config)
@@ -412,7 +414,7 @@ def supervise(run: Run, metric: str) -> int:
 
 def report(run_dir: str, metric: str) -> None:
     """Draw the pictures of a run, and write report.html."""
-    from runtime import html_report, pictures  # slow to import, and not wanted before
+    from runtime.display import html_report, pictures  # slow to import, and not wanted before
 
     draw, write = partial(pictures.draw, run_dir, metric), partial(html_report.write, run_dir)
     for name, make in {"the pictures": draw, "report.html": write}.items():
@@ -478,8 +480,8 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluat
         config = dataclasses.replace(config, gpu_memory_utilization=memory)
     place = dataclasses.replace(place, name="evaluation")
     connection, other_end = torch.multiprocessing.get_context("spawn").Pipe()
-    target = "runtime.final_evaluation:evaluate_model"
-    child = processes.start(place, target, (config, other_end), config.output_dir)
+    target = "runtime.responses.final_evaluation:evaluate_model"
+    child = children.start(place, target, (config, other_end), config.output_dir)
     other_end.close()
     seconds = EVALUATION_SECONDS * config.evaluation_samples
     watchdog = Watchdog()
@@ -496,7 +498,7 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluat
         return result
     except EOFError:
         child.join()
-        log = processes.log_tail(config.output_dir, "evaluation")
+        log = children.log_tail(config.output_dir, "evaluation")
         raise RunFailed(f"the evaluation ended with exit code {child.exitcode}\n{log}") from None
     finally:
-        processes.kill(child)
+        children.kill(child)

@@ -13,7 +13,7 @@ import numpy as np
 from config import Config, UserError
 from models.policy import encode_prompt, load_tokenizer, policy_without_weights
 from objectives import LOSSES
-from runtime import checkpoint
+from runtime.checkpoints import checkpoint
 from tasks import Messages, Task, load_task, sampling_for_tests
 
 

@@ -15,7 +15,7 @@ import torch
 
 from config import Config, settle
 from runtime.command_line import CHANGEABLE, MASK, mask
-from runtime.timeline import Lines, read_lines
+from runtime.record.timeline import Lines, read_lines
 from tasks import find_presets
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,8 @@ import zlib
 import numpy as np
 
 from buffer import Group
-from runtime.processes import GIVE_UP
-from runtime.workload import Workload
+from runtime.modes.workload import Workload
+from runtime.processes.children import GIVE_UP
 from tasks import load_task
 
 SECONDS = 0.01  # a group

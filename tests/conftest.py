@@ -31,8 +31,9 @@ from transformers import (
 )
 
 from buffer import Group
-from runtime import processes, timeline
-from runtime.places import Place
+from runtime.processes import children
+from runtime.processes.places import Place
+from runtime.record import timeline
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -40,7 +41,7 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 ON_GPU = any(package.name == "vllm" for package in importlib.metadata.distributions())
 # What a searcher finds in its environment, before a test imports vLLM.
 GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if ON_GPU else None
-os.environ.update(processes.environment(Place("tests", GPU, [0])))
+os.environ.update(children.environment(Place("tests", GPU, [0])))
 
 
 # Seconds that a test waits for what must happen before it fails. Far more than it takes: the tests

@@ -10,10 +10,10 @@ from conftest import SMALL, read, tba
 
 from buffer import Group
 from config import Config
-from runtime import alarms
-from runtime.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms
-from runtime.board import Board
-from runtime.report import Report, describe
+from runtime.record import alarms
+from runtime.record.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms
+from runtime.record.report import Report, describe
+from runtime.transport.board import Board
 
 HEALTHY = {
     "mismatch": 1e-6,

@@ -11,9 +11,9 @@ from test_trainer import make_trainer
 
 from models import hub
 from models.hub import identify_weights
-from runtime import checkpoint
-from runtime.messages import Evaluation
-from runtime.timeline import read_lines
+from runtime.checkpoints import checkpoint
+from runtime.record.timeline import read_lines
+from runtime.transport.messages import Evaluation
 from tba import main
 
 

@@ -4,10 +4,10 @@ import time
 
 from conftest import wait_for
 
-from runtime import board as module
-from runtime.board import Board
 from runtime.command_line import build_config
-from runtime.places import find_places
+from runtime.processes.places import find_places
+from runtime.transport import board as module
+from runtime.transport.board import Board
 
 
 def make_board(*flags: str) -> Board:

@@ -40,10 +40,10 @@ from conftest import (
 
 from config import UserError
 from runtime import command_line
-from runtime.messages import Notice
-from runtime.places import find_places
-from runtime.supervisor import RunFailed
-from runtime.timeline import read_lines, read_spans
+from runtime.processes.places import find_places
+from runtime.processes.supervisor import RunFailed
+from runtime.record.timeline import read_lines, read_spans
+from runtime.transport.messages import Notice
 from weights import SharedWeights
 
 # Clusters and runs of these tests have a token. Ray reads this when it is imported.
@@ -175,7 +175,7 @@ def goes_on(run: Run, steps: int = 20) -> None:
 
 def node_searches(run: Run, number: int = 1) -> None:
     """Wait until this node has generated something from now on."""
-    from runtime.cluster import RATE_SECONDS
+    from runtime.nodes.cluster import RATE_SECONDS
 
     start, rate = time.monotonic(), f"node_{number}_tokens_per_second"
     run.until(
@@ -285,7 +285,7 @@ def test_a_node_that_is_killed_during_an_evaluation_costs_neither_that_nor_a_ste
 
 
 def test_which_version_was_evaluated_is_known_whoever_did_it_and_is_there_now():
-    from runtime import cluster
+    from runtime.nodes import cluster
 
     def board(searchers: int) -> cluster.ClusterBoard:
         config = command_line.build_config(
@@ -329,7 +329,7 @@ class Driver:
     SHAPES = {"a": (2_000_000,), "b": (3, 2_000_000)}  # 32 MB a version
 
     def __init__(self, nodes: Nodes, run_dir: Path, *flags: str, target: str = "run"):
-        from runtime import cluster
+        from runtime.nodes import cluster
 
         (run_dir / "logs").mkdir(parents=True)
         flags = "arithmetic", *nodes.flags, "--searchers", "0", "--output_dir", str(run_dir), *flags
@@ -433,7 +433,7 @@ def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_p
 def test_a_node_that_joins_with_other_packages_is_named_three_times_and_the_others_go_on(
     driver, nodes, monkeypatch
 ):
-    from runtime import cluster
+    from runtime.nodes import cluster
 
     monkeypatch.setattr(cluster, "RETRY_SECONDS", 1.0)
     driver.until_all_send(2)
@@ -470,7 +470,7 @@ def test_searchers_of_nodes_wait_where_nobody_takes_their_groups(driver):
 def test_a_run_without_a_searcher_anywhere_or_with_failing_ones_ends_and_says_so(
     nodes, tmp_path, monkeypatch
 ):
-    from runtime import cluster
+    from runtime.nodes import cluster
 
     monkeypatch.setattr(cluster, "LOAD_SECONDS", 2.0)
     driver = Driver(nodes, tmp_path / "run", "--searcher_timeout", "1")
@@ -496,7 +496,7 @@ def test_a_run_without_a_searcher_anywhere_or_with_failing_ones_ends_and_says_so
 
 
 def test_spans_of_a_node_are_shown_by_this_machines_clock_and_a_torn_line_is_left_out():
-    from runtime.cluster import shifted
+    from runtime.nodes.cluster import shifted
 
     assert shifted('["search", 105.0, 107.5]', clock=100.0) == '["search", 5.0, 7.5]\n'
     assert shifted('["search", 105.0, 1', clock=100.0) == ""
@@ -572,7 +572,7 @@ print(ray.get(ray.remote(lambda: "ran").remote()))"""
 
 
 def test_who_has_not_the_token_runs_nothing_and_a_node_with_other_packages_is_named(nodes):
-    from runtime import cluster
+    from runtime.nodes import cluster
 
     nodes.add(1)
     nodes.cluster.wait_for_nodes()

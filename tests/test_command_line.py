@@ -12,8 +12,9 @@ from conftest import ROOT, read, tba
 from transformers import AutoTokenizer
 
 from config import Config, UserError
-from runtime import html_report, launch
+from runtime import launch
 from runtime.command_line import build_config
+from runtime.display import html_report
 from tba import main
 
 CHAT = "[Query(0, [{'role': 'user', 'content': 'Hi'}], None)]"
@@ -274,7 +275,7 @@ def test_a_tasks_secret_is_in_no_file_and_a_resumed_run_needs_it_anew(
 
 def test_without_ray_its_flag_says_what_to_install(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "runtime.cluster", raising=False)
+    monkeypatch.delitem(sys.modules, "runtime.nodes.cluster", raising=False)
     assert main(["arithmetic", "--ray", "auto"]) == 2
     _, err = capfd.readouterr()
     assert err.startswith("error: --ray needs Ray") and err.count("\n") == 1

@@ -7,7 +7,7 @@ import pytest
 from conftest import wait_for
 
 from config import Config, UserError
-from runtime.scoring import Responses, Scorer
+from runtime.responses.scoring import Responses, Scorer
 from tasks import Query, load_task
 from tasks.competition_math import is_correct, last_boxed
 

@@ -17,11 +17,11 @@ from config import Config
 from models.engine import ENGINE_ROWS, Engine, completion_arrays
 from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
-from runtime.board import Board
-from runtime.messages import Evaluation
-from runtime.report import describe
-from runtime.scoring import Responses
-from runtime.workload import Work
+from runtime.modes.workload import Work
+from runtime.record.report import describe
+from runtime.responses.scoring import Responses
+from runtime.transport.board import Board
+from runtime.transport.messages import Evaluation
 from searcher import Rollout, Searcher, make_group
 from tasks import Query
 from weights import SharedWeights

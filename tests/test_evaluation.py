@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from config import Config, UserError
-from runtime.bootstrap import interval, mean_of
-from runtime.messages import FinalEvaluation
 from runtime.preflight import check_sampling
-from runtime.scoring import Responses, score
+from runtime.responses.bootstrap import interval, mean_of
+from runtime.responses.scoring import Responses, score
+from runtime.transport.messages import FinalEvaluation
 from tasks import Query, Task, sampling_for_tests
 
 

@@ -24,8 +24,9 @@ from conftest import FOREVER, PATIENCE, ROOT, SMALL, Run, living, read, shared_f
 from safetensors.numpy import load_file, save_file
 
 from buffer import ReplayBuffer
-from runtime import checkpoint, timeline
+from runtime.checkpoints import checkpoint
 from runtime.launch import in_words
+from runtime.record import timeline
 from tasks import load_task
 from tba import main
 
@@ -79,7 +80,7 @@ TINY_TASK = (
 
 
 def share(ids: list[int], rank: int, searchers: int) -> list[int]:
-    """The query ids of a searcher's first epoch in their order (runtime/workload.py), seed 0."""
+    """The query ids of a searcher's first epoch, in order (runtime/modes/workload.py), seed 0."""
     own = np.random.default_rng(0).permutation(len(ids))[rank::searchers]
     return [ids[i] for i in np.random.default_rng((0, rank, 0)).permutation(own)]
 
@@ -188,12 +189,12 @@ sys.path[:0] = [{root!r}, {directory!r}]
 import writer
 from buffer import Group
 from config import Config
-from runtime import processes
-from runtime.board import Board
-from runtime.supervisor import Supervisor
+from runtime.processes import children
+from runtime.transport.board import Board
+from runtime.processes.supervisor import Supervisor
 
 if __name__ == "__main__":
-    place = processes.Place("searcher 0", None, [0, 1])
+    place = children.Place("searcher 0", None, [0, 1])
     board = Board(["trainer", "searcher 0"])
     run = Supervisor(Config(), [place], writer.Weights(), board, {directory!r}, "writer:run")
     got = 0

@@ -18,8 +18,8 @@ from models.engine import Engine
 from models.logprobs import TOKENS_PER_FORWARD, mismatch
 from models.policy import load_policy, weight_shapes
 from models.sizes import Pass
-from runtime.locked_pages import lock_pages
-from runtime.memory_trial import largest_micro_batch
+from runtime.planning.memory_trial import largest_micro_batch
+from runtime.transport.locked_pages import lock_pages
 from weights import SharedWeights
 
 

@@ -19,10 +19,11 @@ from conftest import ROOT, read, steps_of, tba
 
 from config import Config, UserError
 from models import device, logprobs
-from runtime import launch, processes
+from runtime import launch
 from runtime.command_line import build_config
-from runtime.places import find_places, gpu_memory, search_ahead
-from runtime.workload import ThrottledWorkload, Workload
+from runtime.modes.workload import ThrottledWorkload, Workload
+from runtime.processes import children
+from runtime.processes.places import find_places, gpu_memory, search_ahead
 from tasks import Query
 from weights import SharedWeights
 
@@ -51,7 +52,7 @@ def test_each_process_on_a_gpu_gets_its_part_of_the_cores_as_threads(gpus, monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     places = find_places(Config())
     assert [place.gpu for place in places] == ["0", "1", "2", "3"]
-    environments = [processes.environment(place) for place in places]
+    environments = [children.environment(place) for place in places]
     assert {variables["OMP_NUM_THREADS"] for variables in environments} == {"16"}
     assert {variables["MKL_NUM_THREADS"] for variables in environments} == {"16"}
     assert [variables["CUDA_VISIBLE_DEVICES"] for variables in environments] == list("0123")

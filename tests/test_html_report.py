@@ -23,14 +23,16 @@ from transformers import ByT5Tokenizer
 from buffer import Group
 from config import Config, UserError
 from models.policy import token_texts
-from runtime import html_report, launch, provenance, report, timeline
+from runtime import launch, provenance
 from runtime.command_line import MASK, build_config, mask
-from runtime.evaluation import EvaluationRun
-from runtime.samples import SampleLog
-from runtime.scoring import Responses
-from runtime.shown_samples import GROUPS
-from runtime.supervisor import RunFailed
-from runtime.trackers import grouped
+from runtime.display import html_report
+from runtime.display.shown_samples import GROUPS
+from runtime.display.trackers import grouped
+from runtime.processes.supervisor import RunFailed
+from runtime.record import report, timeline
+from runtime.responses.evaluation import EvaluationRun
+from runtime.responses.samples import SampleLog
+from runtime.responses.scoring import Responses
 from tasks import Query, Task, load_task
 from tba import main
 
@@ -486,7 +488,7 @@ def test_no_answer_or_extract_of_a_task_ends_a_searcher_and_an_error_is_said_onc
 
 def test_searchers_write_fewer_groups_where_responses_are_long(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("runtime.samples.time", clock)
+    monkeypatch.setattr("runtime.responses.samples.time", clock)
     log = SampleLog(str(tmp_path), load_task("arithmetic"), byte_tokenizer(), [].append)
     written = []
     for text in ("12", "1" * 250):  # 1,000 tokens: 5 s

@@ -26,8 +26,8 @@ from transformers import AutoTokenizer
 from config import UserError
 from models.classifier import Classifier, prepare_classifier
 from models.hub import explain, needed_files
-from runtime import processes
-from runtime.timeline import read_lines
+from runtime.processes import children
+from runtime.record.timeline import read_lines
 from tba import main
 
 RHO = "realtreetune/rho-1b-sft-GSM8K"
@@ -443,7 +443,7 @@ def test_a_reward_model_with_code_of_its_own_is_refused_and_nobody_is_asked(tmp_
 
 
 def test_the_end_of_a_log_is_shown_without_what_says_nothing(tmp_path):
-    path = processes.log_path(str(tmp_path), "searcher 0")
+    path = children.log_path(str(tmp_path), "searcher 0")
     path.parent.mkdir()
     noise = [
         "nanobind: leaked 2 functions!",
@@ -451,7 +451,7 @@ def test_the_end_of_a_log_is_shown_without_what_says_nothing(tmp_path):
         " - ... skipped remainder",
     ]
     path.write_text("\n".join(["ValueError: what went wrong", *noise * 20]))
-    assert processes.log_tail(str(tmp_path), "searcher 0").splitlines()[1:] == [
+    assert children.log_tail(str(tmp_path), "searcher 0").splitlines()[1:] == [
         "ValueError: what went wrong"
     ]
 

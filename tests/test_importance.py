@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 from config import Config
 from models.importance import Importance, effective_share
 from objectives import WITHOUT_REFERENCE
-from runtime.places import find_places, resolve
-from runtime.reference import NoReference, Reference, load_reference
+from runtime.modes.reference import NoReference, Reference, load_reference
+from runtime.processes.places import find_places, resolve
 
 
 def test_the_effective_share_is_1_of_equal_weights_and_1_in_n_where_one_outweighs_all():

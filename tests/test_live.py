@@ -5,8 +5,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from runtime.board import Board
-from runtime.live import LiveView, duration, seconds_left
+from runtime.record.live import LiveView, duration, seconds_left
+from runtime.transport.board import Board
 
 METRICS = {"step": 40, "seconds": 80.0, "queue_depth": 3, "loss": 0.5, "reward": 0.25}
 

@@ -22,10 +22,10 @@ from models.policy import hold_as_multiplied, load_policy, weight_shapes
 from models.sizes import Pass
 from runtime.command_line import build_config
 from runtime.launch import run
-from runtime.memory_trial import largest_micro_batch, try_largest_batch
-from runtime.needs import Needs
-from runtime.places import find_places
-from runtime.plan import show_plan
+from runtime.planning.memory_trial import largest_micro_batch, try_largest_batch
+from runtime.planning.needs import Needs
+from runtime.planning.plan import show_plan
+from runtime.processes.places import find_places
 from tba import main
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")

@@ -9,7 +9,7 @@ from config import Config
 from learner import Learner
 from models import logprobs
 from objectives import LOSSES
-from runtime.memory_trial import try_largest_batch
+from runtime.planning.memory_trial import try_largest_batch
 
 ROWS = make_rows(queries=4, per_query=3)
 SETTINGS = dict(responses_per_query=3, queries_per_batch=4, queries_per_micro_batch=2, beta=0.3)

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from runtime import pictures
+from runtime.display import pictures
 
 
 @pytest.fixture

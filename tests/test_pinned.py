@@ -19,10 +19,10 @@ from config import Config
 from learner import Learner
 from models.engine import Engine
 from models.policy import load_policy, weight_shapes
-from runtime.board import Board
-from runtime.checkpoint_writer import CheckpointWriter
-from runtime.messages import Evaluation, Notice
-from runtime.report import Report
+from runtime.checkpoints.writer import CheckpointWriter
+from runtime.record.report import Report
+from runtime.transport.board import Board
+from runtime.transport.messages import Evaluation, Notice
 from searcher import Searcher
 from trainer import Trainer
 from weights import SharedWeights

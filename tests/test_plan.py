@@ -20,11 +20,11 @@ from models import logprobs, sizes
 from models.logprobs import response_logprobs, split_rows
 from models.policy import hold_as_multiplied
 from models.sizes import Pass
-from runtime import plan
-from runtime.memory_trial import largest_micro_batch
-from runtime.needs import DISK, GIB, MEMORY, SHARED, Needs
-from runtime.places import find_places, resolve
-from runtime.plan import Plan, check_plan, find_problem, make_plan
+from runtime.planning import plan
+from runtime.planning.memory_trial import largest_micro_batch
+from runtime.planning.needs import DISK, GIB, MEMORY, SHARED, Needs
+from runtime.planning.plan import Plan, check_plan, find_problem, make_plan
+from runtime.processes.places import find_places, resolve
 from tasks import find_presets, load_task
 from tba import main
 

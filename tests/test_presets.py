@@ -17,7 +17,7 @@ from config import Config
 from learner import beta_at, reference_temperature_at, reward_temperature_at
 from objectives import LOSSES
 from runtime.command_line import build_config
-from runtime.places import find_places
+from runtime.processes.places import find_places
 from tasks import find_presets, load_task, redteam, tldr
 
 GSM8K = {

@@ -26,8 +26,9 @@ from conftest import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runtime import checkpoint, timeline
-from runtime.pictures import PANELS
+from runtime.checkpoints import checkpoint
+from runtime.display.pictures import PANELS
+from runtime.record import timeline
 from tba import main
 
 OUTPUTS = (

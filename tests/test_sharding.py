@@ -23,7 +23,7 @@ from models.logprobs import TOKENS_PER_FORWARD, all_counted
 from models.policy import weight_shapes
 from models.sharding import OneProcess, connect
 from objectives import LOSSES
-from runtime.memory_trial import try_largest_batch
+from runtime.planning.memory_trial import try_largest_batch
 from weights import SharedWeights
 
 OBJECTIVES = ("tb", "tba_prime", "grpo", "online_dpo")

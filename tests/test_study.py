@@ -11,7 +11,7 @@ import study
 
 from learner import Learner
 from models.hub import identify_weights
-from runtime.timeline import read_lines
+from runtime.record.timeline import read_lines
 from tasks import load_task
 
 SMALL = dict(

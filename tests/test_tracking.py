@@ -18,12 +18,12 @@ import pytest
 from conftest import PATIENCE, SMALL, Run, read, steps_of, tba, wait_for
 
 from config import Config
-from runtime import tracking
 from runtime.command_line import build_config
-from runtime.report import rewind
-from runtime.timeline import Lines
-from runtime.trackers import as_code, group_of, grouped
-from runtime.tracking import Tracking, follow
+from runtime.display import tracking
+from runtime.display.trackers import as_code, group_of, grouped
+from runtime.display.tracking import Tracking, follow
+from runtime.record.report import rewind
+from runtime.record.timeline import Lines
 from tba import main
 
 NAMES = ("wandb", "tensorboard")

@@ -15,9 +15,9 @@ from config import Config
 from learner import Learner, beta_at, lr_schedule
 from models.logprobs import response_logprobs
 from models.policy import weight_shapes
-from runtime.board import Board
-from runtime.memory_trial import try_largest_batch
-from runtime.report import Report, describe
+from runtime.planning.memory_trial import try_largest_batch
+from runtime.record.report import Report, describe
+from runtime.transport.board import Board
 from tasks import find_presets
 from trainer import Trainer
 from weights import SharedWeights
@@ -306,7 +306,7 @@ def test_a_wait_ends_after_the_timeout_when_nothing_comes_and_not_while_response
     with pytest.raises(TimeoutError, match="the first 192 responses, 0 are here: no progress for"):
         trainer.next_batch()
     clock = SimpleNamespace(monotonic=partial(next, itertools.count(step=0.05)))
-    monkeypatch.setattr("runtime.board.time", clock)  # 0.1 s go by with each look
+    monkeypatch.setattr("runtime.transport.board.time", clock)  # 0.1 s go by with each look
     trainer.rollout_queue = SlowQueue()
     assert trainer.next_batch() and clock.monotonic() > 2 * 0.3
 

@@ -1,0 +1,1 @@
+"""How is a run saved, and found again?"""

@@ -1,0 +1,1 @@
+"""How is what a run has written shown: report.html, pictures, trackers?"""

@@ -1,0 +1,1 @@
+"""What is searched next, what is trained on next: free-running, or in lockstep?"""

@@ -1,0 +1,1 @@
+"""How do searchers on other machines take part (--ray)?"""

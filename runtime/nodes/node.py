@@ -1,0 +1,225 @@
+"""A node of a Ray cluster: a Supervisor and its searchers, as one machine has them (--ray).
+
+It has weights, a board and queues of its own, and draws the queries in an order of its own. The
+driver (runtime/nodes/cluster.py) brings new weights, and collects what is found.
+"""
+
+import dataclasses
+import hashlib
+import os
+import platform
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from buffer import Group
+from config import Config, UserError
+from models.hub import fetch_model, find_model
+from runtime.processes.places import Place, find_gpus, find_places, resolve, searchers_of
+from runtime.processes.supervisor import Supervisor
+from runtime.transport.board import Board
+from runtime.transport.messages import Evaluation, Notice
+from tasks import load_task
+from weights import SharedWeights
+
+COLLECT_SECONDS = 0.1  # that a call waits for groups: calls are dearer than groups
+STOP_SECONDS = 2.0  # grace period for its searchers
+ROOT = Path(__file__).parents[2]
+# Python packages that must be of one version on all nodes: what is sent depends on them.
+PACKAGES = ("torch", "vllm", "transformers", "numpy", "ray")
+Weights = dict[str, np.ndarray]
+
+
+@dataclass
+class Found:
+    """What a node has to say when it is asked."""
+
+    items: list[Group | Evaluation | Notice]
+    rows: dict[str, dict[str, float]]  # the board
+    silence: dict[str, float]  # of each searcher, in seconds
+    places: list[str]  # where each of its searchers runs
+    clock: float  # its time.monotonic()
+
+
+def describe_environment() -> dict[str, str]:
+    """What must be the same on all nodes, by name."""
+    sources = sorted(path for path in ROOT.rglob("*.py") if is_source(path.relative_to(ROOT)))
+    code = hashlib.blake2b(digest_size=6)
+    for path in sources:
+        code.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    found = {"the project's files": code.hexdigest(), "Python": platform.python_version()}
+    for package in distributions():
+        name = package.name.removesuffix("-cpu")  # of vLLM
+        if name in PACKAGES:
+            found[name] = package.version.split("+")[0]
+    return found
+
+
+def find_difference(there: dict[str, str], here: dict[str, str]) -> str:
+    """Name what a node has otherwise than the driver's machine; "" for nothing."""
+    for what, value in here.items():
+        if there.get(what) != value:
+            return f"{what} {there.get(what)}, the driver's machine has {value}"
+    return ""
+
+
+def is_source(path: Path) -> bool:
+    """Whether a run executes this file of the project."""
+    others = ("tests", "benchmarks", "examples")
+    return path.parts[0] not in others and not path.parts[0].startswith(".")
+
+
+class Node:
+    """The actor of a node. Each call is short, and all are made one after the other.
+
+    config: as the user gave it. seeds: that no other node of the run has, for the order of its
+    queries and its samples. evaluates: whether it evaluates the base model. target: as of
+    Supervisor. environment: of the driver's machine. Raises UserError where this one's is another.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        seeds: tuple[int, ...],
+        evaluates: bool,
+        target: str,
+        environment: dict[str, str],
+    ):
+        if difference := find_difference(describe_environment(), environment):
+            raise UserError(f"this node has {difference}")
+        # Ray's processes ignore it, and then nobody learns how a child ended.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        start_tracker_apart()
+        self.run_dir = tempfile.mkdtemp(prefix="tba-node-")
+        Path(self.run_dir, "logs").mkdir()
+        wanted = dict(trainer_processes=1, searchers=config.searchers_per_node)
+        seed = int(np.random.SeedSequence((config.seed, *seeds)).generate_state(1)[0])
+        config = dataclasses.replace(config, output_dir=self.run_dir, seed=seed, **wanted)
+        places = find_node_places(config)
+        self.places, config = searchers_of(places), resolve(config, places)
+        task = load_task(config.task, **config.options)
+        task.prepare()
+        model = find_model("--model", config.model or task.base_model())
+        config = dataclasses.replace(config, model=fetch_model("--model", model))
+        resets = config.reference_reset_period > 0
+        self.weights = SharedWeights(shapes, dtype, len(self.places), reference=resets)
+        self.board = Board([place.name for place in self.places])
+        self.board.set(self.places[0].name, "evaluated", -1 if evaluates else 0)
+        self.supervisor = Supervisor(
+            config, self.places, self.weights, self.board, self.run_dir, target
+        )
+
+    def collect(self, room: int, last_step_done: bool) -> Found:
+        """Return what the searchers found since the last call, at most so many groups.
+
+        Raises RunFailed when a searcher dies again and again.
+        """
+        self.board.last_step_done = last_step_done
+        self.supervisor.check()
+        items = self.take_items(room)
+        for item in items:
+            if isinstance(item, Evaluation):
+                self.board.set(self.places[0].name, "evaluated", item.version)
+        rows = {p.name: {c: self.board.get(p.name, c) for c in Board.COLUMNS} for p in self.places}
+        silence = {place.name: self.board.silence(place.name) for place in self.places}
+        places = [f"{place.name} on {place}" for place in self.places]
+        return Found(items, rows, silence, places, time.monotonic())
+
+    def take_items(self, room: int) -> list:
+        """Take what comes within COLLECT_SECONDS, at most so many."""
+        items, deadline = [], time.monotonic() + COLLECT_SECONDS
+        with suppress(queue.Empty):
+            while len(items) < room:
+                rest = max(1e-3, deadline - time.monotonic())
+                items.append(self.supervisor.rollout_queue.get(timeout=rest))
+        return items
+
+    def take_weights(
+        self,
+        version: int,
+        weights: Weights,
+        evaluate: bool,
+        reference_version: int,
+        reference: Weights | None,
+    ) -> bool:
+        """Publish a version on this node. False: its searchers still read what would be written.
+
+        First the reference, as the trainer does.
+        """
+        own = self.weights
+        if reference_version > own.reference_version:
+            is_done = own.publish_reference(reference_version, as_tensors(reference))
+            if not is_done:
+                return False
+        return own.publish(version, as_tensors(weights), evaluate)
+
+    def logs(self) -> dict[str, str]:
+        """The files of its logs/, by name."""
+        files = Path(self.run_dir, "logs").iterdir()
+        return {file.name: file.read_text(errors="replace") for file in files}
+
+    def stop(self) -> dict[str, str]:
+        """End the searchers. Returns logs()."""
+        self.board.stop = True
+        self.supervisor.stop(time.monotonic() + STOP_SECONDS)
+        logs = self.logs()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        return logs
+
+
+def start_tracker_apart() -> None:
+    """Start Python's resource tracker, which unlinks the semaphores of who was killed, on its own.
+
+    As this process's child, which Python makes it, Ray would kill it first.
+    """
+    reading, writing = os.pipe()
+    code = f"from multiprocessing.resource_tracker import main; main({reading})"
+    # The shell ends at once, and then it is nobody's child.
+    shell = ["sh", "-c", 'setsid "$@" &', "sh", sys.executable, "-c", code]
+    subprocess.run(shell, pass_fds=[reading], check=True)
+    os.close(reading)
+    resource_tracker._resource_tracker._fd = writing  # as in a child of who started it
+
+
+def find_node_places(config: Config) -> list[Place]:
+    """Return a place for each searcher of a node, on every GPU or on some of the cores.
+
+    And one for a trainer, as find_places does, which stays empty.
+    """
+    gpus = find_gpus()
+    if not gpus:
+        return find_places(config, [])
+    if config.searchers and config.searchers > len(gpus):
+        raise UserError(
+            f"--searchers_per_node is {config.searchers}, but a node has {len(gpus)} GPUs"
+        )
+    # Nobody trains there: a GPU that is not there is the trainer's.
+    return find_places(config, ["none", *gpus])
+
+
+def as_arrays(tensors: dict[str, torch.Tensor]) -> Weights:
+    """View tensors as arrays: bf16 as its bits, for numpy has none."""
+    return {
+        name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
+        for name, t in tensors.items()
+    }
+
+
+def as_tensors(arrays: Weights) -> list[tuple[str, torch.Tensor]]:
+    """Undo as_arrays. They are read only: they lie in Ray's object store."""
+    tensors = ((name, torch.from_numpy(array)) for name, array in arrays.items())
+    return [(name, t.view(torch.bfloat16) if t.dtype == torch.uint16 else t) for name, t in tensors]

@@ -1,0 +1,1 @@
+"""Does the run fit into this machine's memory?"""

@@ -1,0 +1,154 @@
+"""The Supervisor: starts the searchers, restarts those that die, and forwards what they send.
+
+Each incarnation of a searcher has a queue of its own, read by a thread of its own: a process that
+is killed may leave its queue locked, or half a group in it. All threads put into the one rollout
+queue that the trainer drains.
+"""
+
+import queue
+import threading
+import time
+
+import torch.multiprocessing
+
+from buffer import Group
+from config import Config
+from runtime.processes import children
+from runtime.processes.children import Place
+from runtime.transport.board import Board
+from runtime.transport.messages import Notice
+from weights import SharedWeights
+
+QUEUE_GROUPS = 256  # groups that may wait for the trainer before searchers wait too
+POLL_SECONDS = 1.0  # after which a forwarding thread looks again whether the run is over
+DEATHS = 3  # in a row, without a group between them, that end the run
+
+spawn = torch.multiprocessing.get_context("spawn")
+
+
+class RunFailed(Exception):
+    """The run cannot go on. The message says why, and shows the end of the log of the process."""
+
+
+class Supervisor:
+    """Searcher i has share i of the queries, pin i of the weights, and a row of the board.
+
+    rollout_queue: of Group, Evaluation and Notice, for the trainer. target: the "module:function"
+    that is a searcher.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        places: list[Place],
+        weights: SharedWeights,
+        board: Board,
+        run_dir: str,
+        target: str,
+    ):
+        self.config, self.places, self.weights, self.target = config, places, weights, target
+        self.board, self.run_dir = board, run_dir
+        self.rollout_queue = spawn.Queue(QUEUE_GROUPS)
+        # At the end nobody reads what is still in it: this process must not wait for that.
+        self.rollout_queue.cancel_join_thread()
+        self.deaths = [0] * len(places)  # of each searcher, since its last group
+        self.forwarders: list[threading.Thread] = []
+        self.searchers = [self.start(rank) for rank in range(len(places))]
+
+    def start(self, rank: int) -> torch.multiprocessing.Process:
+        """Start searcher `rank` with a new queue, and the thread that reads it."""
+        row, groups = self.places[rank].name, spawn.Queue(QUEUE_GROUPS)
+        self.board.set(row, "ready", 0)
+        self.board.beat(row)  # being started is a sign of life
+        share = pin = rank
+        arguments = self.config, share, pin, row, self.weights, groups, self.board, self.run_dir
+        process = children.start(self.places[rank], self.target, arguments, self.run_dir)
+        # Now the searcher alone holds the writing end: its death ends the reading of half a group.
+        groups._writer.close()
+        forwarder = threading.Thread(target=self.forward, args=(rank, groups), daemon=True)
+        forwarder.start()
+        self.forwarders.append(forwarder)
+        return process
+
+    def forward(self, rank: int, groups: torch.multiprocessing.Queue) -> None:
+        """Forward what a searcher sends, in a thread, until it is dead and its queue is empty."""
+        while not self.board.stop:
+            try:
+                item = groups.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                continue
+            except (EOFError, OSError):
+                break
+            if isinstance(item, Group):
+                self.deaths[rank] = 0
+            while not self.board.stop:
+                try:
+                    self.rollout_queue.put(item, timeout=POLL_SECONDS)
+                    break
+                except queue.Full:  # the searcher will wait too, on its own queue
+                    pass
+        groups.close()
+
+    def check(self) -> None:
+        """Restart searchers that died or fell silent.
+
+        Raises RunFailed when one dies again and again, or asks to end the run. Once the board says
+        stop, they may end.
+        """
+        for rank, (process, place) in enumerate(zip(self.searchers, self.places)):
+            if process.exitcode is not None:
+                fault = f"{place.name} ended with exit code {process.exitcode}"
+            elif self.board.is_silent(place.name, self.config.searcher_timeout):
+                silence = self.board.silence(place.name)
+                fault = (
+                    f"{place.name} gave no sign of life for {silence:.0f} s (--searcher_timeout)"
+                )
+            else:
+                continue
+            if self.board.stop:
+                return
+            children.kill(process)
+            self.deaths[rank] += 1
+            # In lockstep every group is waited for, and those that died with the searcher will not
+            # come.
+            is_last = self.config.lockstep or self.deaths[rank] == DEATHS
+            if process.exitcode == children.GIVE_UP or is_last:
+                repeated = (
+                    f", {DEATHS} times without a group" if self.deaths[rank] == DEATHS else ""
+                )
+                log = children.log_tail(self.run_dir, place.name)
+                raise RunFailed(f"{fault}{repeated}\n{log}")
+            self.restart(rank, fault)
+
+    def restart(self, rank: int, fault: str) -> None:
+        """Start a dead searcher again, and say so."""
+        row = self.places[rank].name
+        self.weights.unpin(rank)
+        self.board.add(row, "restarts", 1)
+        self.searchers[rank] = self.start(rank)
+        log = children.log_path(self.run_dir, row)
+        self.say(f"{fault}: it is started again; its log is {log}")
+
+    def say(self, line: str) -> None:
+        """Have the trainer show a line: the terminal is its own."""
+        try:
+            self.rollout_queue.put_nowait(Notice(line))
+        except queue.Full:
+            print(line, flush=True)
+
+    def stop(self, deadline: float) -> None:
+        """Join the searchers, which end by themselves when the board says stop.
+
+        One that is loading, or has not ended at `deadline` (time.monotonic()), is killed.
+        """
+        for process in self.searchers:
+            if self.board.get(process.name, "ready"):
+                process.join(max(0.0, deadline - time.monotonic()))
+            children.kill(process)
+        # Each thread frees its queue's semaphores. One that this process's end cuts short in that
+        # leaves a warning on stderr that they leaked.
+        for forwarder in self.forwarders:
+            forwarder.join(2 * POLL_SECONDS)
+        self.rollout_queue.close()
+        if feeder := self.rollout_queue._thread:
+            feeder.join(POLL_SECONDS / 2)

@@ -1,0 +1,1 @@
+"""What becomes of a response: scores, samples, evaluations?"""

@@ -1,0 +1,75 @@
+"""samples.jsonl: what the policy answers, token by token, for report.html and for a person."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from buffer import Group, rows_of
+from models.policy import token_texts
+from runtime.display.shown_samples import RESPONSES
+from runtime.record.timeline import Lines
+from runtime.responses.scoring import Responses
+from runtime.transport.messages import Notice
+from tasks import Task
+
+PERIOD = 1.0  # seconds between two groups of one searcher
+TOKENS_PER_SECOND = 200  # of one searcher at most, at about 20 bytes a token
+Say = Callable[[Notice], None]  # shows the user a line
+
+
+class SampleLog:
+    """Writes some responses of about a group a second, fewer where responses are long.
+
+    A log ends no run: the first error, such as of the task's extract(), goes to the user by `say`.
+    """
+
+    def __init__(self, run_dir: str, task: Task, tokenizer: PreTrainedTokenizerBase, say: Say):
+        self.lines, self.task = Lines(Path(run_dir) / "samples.jsonl"), task
+        self.tokenizer, self.say, self.has_failed = tokenizer, say, False
+        self.is_due_at = 0.0  # time.monotonic()
+
+    def write(self, responses: Responses, group: Group) -> None:
+        """Write a few responses of this group, unless one was written just before."""
+        now = time.monotonic()
+        if now < self.is_due_at:
+            return
+        rows = rows_of(group)[:RESPONSES]
+        num_tokens = sum(len(row.tokens) for row in rows)
+        self.is_due_at = now + max(PERIOD, num_tokens / TOKENS_PER_SECOND)
+        try:
+            lines = [
+                {
+                    # Of the weights that the group was started with. These two come first:
+                    # report.html finds the groups by them.
+                    "version": row.version,
+                    "query_id": row.query_id,
+                    "prompt": responses.query.prompt,
+                    "answer": str(responses.query.answer),
+                    "response": text,
+                    "extracted": None if (found := self.task.extract(text)) is None else str(found),
+                    "reward": row.reward,
+                    "finished": is_finished,
+                    "tokens": token_texts(self.tokenizer, row.tokens.tolist()),
+                    "behavior_logprobs": rounded(row.behavior_logprobs),
+                    "ref_logprobs": rounded(row.ref_logprobs),
+                }
+                for text, is_finished, row in zip(responses.texts, responses.finished, rows)
+            ]
+            self.lines.write(*lines)
+        except Exception as error:
+            if not self.has_failed:
+                what = f"responses are left out of samples.jsonl, see logs/: {error!a:.200}"
+                logging.warning(what, exc_info=True)
+                self.say(Notice(f"warning: {what}"))
+            self.has_failed = True
+
+
+def rounded(logprobs: np.ndarray) -> list[float] | None:
+    """Log-probabilities in short, as JSON has no NaN; None without a reference policy."""
+    if not np.isfinite(logprobs).all():
+        return None
+    return [round(value, 3) for value in logprobs.tolist()]
