@@ -3,7 +3,6 @@
 The Trainer around it moves batches in and weights out.
 """
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from transformers import get_scheduler
 
 from buffer import Row
 from config import Config
@@ -19,10 +17,10 @@ from loss import LossInputs, Metrics
 from models.device import compute_dtype
 from models.importance import Importance
 from models.logprobs import TOKENS_IN_LOW_MEMORY, split_rows
-from models.lora import load_trained_policy, save, trained_parameters
-from models.merged import merged
-from models.policy import find_not_finite, load_tokenizer
-from models.sharding import OneProcess
+from models.lora import load_trained_policy, merged, save, trained_parameters
+from models.policy import find_not_finite
+from models.schedules import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
+from models.sharding import OneProcess, load_state_of, state_of
 from objectives import LOSSES
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
@@ -205,89 +203,20 @@ class Learner:
         """
         self.ranks.call("state")
         yield "counters", torch.tensor([self.step, self.bad_steps, self.bad_steps_in_a_row])
-        for name, parameter in self.trained.items():
-            yield f"policy.{name}", self.ranks.full(parameter.detach())
-            for key, value in self.optimizer.state[parameter].items():
-                yield f"optimizer.{name}.{key}", self.ranks.full(value) if value.ndim else value
+        yield from state_of(self.trained, self.optimizer, self.ranks)
 
-    @torch.no_grad()
     def load_state(self, state: dict[str, Tensor] | None) -> None:
         """Take over what state() gave, of any number of ranks. Only rank 0 needs it."""
         self.ranks.call("load_state", None)
-        whole = state or {}
-        numbers = {name: value for name, value in whole.items() if value.ndim == 0}
-        counters, numbers = self.ranks.gather((whole.get("counters"), numbers))[0]
-        for name, parameter in self.trained.items():
-            self.ranks.fill(parameter, whole.get(f"policy.{name}"))
-            prefix = f"optimizer.{name}"
-            if f"{prefix}.step" not in numbers:  # there are no moments before the first step
-                continue
-            moments = {"step": numbers[f"{prefix}.step"].to(parameter.device)}
-            for key in ("exp_avg", "exp_avg_sq"):
-                moments[key] = torch.empty_like(parameter)
-                self.ranks.fill(moments[key], whole.get(f"{prefix}.{key}"))
-            self.optimizer.state[parameter] = moments
+        counters = self.ranks.gather((state or {}).get("counters"))[0]
+        load_state_of(self.trained, self.optimizer, self.ranks, state or {})
         self.step, self.bad_steps, self.bad_steps_in_a_row = counters.tolist()
         schedule = self.lr_schedule.state_dict() | {"last_epoch": self.step - 1}
         self.lr_schedule.load_state_dict(schedule)
         self.lr_schedule.step()
 
     def save_model(self, directory: Path) -> None:
-        """Save the policy for from_pretrained and for vLLM: written beside, then renamed.
-
-        With LoRA it is merged, and its adapter is saved in adapter/ next to it.
-        """
+        """Save the policy for from_pretrained and for vLLM. With LoRA it is merged."""
         is_plain = not self.adapted and self.ranks.size == 1
-        # Some base models have these; without do_sample they are refused on saving.
-        for setting in ("temperature", "top_p", "top_k"):
-            setattr(self.policy.generation_config, setting, None)
-        unfinished = directory.with_suffix(".unfinished")
-        save(self.policy, self.adapted, None if is_plain else self.weights(), unfinished)
-        load_tokenizer(self.config).save_pretrained(unfinished)
-        shutil.rmtree(directory, ignore_errors=True)
-        unfinished.rename(directory)
-
-
-def beta_at(config: Config, step: int) -> float:
-    """beta at a step: a line from beta to beta_final, which a stop step may cut short."""
-    if config.beta_final is None:
-        return config.beta
-    if config.beta_stop_step is not None and step >= config.in_steps(config.beta_stop_step):
-        return config.beta_final
-    share = progress(step, config.in_steps(config.beta_steps))
-    return config.beta + (config.beta_final - config.beta) * share
-
-
-def reward_temperature_at(config: Config, step: int) -> float:
-    """tau at a step: a line from reward_temperature to 1."""
-    tau = config.reward_temperature
-    return tau + (1 - tau) * progress(step, config.reward_temperature_steps)
-
-
-def reference_temperature_at(config: Config, step: int) -> float:
-    """gamma at a step: a line from 1 to reference_temperature."""
-    gamma = config.reference_temperature
-    return 1 + (gamma - 1) * progress(step, config.reference_temperature_steps)
-
-
-def progress(step: int, steps: int) -> float:
-    """How far a line of so many steps has come: 0 to 1."""
-    return min(1.0, step / max(1, steps))
-
-
-def lr_schedule(
-    optimizer: torch.optim.Optimizer, config: Config
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate's schedule, as transformers has it."""
-    if config.lr_schedule == "warmup_stable_decay":
-        # Its length is its own: the run may end before the decay does.
-        lengths = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
-        return get_scheduler(
-            config.lr_schedule,
-            optimizer,
-            config.warmup_steps,
-            scheduler_specific_kwargs=lengths,
-        )
-    is_constant = config.lr_schedule == "constant"
-    name = "constant_with_warmup" if is_constant else config.lr_schedule
-    return get_scheduler(name, optimizer, config.warmup_steps, config.steps)
+        whole = None if is_plain else self.weights()
+        save(self.config, self.policy, self.adapted, whole, directory)

@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,11 +70,11 @@ SETTINGS = dict(
     responses_per_query=2,
     samples_per_query=2,
     initial_responses=8,
-    search_ahead=2,
     max_prompt_tokens=96,
     max_response_tokens=48,
     low_memory="off",
 )
+SEARCH_AHEAD = 2  # steps, as beside the trainer on a GPU
 STEPS, RESUMED_STEPS, CHECKPOINT_EVERY = 4, 6, 2
 INTERRUPTED = 3  # the step behind which the run is interrupted
 TOKENIZER_VOCABULARY = 8192
@@ -232,8 +233,10 @@ class Rehearsal:
         self.spans: dict[str, list[Span]] = defaultdict(list)  # by process
         self.begins: list[float] = []  # of the two command lines
         for period in (CHECKPOINT_EVERY, 0):
-            settings = SETTINGS | dict(dtype=dtype, steps=STEPS, checkpoint_every=period)
-            self.flags = ["gsm8k", *where, *as_flags(**settings)]
+            flags = as_flags(**SETTINGS, dtype=dtype, steps=STEPS, checkpoint_every=period)
+            settings = asdict(build_config(["gsm8k", *flags])) | {"search_ahead": SEARCH_AHEAD}
+            (directory / "settings.json").write_text(json.dumps(settings))
+            self.flags = ["--config", str(directory / "settings.json"), *where]
             self.plan = self.make_plan()
             if not self.plan.is_short(MEMORY):
                 break

@@ -37,8 +37,7 @@ from torch import Tensor
 
 import models.device
 from config import Config
-from models.lora import load_trained_policy
-from models.merged import merged
+from models.lora import load_trained_policy, merged
 from models.policy import load_policy, weight_shapes
 from runtime.processes import children
 from runtime.processes.places import Place, find_places

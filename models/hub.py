@@ -4,7 +4,6 @@ A model is named by a directory, by organisation/name or, for a branch, by organ
 What comes from the hub is fetched once, before any process starts; then it is a directory.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -15,17 +14,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import DatasetInfo, HfApi, ModelInfo, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError
 
 from config import UserError
 
@@ -33,15 +27,10 @@ PIECES, PIECE_BYTES = 64, 1 << 20  # that are read of a large file to tell its w
 ANSWER_SECONDS = 5.0  # that the hub has for its first answer
 NAME = re.compile(r"[^/@]+/[^/@]+(@[^@]+)?")
 # Other programs' formats, and what training left beside a model.
-NOT_NEEDED = ("*.pth", "*.pt", "*.ot", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.tflite", "*.md")
-NOT_NEEDED += (
-    "training_args.bin",
-    "optimizer*",
-    "scheduler*",
-    "rng_state*",
-    ".gitattributes",
-    "*/*",
-)
+NOT_NEEDED = (
+    "*.pth *.pt *.ot *.gguf *.h5 *.msgpack *.onnx *.tflite *.md training_args.bin optimizer* "
+    "scheduler* rng_state* .gitattributes */*"
+).split()
 WEIGHTS = ("*.safetensors", "*.bin")
 FORMATS = (
     ("model.safetensors", "model.safetensors.index.json", "*.safetensors"),
@@ -80,7 +69,8 @@ def fetch_model(flag: str, model: str, weights: bool = True) -> str:
         info = ask_hub(name, "model", branch or None)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings}
         needed = needed_files(list(sizes), weights)
-        missing = [file for file in needed if not in_cache(name, info.sha, file)]
+        find_cached = partial(huggingface_hub.try_to_load_from_cache, name, revision=info.sha)
+        missing = [file for file in needed if not isinstance(find_cached(file), str)]
         megabytes = sum(sizes[file] for file in missing) / 1e6
         if weights and missing:
             what = f"{len(missing)} files, {megabytes:,.1f} MB"
@@ -88,7 +78,7 @@ def fetch_model(flag: str, model: str, weights: bool = True) -> str:
         with ended_by_signal():
             directory = snapshot_download(name, revision=branch or None, allow_patterns=needed)
     except Exception as error:  # the many ways of having no network
-        return cached_model(flag, model, weights, explain(error, name), error)
+        return cached_model(flag, model, weights, explain(error), error)
     if weights and not has_weights(Path(directory)):
         raise UserError(f"{flag} {model!r} has no weights that transformers reads: it has {needed}")
     return directory
@@ -147,13 +137,8 @@ def needed_files(files: list[str], weights: bool) -> list[str]:
     """
     kept = [file for file in files if not any(fnmatch(file, kind) for kind in NOT_NEEDED)]
     formats = [suffix for whole, index, suffix in FORMATS if whole in kept or index in kept]
-    unused = {suffix for _, _, suffix in FORMATS} - set(formats[:1]) if weights else set(WEIGHTS)
+    unused = set(WEIGHTS) - set(formats[:1] if weights else [])
     return [file for file in kept if not any(fnmatch(file, kind) for kind in unused)]
-
-
-def in_cache(name: str, commit: str, file: str) -> bool:
-    """Whether a file of a repository is in the hub's cache."""
-    return isinstance(huggingface_hub.try_to_load_from_cache(name, file, revision=commit), str)
 
 
 def has_weights(directory: Path) -> bool:
@@ -203,29 +188,12 @@ class Offline(Exception):
         return Offline.reason
 
 
-def explain(error: Exception, name: str) -> str:
-    """Say in one line why something could not be fetched, and what to do."""
-    chain = [error]
-    while cause := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(cause)
-    page = f"{constants.ENDPOINT}/{name}"
-    for each in chain:
-        if isinstance(each, Offline):
-            return str(each)
-        if isinstance(each, GatedRepoError):
-            return f"it is gated: request access on {page}, then log in (hf auth login)"
-        if isinstance(each, RevisionNotFoundError):
-            return "it has no such branch"
-        if isinstance(each, RepositoryNotFoundError):
-            return "there is no such repository, or it is private: log in (hf auth login)"
-        if isinstance(each, OSError) and each.errno == errno.ENOSPC:
-            return "the disk is full: make room, or set HF_HOME to a directory elsewhere"
-        if isinstance(each, HfHubHTTPError) and each.response is not None:
-            status = each.response.status_code
-            advice = "log in (hf auth login)" if status in (401, 403) else "try again later"
-            answer = f"{status} {each.response.reason_phrase}"
-            return f"{constants.ENDPOINT} answers {answer}: {advice}"
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def explain(error: Exception) -> str:
+    """Say in one line why something could not be fetched, as the hub's client does."""
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, HfHubHTTPError):  # an answer, whose address is in the line
+        line += "; log in (hf auth login) for what is gated or private, or try again later"
+    return line
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch.distributed.tensor import distribute_tensor
 from config import LOAD_SECONDS
 from models.device import device
 from models.logprobs import Scorer, all_counted
-from models.merged import under_names_of
+from models.lora import under_names_of
 from models.policy import decoder_layers
 
 POLL_SECONDS = 1.0  # between two signs of life of a rank that waits for a call
@@ -212,3 +212,35 @@ class Rank(OneProcess):
         if self.rank == 0:
             whole.copy_(value)
         parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+
+
+def state_of(
+    trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.AdamW, ranks: OneProcess
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is trained and its moments, whole, by name, one at a time."""
+    for name, parameter in trained.items():
+        yield f"policy.{name}", ranks.full(parameter.detach())
+        for key, value in optimizer.state[parameter].items():
+            yield f"optimizer.{name}.{key}", ranks.full(value) if value.ndim else value
+
+
+@torch.no_grad()
+def load_state_of(
+    trained: dict[str, torch.nn.Parameter],
+    optimizer: torch.optim.AdamW,
+    ranks: OneProcess,
+    state: dict[str, Tensor],
+) -> None:
+    """Take over what state_of() gave, of any number of ranks. Only rank 0 needs it."""
+    numbers = {name: value for name, value in state.items() if value.ndim == 0}
+    numbers = ranks.gather(numbers)[0]
+    for name, parameter in trained.items():
+        ranks.fill(parameter, state.get(f"policy.{name}"))
+        prefix = f"optimizer.{name}"
+        if f"{prefix}.step" not in numbers:  # there are no moments before the first step
+            continue
+        moments = {"step": numbers[f"{prefix}.step"].to(parameter.device)}
+        for key in ("exp_avg", "exp_avg_sq"):
+            moments[key] = torch.empty_like(parameter)
+            ranks.fill(moments[key], state.get(f"{prefix}.{key}"))
+        optimizer.state[parameter] = moments

@@ -14,7 +14,8 @@ from typing import Annotated
 
 import tyro
 
-from config import SECTIONS, Config, UserError, check, check_types, settle
+from config import SECTIONS, Config, UserError, settle
+from runtime.check_settings import check, check_types
 from tasks import Task, find_presets, find_task, task_names
 
 # What a run that is resumed may change: how long, how often, how fast. Everything else is part of
@@ -77,10 +78,7 @@ def earlier_config(arguments: list[str], first: Config) -> Config:
     for name in ("preset", "tiny"):
         if is_given(arguments, name):
             raise UserError(f"--{name} and --config are both given: give one of the two")
-    settings = read_settings("--config", first.config) | {"output_dir": "", "resume": ""}
-    if not isinstance(settings.get("task"), str):
-        raise no_run("--config", first.config, ValueError("it names no task"))
-    return make_config("--config", first.config, settings)
+    return replace(read_config("--config", first.config), output_dir="", resume="")
 
 
 def preset_config(arguments: list[str], first: Config) -> Config:
@@ -104,8 +102,7 @@ def preset_config(arguments: list[str], first: Config) -> Config:
 
 def resumed(arguments: list[str], directory: str) -> Config:
     """The settings of the run in that directory, changed by the flags. Raises UserError."""
-    settings = read_settings("--resume", directory, "config.json")
-    saved = make_config("--resume", directory, settings)
+    saved = read_config("--resume", directory, "config.json")
     saved = replace(saved, output_dir=directory, resume=directory)
     config = parse(arguments, saved)
     if config.model and Path(config.model).is_dir():
@@ -133,28 +130,20 @@ def resumed(arguments: list[str], directory: str) -> Config:
     return config
 
 
-def read_settings(flag: str, path: str, file: str = "") -> dict:
-    """Read a config.json: the path, or that file in it. Raises UserError."""
+def read_config(flag: str, path: str, file: str = "") -> Config:
+    """Make a Config of a config.json: the path, or that file in it. Raises UserError."""
     try:
         settings = json.loads(Path(path, file).read_text())
-    except (OSError, ValueError) as error:
-        raise no_run(flag, path, error) from error
-    if not isinstance(settings, dict):
-        raise no_run(flag, path, ValueError("it is no object"))
-    return settings
-
-
-def make_config(flag: str, path: str, settings: dict) -> Config:
-    """Make a Config of what a config.json holds. Raises UserError."""
-    try:
+        if not isinstance(settings, dict):
+            raise ValueError("it is no object")
+        if flag == "--config" and not isinstance(settings.get("task"), str):
+            raise ValueError("it names no task")
+        settings.pop("json", None)  # earlier versions had such a flag
         return Config(**settings)
-    except TypeError as error:  # a field that Config does not have
-        raise no_run(flag, path, error) from error
-
-
-def no_run(flag: str, path: str, error: Exception) -> UserError:
-    purpose = "no run that can be resumed" if flag == "--resume" else "no settings of a run"
-    return UserError(f"{flag} {path!r} holds {purpose}: {type(error).__name__}: {error}")
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a field that Config has not
+        purpose = "no run that can be resumed" if flag == "--resume" else "no settings of a run"
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{flag} {path!r} holds {purpose}: {problem}") from error
 
 
 def is_given(arguments: list[str], name: str) -> bool:
@@ -177,7 +166,7 @@ def parse_first(arguments: list[str]) -> Config:
     if is_task_given(arguments) and not any(is_given(arguments, name) for name in deciding):
         return Config(task=arguments[0])  # to spare tyro's time
     without_help = [argument for argument in arguments if argument not in HELP]
-    settings, unknown = run_tyro(without_help, Config(), task=None, allow_unknown=True)
+    settings, unknown = run_tyro(without_help, Config(), task=None)
     if is_task_given(arguments):
         return replace(settings, task=arguments[0])
     return replace(settings, task=Config.task) if unknown else settings
@@ -195,7 +184,7 @@ def parse(arguments: list[str], base: Config) -> Config:
     if unknown := set(base.options) - set(field_names(task)):
         raise UserError(f"task {base.task!r} has no setting {min(unknown)!r}")
     check_types(base.options, task)
-    config = run_tyro(arguments, base, task, allow_unknown=False)[0]
+    config, _ = run_tyro(arguments, base, task)
     if config.task != base.task and not base.resume:  # resumed() has its own words for that
         raise UserError(f"the task is {config.task!r}, but the settings are for {base.task!r}")
     masked = [name for name, value in config.options.items() if value == MASK]
@@ -213,11 +202,12 @@ def mask(options: dict[str, object]) -> dict[str, object]:
 
 
 def run_tyro(
-    arguments: list[str], base: Config, task: type[Task] | None, allow_unknown: bool
+    arguments: list[str], base: Config, task: type[Task] | None
 ) -> tuple[Config, list[str]]:
     """Have tyro read the command line. Returns the settings, and the arguments it does not know.
 
-    For tyro each section of Config is a group of flags, and so are the task's own.
+    For tyro each section of Config is a group of flags, and so are the task's own. An argument that
+    it does not know ends the program, unless the task is None: its flags are still to come.
     """
     groups = [("name", Annotated[tyro.conf.Positional[str], TASK])]
     defaults = {"name": base.task}
@@ -226,9 +216,9 @@ def run_tyro(
         groups.append((title(section), section))
         defaults[title(section)] = section(**values)
     if field_names(task):
-        own = without_post_init(task)
+        own, required = without_post_init(task), required_fields(task)
         groups.append((OWN, own))
-        defaults[OWN] = own(**own_defaults(task, tyro.MISSING) | base.options)
+        defaults[OWN] = own(**required | base.options)
     wrapper = make_dataclass("CommandLine", groups)
     parsed = tyro.cli(
         wrapper,
@@ -237,20 +227,20 @@ def run_tyro(
         prog="python tba.py",
         description=DESCRIPTION + (f" Presets of {base.task}: {presets_of(base)}." if task else ""),
         use_underscores=True,
-        return_unknown_args=allow_unknown,
+        return_unknown_args=task is None,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    parsed, unknown = parsed if allow_unknown else (parsed, [])
+    parsed, unknown = (parsed, []) if task else parsed
     settings, options = {"task": parsed.name}, dict(base.options)
     for section in SECTIONS:
         settings |= vars(getattr(parsed, title(section)))
     if field_names(task):
-        plain = own_defaults(task, None)
+        plain = own(**required)
         for name in field_names(task):
             value = getattr(getattr(parsed, OWN), name)
-            if name in options or value != plain[name]:
+            if name in options or value != getattr(plain, name):
                 options[name] = value
-    return Config(**settings, options=options), unknown
+    return replace(base, **settings, options=options), unknown
 
 
 def presets_of(config: Config) -> str:
@@ -269,16 +259,11 @@ def field_names(settings: type | None) -> list[str]:
     return [field.name for field in dataclasses.fields(settings)] if is_dataclass else []
 
 
-def own_defaults(task: type[Task], missing: object) -> dict[str, object]:
-    """The defaults of a task's own settings; `missing` where there is none."""
-    defaults = {}
-    for field in dataclasses.fields(task):
-        defaults[field.name] = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
-        elif field.default is dataclasses.MISSING:
-            defaults[field.name] = missing
-    return defaults
+def required_fields(task: type[Task]) -> dict[str, object]:
+    """Name the settings of a task that have no default, each with tyro's mark for that."""
+    settings = dataclasses.fields(task)
+    # Where there is a default or a way to make one, only the other is dataclasses.MISSING.
+    return {own.name: tyro.MISSING for own in settings if own.default is own.default_factory}
 
 
 def without_post_init(task: type[Task]) -> type:

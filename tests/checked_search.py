@@ -31,11 +31,11 @@ def run(config, rank, pin, row, weights, rollout_queue, board, run_dir) -> None:
             with weights.read(pin) as (version, tensors):
                 were_whole &= all(bool((tensor == version).all()) for tensor in tensors.values())
             board.set(row, "version", version)
-        if version >= 0 and (work := workload.draw()):
+        if version >= 0 and (rollout := workload.draw()):
             tokens = rng.integers(0, 1000, RESPONSES * TOKENS, dtype=np.int32)
-            facts = [config.seed >> 1, work.visit, were_whole, checksum(tokens)]
-            rollout_queue.put(make_group(work.query.id, version, facts, tokens))
-            workload.finish(work)
+            facts = [config.seed >> 1, rollout.visit, were_whole, checksum(tokens)]
+            rollout_queue.put(make_group(rollout.query.id, version, facts, tokens))
+            workload.finish(rollout)
             board.set(row, "cursor", workload.cursor)
             board.add(row, "tokens", len(tokens))
         time.sleep(SECONDS)

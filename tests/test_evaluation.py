@@ -7,8 +7,8 @@ import pytest
 
 from config import Config, UserError
 from runtime.preflight import check_sampling
-from runtime.responses.bootstrap import interval, mean_of
-from runtime.responses.scoring import Responses, score
+from runtime.responses.evaluation import interval, mean_of
+from runtime.responses.scoring import score
 from runtime.transport.messages import FinalEvaluation
 from tasks import Query, Task, sampling_for_tests
 
@@ -82,10 +82,9 @@ def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are
         def score(self, queries, responses, finished):
             return scores
 
-    group = Responses(None, Query(0, "", ""), ["a", "b", "c"], [True] * 3)
     message = "must give 3 finite numbers for as many responses, it gave|could not convert string"
     with pytest.raises(ValueError, match=message):
-        score(Bad(), [group])
+        score(Bad(), [Query(0, "", "")] * 3, ["a", "b", "c"], [True] * 3)
 
 
 def test_without_json_it_is_a_table():

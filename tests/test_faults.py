@@ -25,8 +25,8 @@ from safetensors.numpy import load_file, save_file
 
 from buffer import ReplayBuffer
 from runtime.checkpoints import checkpoint
-from runtime.launch import in_words
 from runtime.record import timeline
+from runtime.run import in_words
 from tasks import load_task
 from tba import main
 

@@ -3,6 +3,7 @@
 Only the device query is a mock: how many GPUs there are, and whether CUDA can use them.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from conftest import ROOT, read, steps_of, tba
 
 from config import Config, UserError
 from models import device, logprobs
-from runtime import launch
+from runtime import evaluate
 from runtime.command_line import build_config
 from runtime.modes.workload import ThrottledWorkload, Workload
 from runtime.processes import children
@@ -88,12 +89,12 @@ def test_an_evaluation_needs_no_gpus_for_a_presets_trainer_processes(
         row = {"problem": "1+1?", "solution": r"\boxed{2}"}
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
     placed = []
-    monkeypatch.setattr(launch, "evaluate", lambda config, place, _: placed.append(place))
-    monkeypatch.setattr(launch, "Interrupt", lambda: SimpleNamespace(signal=0))
+    monkeypatch.setattr(evaluate, "evaluate", lambda config, place, _: placed.append(place))
+    monkeypatch.setattr(evaluate, "Interrupt", lambda: SimpleNamespace(signal=0))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that what a fetch sets ends with this test
     where = ["--model", str(chat_model), "--data_dir", str(tmp_path)]
     short = ["--max_prompt_tokens", "160", "--max_response_tokens", "8"]
-    launch.evaluate_only(build_config(["competition_math", "--eval_only", *where, *short]))
+    evaluate.evaluate_only(build_config(["competition_math", "--eval_only", *where, *short]))
     assert [place.gpu for place in placed] == ["0"]
 
 
@@ -240,9 +241,11 @@ def test_a_throttled_search_waits_when_it_is_ahead_and_goes_on_as_the_trainer_st
 @pytest.mark.runs
 def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     run_dir = tmp_path / "run"
-    flags = ["--search_ahead", 10, "--steps", 150, "--initial_responses", 240]
-    flags += ["--queries_per_batch", 1, "--queries_per_micro_batch", 1]
-    result = tba("arithmetic", *flags, "--eval_every", 0, "--output_dir", run_dir)
+    settings = tmp_path / "config.json"
+    demo = build_config(["arithmetic", "--eval_every", "0", "--steps", "150"])
+    settings.write_text(json.dumps(dataclasses.asdict(demo) | {"search_ahead": 10}))
+    flags = ["--config", settings, "--initial_responses", 240, "--queries_per_batch", 1]
+    result = tba(*flags, "--queries_per_micro_batch", 1, "--output_dir", run_dir)
     assert result.returncode == 0, result.stderr
     lines = steps_of(run_dir)
     made = np.array([line["received"] for line in lines])

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from config import Config, UserError
 from models import lora, sizes
 from models.logprobs import response_logprobs
-from models.merged import merged
+from models.lora import merged
 from models.policy import hold_as_multiplied, load_policy, weight_shapes
 from models.sizes import Pass
 from runtime.command_line import build_config

@@ -223,6 +223,7 @@ def test_the_command_line_which_may_hold_a_secret_is_not_sent(tmp_path, monkeypa
     monkeypatch.setattr(os, "nice", lambda _: None)
     here.send(0)
     tracking.run("wandb", str(run_dir), there)
+    assert here.recv().startswith("offline")
     assert not [
         file for file in run_dir.rglob("*") if file.is_file() and b"sk-0123" in file.read_bytes()
     ]

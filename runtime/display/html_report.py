@@ -10,17 +10,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, Template
 
 from config import UserError
 from runtime.display.shown_samples import SHADES, read_groups, spread
 from runtime.record.timeline import read_lines, read_metrics, read_spans
 
-LIMIT = 4_900_000  # bytes of the page
 PICTURE_LIMIT = 1_000_000  # bytes of a picture; a larger one is only named
+TOKENS = 32_000  # of all responses that are shown; one with its log-probabilities takes 50 bytes
 EVALUATIONS = 60  # that are shown
-MOST_TOKENS = (20_000, 10_000, 5_000, 2_000, 1_000, 500, 200, 100, 50, 25)  # shown of a response
-TOKEN_BYTES = 30  # that a token with its log-probabilities takes at least
 PICTURES = ("curves.png", "timeline.png")
 # Control characters but tab and newline, and what changes the direction of the text behind it.
 INVISIBLE = re.compile(
@@ -58,6 +56,8 @@ def write(run_dir: str) -> None:
     metrics = read_metrics(run_dir)
     steps = [line for line in metrics if "loss" in line]
     shares = shares_of_time(run_dir)
+    groups = read_groups(run / "samples.jsonl", config["beta"], steps)
+    num_responses = sum(len(group.responses) for group in groups)
     facts = {
         "name": run.resolve().name,
         "config": config,
@@ -69,16 +69,17 @@ def write(run_dir: str) -> None:
         "pictures": {name: read_picture(run / name) for name in PICTURES},
         "shares": shares,
         "activities": list(dict.fromkeys(name for own in shares.values() for name in own)),
-        "groups": read_groups(run / "samples.jsonl", config["beta"], steps),
+        "groups": groups,
+        "most_tokens": TOKENS // max(1, num_responses),
         "shades": SHADES,
     }
     unfinished = run / "report.html.unfinished"
-    unfinished.write_bytes(render(facts))
+    unfinished.write_text(load_template().render(facts), encoding="utf-8")
     unfinished.rename(run / "report.html")
 
 
-def render(facts: dict) -> bytes:
-    """Fill in the template, with as much of long responses as there is room for."""
+def load_template() -> Template:
+    """Load the page's template, which escapes all that is put in."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -87,16 +88,7 @@ def render(facts: dict) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters["shorten"] = shorten
-    template = environment.get_template("report.html.j2")
-    lengths = [len(response.tokens) for group in facts["groups"] for response in group.responses]
-    page = b""
-    for most_tokens in MOST_TOKENS:
-        if sum(min(length, most_tokens) for length in lengths) * TOKEN_BYTES > LIMIT:
-            continue
-        page = template.render(facts, most_tokens=most_tokens).encode()
-        if len(page) <= LIMIT:
-            break
-    return page
+    return environment.get_template("report.html.j2")
 
 
 def make_visible(value: object) -> object:

@@ -1,24 +1,22 @@
 """What report.html shows of samples.jsonl: groups from the whole run, token by token."""
 
-import json
 import re
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
+
+from runtime.record.timeline import parse_lines
 
 GROUPS = 24  # that are shown
 RESPONSES = 4  # of a group in samples.jsonl, at most
 SHADES = (0.05, 0.25, 1.0, 2.5)  # |log b - log pi_ref| of a token, in nats, from which it is darker
-# A group's lines are known by their beginning: the file may be far larger than what is shown of it,
-# and other lines are not parsed.
-HEAD = re.compile(rb'\{"version": (\d+), "query_id": (-?\d+), ')
+HEAD = re.compile(rb'\{"version": (\d+), "query_id": (-?\d+), ')  # which tells a group's lines
 NO_TEXT = "\ufffd"
-GroupOffset = tuple[int, int, int]  # of a group: version, query id, byte in the file
 
 
 @dataclass
@@ -73,47 +71,38 @@ class SampledGroup:
 
 
 def read_groups(path: Path, beta: float, steps: list[dict]) -> list[SampledGroup]:
-    """Read the newest groups of versions from the whole run, the newest version first.
+    """Read the newest groups of versions at even distances, the newest version first.
 
     beta: that of the run's settings; steps: the lines of metrics.jsonl, which have that of a step.
     """
     if not path.exists():
         return []
+    versions = spread(sorted({version for version, _ in find_groups(path)}), GROUPS)
+    newest = {version: deque(maxlen=GROUPS // len(versions)) for version in reversed(versions)}
+    for version, data in find_groups(path):
+        if version in newest:
+            newest[version].append(data)
     groups = []
-    with open(path, "rb") as file:
-        for version, query_id, offset in choose_groups(find_groups(file)):
-            file.seek(offset)
-            lines = read_group(file, (version, query_id))
-            own_beta = beta_of(version, beta, steps)
-            responses = [read_response(line, own_beta) for line in lines]
-            if responses:
-                groups.append(SampledGroup(version, query_id, own_beta, responses))
+    for version, chosen in newest.items():
+        own_beta = beta_of(version, beta, steps)
+        for lines in map(parse_lines, reversed(chosen)):
+            if lines:
+                responses = [read_response(line, own_beta) for line in lines]
+                groups.append(SampledGroup(version, lines[0]["query_id"], own_beta, responses))
     return groups
 
 
-def find_groups(file: BinaryIO) -> list[GroupOffset]:
-    """Find where each group begins."""
-    places, offset, previous, lines = [], 0, None, 0
-    for data in file:
-        if head := read_head(data):
+def find_groups(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the version and the lines of each group.
+
+    The file may be far larger than what is shown of it: the lines are not parsed yet.
+    """
+    with open(path, "rb") as file:
+        lines_with_head = filter(HEAD.match, file)
+        for head, lines in groupby(lines_with_head, lambda line: HEAD.match(line).groups()):
             # A task of one query has groups of the same version and query beside each other.
-            if head != previous or lines == RESPONSES:
-                places.append((*head, offset))
-                lines = 0
-            previous, lines = head, lines + 1
-        offset += len(data)
-    return places
-
-
-def choose_groups(places: list[GroupOffset]) -> list[GroupOffset]:
-    """Choose the newest groups of versions at even distances, the newest version first."""
-    by_version: dict[int, list[GroupOffset]] = {}
-    for place in places:
-        by_version.setdefault(place[0], []).append(place)
-    versions = spread(sorted(by_version), GROUPS)
-    per_version = GROUPS // max(1, len(versions))
-    chosen = [by_version[version][-per_version:] for version in reversed(versions)]
-    return [place for newest in chosen for place in reversed(newest)]
+            while group := b"".join(islice(lines, RESPONSES)):
+                yield int(head[0]), group
 
 
 def spread(values: list, most: int) -> list:
@@ -121,23 +110,6 @@ def spread(values: list, most: int) -> list:
     if len(values) <= most:
         return values
     return [values[i] for i in np.linspace(0, len(values) - 1, most).round().astype(int)]
-
-
-def read_group(file: BinaryIO, group: tuple[int, int]) -> list[dict]:
-    """Read the lines of a group, which are next in the file; one that was cut off is left out."""
-    lines = []
-    for data in file:
-        if read_head(data) != group or len(lines) == RESPONSES:
-            break
-        with suppress(ValueError):
-            lines.append(json.loads(data))
-    return lines
-
-
-def read_head(data: bytes) -> tuple[int, int] | None:
-    """Read version and query id of a line; None of what is no line."""
-    head = HEAD.match(data)
-    return (int(head[1]), int(head[2])) if head else None
 
 
 def beta_of(version: int, beta: float, steps: list[dict]) -> float:

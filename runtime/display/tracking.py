@@ -6,6 +6,7 @@ Searchers and trainer know nothing of it. A tracker that raises, hangs or is kil
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -23,7 +24,6 @@ from runtime.record.timeline import NewLines, is_metrics
 PERIOD = 1.0  # seconds between two looks at the files
 QUIET_SECONDS = 2.0  # of the wait at the end of a run, before it is mentioned
 FINISH_SECONDS = 30.0  # for a tracker to send what is left, at the end of a run
-FAILED = "it failed"  # how a message of that begins
 EXIT_SECONDS = 1.0  # for its process to end once it has said that it failed
 NICENESS = 10  # what else runs comes first
 TABLES = 100  # of samples that a run shows, at most
@@ -46,14 +46,11 @@ class Tracking:
     def __init__(self, config: Config):
         self.name = config.track
         self.has_ended = False  # and what there is to say of it was said
-        self.has_failed = False  # and said so
         context = torch.multiprocessing.get_context("spawn")
         self.connection, other_end = context.Pipe()
         place = Place("tracker", None, sorted(os.sched_getaffinity(0)), threads=1)
-        target, arguments = (
-            "runtime.display.tracking:run",
-            (self.name, config.output_dir, other_end),
-        )
+        arguments = (self.name, config.output_dir, other_end)
+        target = "runtime.display.tracking:run"
         self.process = children.start(place, target, arguments, config.output_dir)
         other_end.close()
 
@@ -61,13 +58,11 @@ class Tracking:
         """Say what the process reports: where to look, or that it failed."""
         while not self.has_ended and self.connection.poll():
             try:
-                message = self.connection.recv()
-                self.has_failed = message.startswith(FAILED)
-                say(f"--track {self.name}: {message}")
+                say(f"--track {self.name}: {self.connection.recv()}")
             except (EOFError, OSError):
                 self.has_ended = True
                 self.process.join(EXIT_SECONDS)
-                if self.process.exitcode and not self.has_failed:
+                if self.process.exitcode:
                     say(
                         f"--track {self.name}: its process ended with exit code "
                         f"{self.process.exitcode}; the run does without it"
@@ -99,10 +94,10 @@ def run(name: str, run_dir: str, connection: Connection) -> None:
     try:
         follow(name, run_dir, connection)
     except BaseException as error:
+        traceback.print_exc()
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         log = children.log_path(run_dir, "tracker")
-        connection.send(f"{FAILED}, and the run does without it: {reason}; see {log}")
-        raise
+        connection.send(f"it failed, and the run does without it: {reason}; see {log}")
 
 
 def follow(name: str, run_dir: str, connection: Connection) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from buffer import Group, Row, rows_of
 from config import Config
-from runtime.modes.workload import Work, Workload
+from runtime.modes.workload import Rollout, Workload
 from runtime.transport.board import Board
 from tasks import Query
 
@@ -44,14 +44,16 @@ class LockstepWorkload(Workload):
         # For each query that is to start, the trainer step that its group is for.
         self.owed: deque[int] = deque()
 
-    def draw(self) -> Work | None:
+    def draw(self) -> Rollout | None:
         if not self.owed:
             return None
-        return dataclasses.replace(super().draw(), batch=self.owed.popleft())
+        rollout = super().draw()
+        rollout.batch = self.owed.popleft()
+        return rollout
 
-    def drop(self, work: Work) -> None:
-        super().drop(work)
-        self.owed.appendleft(work.batch)  # the batch needs another query in its place
+    def drop(self, rollout: Rollout) -> None:
+        super().drop(rollout)
+        self.owed.appendleft(rollout.batch)  # the batch needs another query in its place
 
     def begin_version(self, version: int) -> None:
         config = self.config
@@ -59,7 +61,7 @@ class LockstepWorkload(Workload):
             self.owed.extend([batch] * self.queries_per_batch)
 
     def may_load(self) -> bool:
-        """Return whether all work is finished: every response is of one version."""
+        """Return whether all rollouts are finished: every response is of one version."""
         return not self.owed and not self.unfinished
 
 
@@ -106,10 +108,11 @@ class LockstepBatches:
         versions = [self.board.get(name, "version") for name in self.board.searchers]
         return newest_version < 0 or all(version == newest_version for version in versions)
 
-    def is_settled(self, step: int) -> bool:
+    def is_settled(self, step: int, is_evaluation_pending: bool) -> bool:
         """Return whether all that was owed before this step's publish has arrived."""
         owed = range(step, min(step + self.config.constant_staleness, self.config.steps))
-        return all(self.num_missing(later) <= 0 for later in owed)
+        is_whole = all(self.num_missing(later) <= 0 for later in owed)
+        return is_whole and not is_evaluation_pending
 
     def figures(self) -> dict[str, int]:
         return {"received": 0, "buffer_responses": 0, "buffer_queries": 0}

@@ -71,24 +71,17 @@ class ReferenceResets:
     """The trainer's side: publishes a reset, and renews rows that an earlier reference scored."""
 
     def __init__(self, config: Config, weights: SharedWeights, learner: Learner):
-        self.config, self.weights, self.learner = config, weights, learner
-        self.is_due = False
+        self.period, self.weights, self.learner = config.reference_reset_period, weights, learner
 
-    def state_dict(self) -> dict:
-        return {"reset_due": self.is_due, "reference_version": self.weights.reference_version}
+    def is_due(self, step: int) -> bool:
+        """Return whether rho steps have gone by, or a multiple of rho, since the latest reset."""
+        latest = self.weights.reference_version
+        return self.period > 0 and step // self.period > latest // self.period
 
-    def load_state_dict(self, state: dict) -> None:
-        self.is_due = state["reset_due"]
-
-    def update(self, step: int) -> None:
-        """Note at a sync whether a reset is due."""
-        period = self.config.reference_reset_period
-        self.is_due |= step > 0 and period > 0 and step % period == 0
-
-    def publish(self, step: int) -> None:
+    def publish_if_due(self, step: int) -> None:
         """Make the policy the reference, if that is due and no searcher reads the old one."""
-        if self.is_due:
-            self.is_due = not self.weights.publish_reference(step, self.learner.weights())
+        if self.is_due(step):
+            self.weights.publish_reference(step, self.learner.weights())
 
     def renew(self, rows: list[Row]) -> None:
         """Give rows that an earlier reference scored their log-probabilities under the present one.

@@ -1,29 +1,60 @@
-"""What a searcher generates next: its share of the queries, in an order of its own each epoch."""
+"""What a searcher works on: rollouts of its share of the queries, each epoch in another order."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from buffer import Group
 from config import Config
 from tasks import Query
 from weights import SharedWeights
 
 
-@dataclass(frozen=True)
-class Work:
-    """A query to generate responses to."""
+@dataclass(eq=False)
+class Rollout:
+    """The S responses to a query, from its draw until they are a group for the trainer."""
 
     query: Query
-    visit: int  # how often the query was drawn before
-    index: int  # in the order in which this share is drawn, all epochs counted
+    request: str  # its name in the engine, which no other there has
+    index: int = 0  # in the order in which a share is drawn, all epochs counted
+    visit: int = 0  # how often the query was drawn before
     batch: int | None = None  # lockstep: the trainer step that the group is for
+    is_for_evaluation: bool = False
+    # From the start of the generation:
+    prompt: list[int] = field(default_factory=list)  # token ids
+    version: int = -1  # of the weights in the engine
+    sampling: dict = field(default_factory=dict)  # as in vllm.SamplingParams
+    # From its end:
+    last_version: int = -1  # of the weights in the engine
+    texts: list[str] = field(default_factory=list)  # S of them
+    finished: list[bool] = field(default_factory=list)  # False: cut off by the length limit
+    # Of each response its token ids, its behaviour log-probabilities, whether its end was appended.
+    arrays: list[tuple[np.ndarray, np.ndarray, bool]] = field(default_factory=list)
+    # When it is scored it has one of these:
+    rewards: np.ndarray | None = None  # (S,) float32
+    error: Exception | None = None  # why there are no rewards
 
-    @property
-    def request(self) -> str:
-        """A name that no other work of this searcher has."""
-        return f"{self.query.id}.{self.visit}"
+    def to_group(self, ref_logprobs: np.ndarray, reference_version: int) -> Group:
+        """Put it into the arrays that go through the queue. ref_logprobs: of all its tokens."""
+        tokens, behavior_logprobs, appended = zip(*self.arrays)
+        return Group(
+            query_id=self.query.id,
+            version=self.version,
+            last_version=self.last_version,
+            reference_version=reference_version,
+            batch=self.batch,
+            prompt=np.array(self.prompt, np.int32),
+            lengths=np.array([len(ids) for ids in tokens], np.int32),
+            tokens=np.concatenate(tokens),
+            ref_logprobs=ref_logprobs,
+            behavior_logprobs=np.concatenate(behavior_logprobs),
+            rewards=self.rewards,
+            finished=np.array(self.finished),
+            temperature=self.sampling["temperature"],
+            appended=np.array(appended),
+        )
 
 
 class Workload:
@@ -45,7 +76,7 @@ class Workload:
         self.own = own if len(queries) >= num_shares else np.arange(len(queries))
         self.num_drawn = cursor
         self.epoch, self.order = -1, np.array([])
-        self.unfinished: set[int] = set()  # indices of work that was drawn and is not finished
+        self.unfinished: set[int] = set()  # indices of rollouts that are drawn, not finished
 
     @property
     def num_queries(self) -> int:
@@ -54,27 +85,28 @@ class Workload:
 
     @property
     def cursor(self) -> int:
-        """The oldest unfinished work: a restart resumes there."""
+        """The oldest unfinished rollout: a restart resumes there."""
         return min(self.unfinished, default=self.num_drawn)
 
-    def draw(self) -> Work | None:
+    def draw(self) -> Rollout | None:
         """Draw the next query of the share. None: nothing may start now."""
         epoch, place = divmod(self.num_drawn, len(self.own))
         if epoch != self.epoch:
             rng = np.random.default_rng((self.seed, self.share, epoch))
             self.epoch, self.order = epoch, rng.permutation(self.own)
-        work = Work(self.queries[self.order[place]], visit=epoch, index=self.num_drawn)
-        self.unfinished.add(work.index)
+        query = self.queries[self.order[place]]
+        rollout = Rollout(query, f"{query.id}.{epoch}", index=self.num_drawn, visit=epoch)
+        self.unfinished.add(rollout.index)
         self.num_drawn += 1
-        return work
+        return rollout
 
-    def finish(self, work: Work) -> None:
+    def finish(self, rollout: Rollout) -> None:
         """Note that its responses are generated and scored."""
-        self.unfinished.remove(work.index)
+        self.unfinished.remove(rollout.index)
 
-    def drop(self, work: Work) -> None:
+    def drop(self, rollout: Rollout) -> None:
         """Note that its group will never come: the prompt is too long, or it got no scores."""
-        self.finish(work)
+        self.finish(rollout)
 
     def begin_version(self, version: int) -> None:
         """Note the version now in the engine. Free-running search does not ask for it."""
@@ -85,7 +117,7 @@ class Workload:
 
 
 class ThrottledWorkload(Workload):
-    """Free-running search that waits when it is --search_ahead steps ahead of the trainer.
+    """Free-running search that waits when it is config.search_ahead steps ahead of the trainer.
 
     For a searcher on the trainer's own GPU, where what is made and not trained on costs its time. A
     step takes B groups. Counted from this searcher's start.
@@ -103,14 +135,14 @@ class ThrottledWorkload(Workload):
         self.config, self.weights = config, weights
         self.first_step, self.num_started = max(0, weights.version), 0
 
-    def draw(self) -> Work | None:
+    def draw(self) -> Rollout | None:
         if self.num_started >= self.limit():
             return None
         self.num_started += 1
         return super().draw()
 
-    def drop(self, work: Work) -> None:
-        super().drop(work)
+    def drop(self, rollout: Rollout) -> None:
+        super().drop(rollout)
         self.num_started -= 1
 
     def limit(self) -> int:

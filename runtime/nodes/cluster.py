@@ -6,43 +6,28 @@ newest weights, one version at a time, and keeps one call outstanding that colle
 found. Nodes may join and be lost: what is lost is what was in flight there.
 """
 
-import json
-import os
-import queue
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+import ray
+from ray.exceptions import RayError, RayTaskError
 
-from buffer import Group
-from config import LOAD_SECONDS, Config, UserError
-from runtime.nodes.node import Found, Node, as_arrays, describe_environment, find_difference
+from config import LOAD_SECONDS, Config
+from runtime.nodes.joining import last_line, on_node, other_nodes
+from runtime.nodes.node import COUNTED, Found, Node, as_arrays, describe_environment
 from runtime.processes.places import Place
 from runtime.processes.supervisor import RunFailed, Supervisor
+from runtime.record.live import RATE_WINDOW, rate_of
+from runtime.record.timeline import parse_lines, to_json
 from runtime.transport.board import Board, Watchdog
 from runtime.transport.messages import Evaluation, Notice
 from weights import SharedWeights
 
-try:
-    import ray
-    from ray._private.services import get_ray_address_from_environment
-    from ray.exceptions import RayError, RayTaskError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-except ImportError as error:
-    raise UserError(
-        f"--ray needs Ray, and that cannot be imported ({error}): "
-        "pip install -r requirements-ray.txt"
-    ) from error
-
-CONNECT_SECONDS = 5.0  # for an address to answer
-START_SECONDS = 60.0  # for a node to say what is installed there
 LOOK_SECONDS = 1.0  # between two looks at which nodes there are
 WAIT_SECONDS = 0.1  # for an answer, before it is looked whether there are new weights
 LOGS_SECONDS = 1.0  # for the logs of a node that has failed
@@ -51,128 +36,42 @@ RETRY_SECONDS = 10.0  # before a node whose actor died gets another one
 DEATHS = 3  # actors of a node in a row that found nothing: it is given up
 MAX_NODES = 64  # rows of the board
 GROUPS = 32  # that a node sends at once
-COUNTED = ("tokens", "busy", "restarts", "long_prompts", "unscored_groups")  # of the board
-FIGURES = ("tokens_per_second", "staleness", "restarts", "silence")
-RATE_SECONDS = 10.0  # over which tokens per second are taken
-
-
-def connect(config: Config) -> None:
-    """Join the cluster, and compare what is installed on its nodes. Raises UserError."""
-    options = dict(include_dashboard=False) if config.ray == "local" else {}
-    try:
-        check_address(config.ray)
-        ray.init(address=config.ray, logging_level="ERROR", log_to_driver=False, **options)
-    except (OSError, RuntimeError, ValueError, RayError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--ray {config.ray}: no cluster was found: {reason}") from error
-    here, nodes = describe_environment(), other_nodes()
-    for node in nodes:
-        check_node(node, here)
-    print(f"further nodes in the Ray cluster: {len(nodes)}", flush=True)
-
-
-def check_address(address: str) -> None:
-    """Refuse a host:port where nobody answers or the token is not ours; warn where it has none."""
-    if address == "auto":  # RAY_ADDRESS, or the cluster that was last started on this machine
-        address = get_ray_address_from_environment(address, None)
-    if address == "local":
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"--ray is {address!r}: it is auto, local or host:port")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise UserError(
-            f"--ray {address}: nobody answers there ({error}): see `ray status` on that machine"
-        ) from error
-    # Unset is disabled: for "auto" Ray would else take up a token that it finds.
-    mode = os.environ.setdefault("RAY_AUTH_MODE", "disabled").lower()
-    answers = {each: ask(address, each) for each in {mode, "disabled"}}
-    see, is_open = "see More than one machine in docs/operations.md", not answers["disabled"]
-    # Who has a token is let into a cluster without one, but can start no actor there.
-    if mode == "token" if is_open else "uthenticat" in answers[mode]:
-        token = f"its token is not this machine's (RAY_AUTH_MODE is {mode!r} here)"
-        raise UserError(f"--ray {address}: {token}: {see}")
-    if is_open:
-        print(f"warning: --ray {address}: whoever reaches it can run code there: {see}", flush=True)
-
-
-def ask(address: str, mode: str) -> str:
-    """Return "" if the cluster lets in a client with this RAY_AUTH_MODE, else what Ray says.
-
-    In a process of its own: there Ray prints, and aborts where it finds no token.
-    """
-    code = f"from ray._raylet import GcsClient; GcsClient(address={address!r})"
-    environment = os.environ | {"RAY_AUTH_MODE": mode}
-    command = [sys.executable, "-Pc", code]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    return result.stderr if result.returncode else ""
-
-
-def other_nodes() -> list[dict]:
-    """Return the living nodes of the cluster but this one."""
-    own = ray.get_runtime_context().get_node_id()
-    return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
-
-
-def on_node(node: dict) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-
-
-def check_node(node: dict, here: dict[str, str]) -> None:
-    """Raise UserError for a node that has something else installed than this machine."""
-    name = f"node {node['NodeManagerAddress']} ({node['NodeID'][:6]})"
-    asked = ray.remote(describe_environment).options(
-        num_cpus=0, scheduling_strategy=on_node(node), max_retries=0
-    )
-    try:
-        there = ray.get(asked.remote(), timeout=START_SECONDS)
-    except RayError as error:
-        if node["NodeID"] not in [other["NodeID"] for other in other_nodes()]:
-            return  # it has just been lost
-        raise UserError(
-            f"--ray: {name} cannot run the project, which must lie at the same path there, with "
-            f"the same environment: {last_line(error)}"
-        ) from error
-    if difference := find_difference(there, here):
-        raise UserError(f"--ray: {name} has {difference}")
-
-
-def last_line(error: Exception) -> str:
-    """The end of what Ray says: what was raised, if anything was."""
-    return str(error).strip().splitlines()[-1]
 
 
 class ClusterBoard(Board):
     """The trainer's board: a row for each searcher of this machine, one for each further node."""
 
-    def __init__(self, places: list[Place]):
+    COLUMNS = (*Board.COLUMNS, "tokens_per_second", "staleness")  # of nodes
+    FIGURES = ("tokens_per_second", "staleness", "restarts")
+
+    def __init__(self, names: list[str]):
+        """names: of the processes of this machine."""
         self.nodes = [f"searchers of node {number}" for number in range(1, MAX_NODES + 1)]
-        super().__init__([*(place.name for place in places), *self.nodes])
-        self.node_figures = torch.zeros(MAX_NODES, len(FIGURES)).share_memory_()
-        self.beats = self.words[:, self.COLUMNS.index("beat")]
-        self.beats[-MAX_NODES:] = 0  # nobody is there
+        super().__init__([*names, *self.nodes])
+        self.words[-MAX_NODES:, self.COLUMNS.index("beat")] = 0  # nobody is there
+
+    def beats(self) -> dict[str, float]:
+        """Return the last signs of life: of searchers here, and of the nodes that are there."""
+        beats = self.words[:, self.COLUMNS.index("beat")].tolist()
+        return {self.names[i]: beats[i] for i in self.searching if beats[i]}
 
     @property
     def searchers(self) -> list[str]:
         """This machine's searchers, and the nodes that are there; where there are none, node 1."""
-        beats = self.beats.tolist()
-        there = [self.names[i] for i in self.searching if beats[i]]
-        return there or self.nodes[:1]
+        return list(self.beats()) or self.nodes[:1]
 
     def sign_of_life(self, name: str) -> str:
         return super().sign_of_life(name) if self.get(name, "beat") else "no node is there"
 
     def figures(self) -> dict[str, float]:
         """What each node that is there does, for metrics.jsonl."""
-        beats, figures = self.beats.tolist()[-MAX_NODES:], self.node_figures.tolist()
-        return {
-            f"node_{number}_{name}": value
-            for number, (beat, values) in enumerate(zip(beats, figures), 1)
-            if beat
-            for name, value in zip(FIGURES, values)
-        }
+        beats, figures = self.beats(), {}
+        for row in self.nodes:
+            if beat := beats.get(row):
+                node = f"node_{row.split()[-1]}"
+                figures |= {f"{node}_{name}": self.get(row, name) for name in self.FIGURES}
+                figures[f"{node}_silence"] = time.monotonic() - beat
+        return figures
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
         """Take over what a run of any number of nodes saved."""
@@ -195,17 +94,14 @@ class Far:
     call: "ray.ObjectRef | None" = None  # the collect() that is under way
     watchdog: Watchdog = field(default_factory=Watchdog)  # of that call
     transfer: "ray.ObjectRef | None" = None  # the take_weights() that is under way
-    log_call: "ray.ObjectRef | None" = None  # the logs() that is under way
     version: int = -1  # that it was sent
     asked_version: int = -1  # whose evaluation it was asked for
-    is_ready: bool = False  # its searchers have loaded
-    was_heard: bool = False
     clock: float = 0.0  # its time.monotonic() minus this machine's
-    tokens: deque = field(default_factory=deque)  # (time, generated so far)
+    tokens: deque[tuple[float, float]] = field(default_factory=deque)  # (time, generated so far)
 
     @property
     def under_way(self) -> "list[ray.ObjectRef]":
-        return [ref for ref in (self.call, self.transfer, self.log_call) if ref]
+        return [ref for ref in (self.call, self.transfer) if ref]
 
 
 class Cluster(Supervisor):
@@ -227,8 +123,8 @@ class Cluster(Supervisor):
     ):
         self.given, self.pin = given, len(places)
         self.far: dict[str, Far] = {}  # by Ray's id of the node
-        self.deaths_of: dict[str, int] = {}  # of a node's actors, since its last group
-        self.reasons: dict[str, str] = {}  # of the last of these deaths
+        # Of what a node's actors died, since its last group.
+        self.deaths_of: dict[str, list[str]] = defaultdict(list)
         self.retry_at: dict[str, float] = {}
         # The newest version in Ray's store, and the newest reference policy.
         self.stored: tuple[int, ray.ObjectRef | None] = -1, None
@@ -236,7 +132,6 @@ class Cluster(Supervisor):
         # The newest version whose evaluation has come; of a run that is resumed, before it.
         self.evaluated = int(board.words[:, board.COLUMNS.index("evaluated")].max())
         self.alone = Watchdog()  # no node is there
-        self.outbox: deque[Group | Evaluation | Notice] = deque()
         super().__init__(config, places, weights, board, run_dir, target)
         self.environment = describe_environment()
         self.failure: Exception | None = None
@@ -259,10 +154,8 @@ class Cluster(Supervisor):
                 if time.monotonic() - looked_at > LOOK_SECONDS:
                     looked_at = time.monotonic()
                     self.look_for_nodes()
-                    self.write_figures()
-                self.send()
                 under_way = [ref for far in self.far.values() for ref in far.under_way]
-                if under_way and not self.outbox:
+                if under_way:
                     ray.wait(under_way, timeout=WAIT_SECONDS)  # for the first
                 else:
                     time.sleep(WAIT_SECONDS)
@@ -286,9 +179,9 @@ class Cluster(Supervisor):
         limit = max(self.config.searcher_timeout, LOAD_SECONDS)
         if self.alone.look(now if nodes or self.places else None) > limit:
             raise RunFailed(f"no node searches for {limit:.0f} s, and no searcher is here")
-        hopeful = [id for id in nodes if self.deaths_of.get(id, 0) < DEATHS]
+        hopeful = [id for id in nodes if len(self.deaths_of[id]) < DEATHS]
         if not self.places and nodes and not hopeful:
-            reasons = "\n".join(self.reasons.values())
+            reasons = "\n".join(deaths[-1] for deaths in self.deaths_of.values() if deaths)
             raise RunFailed(f"each node has failed {DEATHS} times in a row:\n{reasons}")
         for id in hopeful:
             if id not in self.far and self.retry_at.get(id, 0.0) < now:
@@ -299,8 +192,8 @@ class Cluster(Supervisor):
         free = [row for row in self.board.nodes if self.board.get(row, "beat") == 0]
         if not free:
             return
-        row, id = free[0], node["NodeID"]
-        seeds = self.board.nodes.index(row), int(self.board.get(row, "tokens"))
+        row, id, index = free[0], node["NodeID"], self.board.nodes.index(free[0])
+        seeds = index, int(self.board.get(row, "tokens"))
         evaluates = not self.places and not self.far and self.evaluated < 0
         options = dict(num_cpus=0, scheduling_strategy=on_node(node), max_restarts=0)
         if gpus := node["Resources"].get("GPU"):
@@ -308,15 +201,15 @@ class Cluster(Supervisor):
         slots = self.weights.shapes, self.weights.slots[0].dtype
         settings = seeds, evaluates, self.target, self.environment
         actor = ray.remote(Node).options(**options).remote(self.given, *slots, *settings)
-        name = f"node {seeds[0] + 1} ({node['NodeManagerAddress']}, {id[:6]})"
-        logs, again = f"node-{seeds[0] + 1}", 1
+        name = f"node {index + 1} ({node['NodeManagerAddress']}, {id[:6]})"
+        logs, again = f"node-{index + 1}", 1
         while any(Path(self.run_dir, "logs").glob(f"{logs}-searcher*")):  # of an earlier actor
             again += 1
-            logs = f"node-{seeds[0] + 1}-{again}"
+            logs = f"node-{index + 1}-{again}"
         earlier = {column: self.board.get(row, column) for column in COUNTED}
         self.far[id] = Far(id, row, name, logs, actor, earlier)
-        self.board.node_figures[self.board.nodes.index(row)] = 0
-        self.board.set(row, "ready", 0)
+        for column in ("ready", "tokens_per_second", "staleness"):
+            self.board.set(row, column, 0)
         self.board.beat(row)
 
     def lose(self, far: Far, why: str) -> None:
@@ -327,8 +220,7 @@ class Cluster(Supervisor):
         ray.kill(far.actor)
         self.board.set(far.row, "beat", 0)
         self.board.set(far.row, "ready", 0)
-        self.deaths_of[far.id] = self.deaths_of.get(far.id, 0) + 1
-        self.reasons[far.id] = f"{far.name} {why}"
+        self.deaths_of[far.id].append(f"{far.name} {why}")
         self.retry_at[far.id] = time.monotonic() + RETRY_SECONDS
         del self.far[far.id]
 
@@ -345,58 +237,41 @@ class Cluster(Supervisor):
         if far.call in done:
             found, far.call = ray.get(far.call), None
             self.take(far, found)
-        if far.log_call in done:
-            logs, far.log_call = ray.get(far.log_call), None
-            self.write_logs(far, logs)
         if far.transfer is None:
             self.send_weights(far)
-        if far.call is None and not self.outbox:
+        if far.call is None:
             far.call = far.actor.collect.remote(GROUPS, self.board.last_step_done)
-        silence = far.watchdog.look(far.call) if far.call else 0.0
-        limit = self.config.searcher_timeout
-        if silence > (limit if far.is_ready or limit > LOAD_SECONDS else LOAD_SECONDS):
+        staleness = max(0, self.weights.version) - self.board.get(far.row, "version")
+        self.board.set(far.row, "staleness", staleness)
+        silence, limit = far.watchdog.look(far.call), self.config.searcher_timeout
+        if not self.board.get(far.row, "ready"):
+            limit = max(limit, LOAD_SECONDS)
+        if silence > limit:
             self.lose(far, f"gave no sign of life for {silence:.0f} s (--searcher_timeout)")
 
     def take(self, far: Far, found: Found) -> None:
-        """Take over what a node has found, and what it says of itself."""
+        """Take over what a node says of itself, and send the trainer what it has found.
+
+        Where the trainer's queue is full all nodes wait: none is asked for more.
+        """
         board, now = self.board, time.monotonic()
         far.clock = found.clock - now
-        rows = found.rows.values()
-        if not far.was_heard:
-            far.was_heard = True
+        if not far.tokens:  # it is heard for the first time
             self.say(f"{far.name}: {', '.join(found.places)}")
-        far.is_ready = far.is_ready or all(row["ready"] for row in rows)
-        for column in COUNTED:
-            number = sum(row[column] for row in rows)
-            # Of busy seconds the mean: the row counts as one searcher.
-            mean = number / len(rows) if column == "busy" else number
-            board.set(far.row, column, far.earlier[column] + mean)
-        board.set(far.row, "version", min(row["version"] for row in rows))
-        board.set(far.row, "ready", all(row["ready"] for row in rows))
-        board.set(far.row, "beat", now - max(found.silence.values()))
+        row = found.row | {"beat": found.row["beat"] - far.clock}
+        for column, value in row.items():
+            board.set(far.row, column, far.earlier.get(column, 0.0) + value)
         far.tokens.append((now, board.get(far.row, "tokens")))
+        board.set(far.row, "tokens_per_second", rate_of(far.tokens, RATE_WINDOW))
+        self.write_logs(far, found.logs)
         for item in found.items:
             if isinstance(item, Notice):
                 item = Notice(f"{far.name}: {item.text}")
-                far.log_call = far.log_call or far.actor.logs.remote()
             elif isinstance(item, Evaluation):
                 self.evaluated = max(self.evaluated, item.version)
             else:
-                self.deaths_of[far.id] = 0
-            self.outbox.append(item)
-        self.send()
-
-    def send(self) -> None:
-        """Send what came from nodes to the trainer, as far as its queue has room.
-
-        No node is asked for more until all of it is sent.
-        """
-        while self.outbox:
-            try:
-                self.rollout_queue.put_nowait(self.outbox[0])
-            except queue.Full:
-                return
-            self.outbox.popleft()
+                self.deaths_of[far.id].clear()
+            self.put(item)
 
     def send_weights(self, far: Far) -> None:
         """Begin to send a node the newest version, if it has not got that."""
@@ -421,27 +296,7 @@ class Cluster(Supervisor):
         )
         far.version, far.asked_version = version, asked if is_asked else far.asked_version
 
-    # What a person sees
-
-    def say(self, text: str) -> None:
-        self.outbox.append(Notice(text))
-
-    def write_figures(self) -> None:
-        """Put on the board what each node does, for metrics.jsonl."""
-        for far in self.far.values():
-            while len(far.tokens) > 2 and far.tokens[0][0] < far.tokens[-1][0] - RATE_SECONDS:
-                far.tokens.popleft()
-            if len(far.tokens) < 2:
-                continue
-            (start, before), (end, after), board = far.tokens[0], far.tokens[-1], self.board
-            board.node_figures[board.nodes.index(far.row)] = torch.tensor(
-                [
-                    (after - before) / (end - start),
-                    max(0, self.weights.version) - board.get(far.row, "version"),
-                    board.get(far.row, "restarts"),
-                    board.silence(far.row),
-                ]
-            )
+    # The end, and the logs
 
     def stop(self, deadline: float) -> None:
         """End all searchers, and fetch the logs of those on other nodes."""
@@ -467,15 +322,12 @@ class Cluster(Supervisor):
         """Write a node's logs among those of the run; spans by this machine's clock."""
         for name, text in logs.items():
             if name.endswith(".spans.jsonl"):
-                text = "".join(shifted(line, far.clock) for line in text.splitlines())
+                text = shifted(text, far.clock)
             with suppress(OSError):  # the disk is full: that costs a log
                 Path(self.run_dir, "logs", f"{far.logs}-{name}").write_text(text)
 
 
-def shifted(line: str, clock: float) -> str:
-    """A line of spans by this machine's clock; "" for one that was cut off."""
-    try:
-        what, start, end = json.loads(line)
-    except ValueError:
-        return ""
-    return json.dumps((what, start - clock, end - clock)) + "\n"
+def shifted(text: str, clock: float) -> str:
+    """Return lines of spans by this machine's clock, without one that was cut off."""
+    spans = parse_lines(text.encode())
+    return "".join(to_json((what, start - clock, end - clock)) + "\n" for what, start, end in spans)

@@ -34,6 +34,7 @@ from runtime.transport.messages import Evaluation, Notice
 from tasks import load_task
 from weights import SharedWeights
 
+COUNTED = ("tokens", "busy", "restarts", "long_prompts", "unscored_groups")  # of the board
 COLLECT_SECONDS = 0.1  # that a call waits for groups: calls are dearer than groups
 STOP_SECONDS = 2.0  # grace period for its searchers
 ROOT = Path(__file__).parents[2]
@@ -47,9 +48,9 @@ class Found:
     """What a node has to say when it is asked."""
 
     items: list[Group | Evaluation | Notice]
-    rows: dict[str, dict[str, float]]  # the board
-    silence: dict[str, float]  # of each searcher, in seconds
+    row: dict[str, float]  # of the driver's board: its searchers taken as one
     places: list[str]  # where each of its searchers runs
+    logs: dict[str, str]  # by name, if there is a Notice: something has died
     clock: float  # its time.monotonic()
 
 
@@ -126,27 +127,30 @@ class Node:
     def collect(self, room: int, last_step_done: bool) -> Found:
         """Return what the searchers found since the last call, at most so many groups.
 
-        Raises RunFailed when a searcher dies again and again.
+        Waits COLLECT_SECONDS for them. Raises RunFailed when a searcher dies again and again.
         """
         self.board.last_step_done = last_step_done
         self.supervisor.check()
-        items = self.take_items(room)
-        for item in items:
-            if isinstance(item, Evaluation):
-                self.board.set(self.places[0].name, "evaluated", item.version)
-        rows = {p.name: {c: self.board.get(p.name, c) for c in Board.COLUMNS} for p in self.places}
-        silence = {place.name: self.board.silence(place.name) for place in self.places}
-        places = [f"{place.name} on {place}" for place in self.places]
-        return Found(items, rows, silence, places, time.monotonic())
-
-    def take_items(self, room: int) -> list:
-        """Take what comes within COLLECT_SECONDS, at most so many."""
         items, deadline = [], time.monotonic() + COLLECT_SECONDS
         with suppress(queue.Empty):
             while len(items) < room:
                 rest = max(1e-3, deadline - time.monotonic())
                 items.append(self.supervisor.rollout_queue.get(timeout=rest))
-        return items
+        for item in items:
+            if isinstance(item, Evaluation):
+                self.board.set(self.places[0].name, "evaluated", item.version)
+        logs = self.logs() if any(isinstance(item, Notice) for item in items) else {}
+        places = [f"{place.name} on {place}" for place in self.places]
+        return Found(items, self.row(), places, logs, time.monotonic())
+
+    def row(self) -> dict[str, float]:
+        """Take the searchers as one: sums, of busy seconds the mean, and else what is lowest."""
+        sums = {column: self.board.total(column) for column in COUNTED}
+        lowest = {
+            column: float(self.board.words[:, Board.COLUMNS.index(column)].min())
+            for column in ("beat", "ready", "version")
+        }
+        return sums | lowest | {"busy": sums["busy"] / len(self.places)}
 
     def take_weights(
         self,
@@ -161,10 +165,9 @@ class Node:
         First the reference, as the trainer does.
         """
         own = self.weights
-        if reference_version > own.reference_version:
-            is_done = own.publish_reference(reference_version, as_tensors(reference))
-            if not is_done:
-                return False
+        is_newer = reference_version > own.reference_version
+        if is_newer and not own.publish_reference(reference_version, as_tensors(reference)):
+            return False
         return own.publish(version, as_tensors(weights), evaluate)
 
     def logs(self) -> dict[str, str]:

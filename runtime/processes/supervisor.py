@@ -14,9 +14,9 @@ import torch.multiprocessing
 from buffer import Group
 from config import Config
 from runtime.processes import children
-from runtime.processes.children import Place
+from runtime.processes.places import Place
 from runtime.transport.board import Board
-from runtime.transport.messages import Notice
+from runtime.transport.messages import Evaluation, Notice
 from weights import SharedWeights
 
 QUEUE_GROUPS = 256  # groups that may wait for the trainer before searchers wait too
@@ -81,13 +81,16 @@ class Supervisor:
                 break
             if isinstance(item, Group):
                 self.deaths[rank] = 0
-            while not self.board.stop:
-                try:
-                    self.rollout_queue.put(item, timeout=POLL_SECONDS)
-                    break
-                except queue.Full:  # the searcher will wait too, on its own queue
-                    pass
+            self.put(item)
         groups.close()
+
+    def put(self, item: Group | Evaluation | Notice) -> None:
+        """Put into the rollout queue once it has room, unless the run is over by then."""
+        while not self.board.stop:
+            try:
+                return self.rollout_queue.put(item, timeout=POLL_SECONDS)
+            except queue.Full:  # the searcher will wait too, on its own queue
+                pass
 
     def check(self) -> None:
         """Restart searchers that died or fell silent.

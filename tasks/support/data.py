@@ -52,7 +52,7 @@ def _load_hub(
             rows = datasets.load_dataset(name, configuration, split=split)
             return rows.select_columns([c for c in columns if c in rows.column_names]).to_list()
     except Exception as error:  # not in the cache, or a damaged file
-        reason = hub.explain(problem or error, f"datasets/{name}")
+        reason = hub.explain(problem or error)
         raise UserError(
             f"{name} {split} could not be loaded from the hub: {reason}; or give --data_dir with "
             "train.jsonl and test.jsonl"
