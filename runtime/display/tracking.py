@@ -50,10 +50,8 @@ class Tracking:
         context = torch.multiprocessing.get_context("spawn")
         self.connection, other_end = context.Pipe()
         place = Place("tracker", None, sorted(os.sched_getaffinity(0)), threads=1)
-        target, arguments = (
-            "runtime.display.tracking:run",
-            (self.name, config.output_dir, other_end),
-        )
+        target = "runtime.display.tracking:run"
+        arguments = self.name, config.output_dir, other_end
         self.process = children.start(place, target, arguments, config.output_dir)
         other_end.close()
 
