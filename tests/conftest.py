@@ -55,9 +55,18 @@ WHOLE_RUN = 3 * PATIENCE
 LONGEST = ("runs", "plan", "hub", "sharding", "engine", "dtype", "faults", "tiny_runs", "tracking")
 
 
+@pytest.hookimpl(trylast=True)  # once -m has chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order by LONGEST; each worker's share (--dist worksteal) begins with tests marked long."""
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    long = [item for item in items if item.get_closest_marker("long")]
+    rest = [item for item in items if item not in long]
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    items[:] = []
+    for worker in range(workers):
+        share = slice(len(rest) * worker // workers, len(rest) * (worker + 1) // workers)
+        items += long[worker::workers] + rest[share]
 
 
 @pytest.fixture

@@ -403,6 +403,7 @@ def driver(nodes, tmp_path, request):
     found.stop()
 
 
+@pytest.mark.long
 def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_property):
     rng, slowest, kills = random.Random(0), 0.0, Counter()
     driver.until_all_send(2)

@@ -142,6 +142,7 @@ def test_with_bf16_masters_a_rate_of_1e_5_moves_only_small_weights(tied_model, r
 
 @pytest.mark.runs
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.long
 def test_half_a_demo_in_bf16_ends_with_at_least_095_of_its_answers_right_and_a_normal_mismatch(
     seed, tmp_path, record_property
 ):

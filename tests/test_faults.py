@@ -708,6 +708,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_and_without_on
 
 
 @pytest.mark.faults
+@pytest.mark.long
 def test_a_run_killed_at_twenty_random_moments_goes_on_from_its_last_whole_checkpoint_each_time(
     tmp_path, record_property
 ):
@@ -986,6 +987,7 @@ def sizes(run: Run) -> dict[str, tuple[float, int]]:
 
 
 @pytest.mark.faults
+@pytest.mark.long
 def test_thirty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(
     tmp_path, record_property
 ):

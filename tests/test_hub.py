@@ -228,6 +228,7 @@ def test_what_cannot_be_fetched_is_one_line_with_its_cause(
 
 
 @pytest.mark.runs
+@pytest.mark.long
 def test_redteam_starts_with_its_published_models_and_fetches_only_what_it_reads(hub, tmp_path):
     """The classifier is published with label2id: null, gpt2 in seven formats."""
     result = tba("redteam", *SHORT, "--victim_tokens", 4, "--output_dir", tmp_path / "run")

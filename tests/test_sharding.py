@@ -407,6 +407,7 @@ def test_a_run_in_lockstep_with_two_processes_has_the_losses_of_one(
 
 
 @pytest.mark.faults
+@pytest.mark.long
 def test_an_asynchronous_run_with_two_processes_reaches_095_and_its_weights_arrive(
     tmp_path, record_property
 ):
