@@ -886,21 +886,23 @@ def test_queries_without_scores_are_dropped_and_counted_in_training_and_in_evalu
 
 
 BAD_SCORES = """
-import os, time
+import time
+from pathlib import Path
 from tasks.arithmetic import Arithmetic as A
 
 class Bad(A):
-    score_timeout = 2.0
-    slept = time.monotonic()
+    score_timeout = 5.0
     def score(self, queries, responses, finished):
         if {bad} and queries[0].id % 20 == 3:
             raise ValueError("no score for this one")
         if {bad} and queries[0].id % 20 == 7:
             return [float("nan")] * len(queries)
-        # By time, not by query: a faster machine would spend more of its two workers on it.
-        if {bad} and time.monotonic() - Bad.slept > 10:
-            Bad.slept = time.monotonic()
-            time.sleep(60)
+        if {bad}:  # one of the two workers hangs, half of the time
+            try:
+                Path(__file__).with_name("hang-%d" % (time.monotonic() // 10)).touch(exist_ok=False)
+                time.sleep(60)
+            except FileExistsError:
+                pass
         return super().score(queries, responses, finished)
 """
 
@@ -935,7 +937,7 @@ def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_the
     received["bad"] /= 0.9  # a tenth of its queries is bad
     record_property("responses in 60 s of the clean run and of the other's good queries", received)
     assert "no score for this one" in log and "finite numbers" in log and "TimeoutError" in log
-    assert received["bad"] >= 0.7 * received["clean"]  # where a hang held up all: a half
+    assert received["bad"] >= 0.5 * received["clean"]  # with one worker, held up: a third
     assert " left out, score() failed)" in out
 
 
