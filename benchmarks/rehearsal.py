@@ -337,13 +337,11 @@ class Rehearsal:
         )
 
     def model_saved(self) -> Span:
-        """Find when model/ was written: from the last checkpoint's end to that of its last file."""
+        """Find when model/ was written: from the last step's end to that of its last file."""
         clock = time.monotonic() - time.time()
-        checkpoint = max(
-            path.stat().st_mtime for path in self.run_dir.glob("checkpoints/*/checksums.json")
-        )
+        step = max(span.end for span in self.spans["trainer"] if span.name == "step")
         written = max(file.stat().st_mtime for file in (self.run_dir / "model").iterdir())
-        return Span("model", checkpoint + clock, written + clock)
+        return Span("model", step, written + clock)
 
     def against_plan(self) -> list[list[str]]:
         """Make the rows of a table: process, what the plan says, and what was measured."""
