@@ -155,7 +155,7 @@ def first_line(error: Exception) -> str:
     """Say in one line why transformers cannot use a model."""
     if "trust_remote_code" in str(error):
         return "it brings code of its own: --trust_remote_code lets that of --model run"
-    return str(error).splitlines()[0]
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:

@@ -42,7 +42,6 @@ except ImportError as error:
     ) from error
 
 CONNECT_SECONDS = 5.0  # for an address to answer
-START_SECONDS = 60.0  # for a node to say what is installed there
 LOOK_SECONDS = 1.0  # between two looks at which nodes there are
 WAIT_SECONDS = 0.1  # for an answer, before it is looked whether there are new weights
 LOGS_SECONDS = 1.0  # for the logs of a node that has failed
@@ -63,7 +62,7 @@ def connect(config: Config) -> None:
         check_address(config.ray)
         ray.init(address=config.ray, logging_level="ERROR", log_to_driver=False, **options)
     except (OSError, RuntimeError, ValueError, RayError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"--ray {config.ray}: no cluster was found: {reason}") from error
     here, nodes = describe_environment(), other_nodes()
     for node in nodes:
@@ -127,7 +126,7 @@ def check_node(node: dict, here: dict[str, str]) -> None:
         num_cpus=0, scheduling_strategy=on_node(node), max_retries=0
     )
     try:
-        there = ray.get(asked.remote(), timeout=START_SECONDS)
+        there = ray.get(asked.remote(), timeout=LOAD_SECONDS)
     except RayError as error:
         if node["NodeID"] not in [other["NodeID"] for other in other_nodes()]:
             return  # it has just been lost
@@ -141,7 +140,7 @@ def check_node(node: dict, here: dict[str, str]) -> None:
 
 def last_line(error: Exception) -> str:
     """The end of what Ray says: what was raised, if anything was."""
-    return str(error).strip().splitlines()[-1]
+    return str(error).strip().rpartition("\n")[2]
 
 
 class ClusterBoard(Board):
