@@ -69,7 +69,6 @@ SETTINGS = dict(
     responses_per_query=2,
     samples_per_query=2,
     initial_responses=8,
-    search_ahead=2,
     max_prompt_tokens=96,
     max_response_tokens=48,
     low_memory="off",
