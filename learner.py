@@ -103,8 +103,9 @@ class Learner:
         with torch.set_grad_enabled(not self.low_memory):
             inputs = self.loss_inputs(rows, beta, reference_temperature)
         if weight:
-            self.log_weights.append(log_weights(inputs))
+            self.log_weights.append(log_weights(inputs))  # for metrics: no objective uses them
         inputs.logprobs.requires_grad_()
+        # "tb", the default, is trajectory_balance in loss.py (Eq. 3 to 5).
         loss, metrics = LOSSES[self.config.loss](inputs)
         (loss * weight).backward()
         if self.low_memory:

@@ -147,7 +147,10 @@ class Searcher:
             self.start(rollout)
 
     def start(self, rollout: Rollout) -> None:
-        """Have the engine generate the responses of a rollout."""
+        """Have the engine generate the responses of a rollout.
+
+        It takes the version for the sake of its cache of prefixes.
+        """
         self.engine.add(rollout.request, rollout.prompt, rollout.version, **rollout.sampling)
         self.rollouts[rollout.request] = rollout
 
@@ -236,7 +239,10 @@ class Searcher:
         return groups
 
     def send(self, groups: list[Group]) -> None:
-        """Send groups and evaluations to the trainer, as far as the queue has room."""
+        """Send groups and evaluations to the trainer, as far as the queue has room.
+
+        D_local is what waits here and in the queue until the trainer's next sync.
+        """
         self.outbox.extend(groups)
         self.outbox.extend(self.evaluation.collect())
         while self.outbox:

@@ -97,7 +97,7 @@ class Trainer:
         self.finish()
 
     def sync(self) -> None:
-        """Receive what the searchers found, then publish the weights. Only in lockstep it waits."""
+        """Receive, then publish. In the paper both sides stop for it; here only lockstep waits."""
         with self.timeline.span("receive"):
             self.receive()
         self.metrics.skipped_publishes += not self.publish()
@@ -113,11 +113,11 @@ class Trainer:
                     groups.append(item)
                 elif isinstance(item, Evaluation):
                     self.evaluations.arrive(item)
-                    self.report.evaluation(item)
+                    self.report.evaluation(item)  # to the terminal and metrics.jsonl
                 else:
                     self.report.say(item.text)
         self.batches.add(groups, self.step)
-        self.metrics.observe()
+        self.metrics.observe()  # of what arrived: rewards, lengths, KL; now and then the mismatch
 
     def receive_until(self, is_done: Callable[[], bool], what: str) -> None:
         """Receive until is_done(). Any work of the searchers is progress towards `what`."""
@@ -129,10 +129,10 @@ class Trainer:
             self.receive()  # or the queues fill up meanwhile
 
     def publish(self) -> bool:
-        """Publish the weights of this step, if that is still to do.
+        """Copy the weights of this step into shared memory, where searchers look for them.
 
-        Returns False if slow readers hold every slot. The next sync publishes newer weights; an
-        evaluation and a reference reset stay due until then.
+        Returns False if slow readers hold all three copies. The next sync publishes newer weights;
+        an evaluation and a reference reset stay due until then.
         """
         newest = self.weights.version
         if newest == self.step:
@@ -157,11 +157,11 @@ class Trainer:
             self.publish()
             self.receive()
             rows = self.batches.next(self.step)
-        self.metrics.observe()
+        self.metrics.observe()  # of lockstep's rows; the buffer's were observed when they arrived
         return rows
 
     def save_checkpoint_if_due(self) -> None:
-        self.checkpoints.collect()
+        self.checkpoints.note_written()  # of the one before
         period = self.config.checkpoint_every
         if period and self.step % period == 0:
             self.save_checkpoint()

@@ -94,10 +94,10 @@ class CheckpointWriter:
             seconds = time.clock_gettime(self.clock)
             return f"{what}, {num_bytes(unfinished)} bytes are, after {seconds:.3f} s of CPU"
 
-        for _ in self.waits.until(self.collect, awaited, even_at_end=True):
+        for _ in self.waits.until(self.note_written, awaited, even_at_end=True):
             pass
 
-    def collect(self) -> bool:
+    def note_written(self) -> bool:
         """Take note of a write that has ended. Returns whether none is under way.
 
         A full disk costs the checkpoint, not the run: the user is told.

@@ -121,7 +121,8 @@ class EvaluationService:
 class EvaluationRun:
     """An evaluation of one version: its rollouts, and its responses, a rollout for each.
 
-    num_samples: responses to a query. Raises ValueError when no test prompt can be used.
+    Greedy, unless the task or a flag says otherwise. num_samples: responses to a query. Raises
+    ValueError when no test prompt can be used.
     """
 
     def __init__(
