@@ -189,6 +189,11 @@ class Offline(Exception):
 
 def explain(error: Exception) -> str:
     """Say in one line why something could not be fetched, as the hub's client does."""
+    causes = [error]  # the client may wrap what happened in an error of its own
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+    told = (HfHubHTTPError, Offline)
+    error = next((e for e in causes if isinstance(e, told) or "No space left" in str(e)), error)
     line = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, HfHubHTTPError):  # an answer, whose address is in the line
         line += "; log in (hf auth login) for what is gated or private, or try again later"

@@ -216,12 +216,12 @@ def load_state_of(
     """Take over what state_of() gave, of any number of ranks. Only rank 0 needs it."""
     numbers = ranks.gather({name: value for name, value in state.items() if value.ndim == 0})[0]
     for name, parameter in trained.items():
-        fill(parameter, state.get(f"policy.{name}"))
+        fill(parameter, state[f"policy.{name}"] if ranks.rank == 0 else None)
         prefix = f"optimizer.{name}"
         if f"{prefix}.step" not in numbers:  # there are no moments before the first step
             continue
         moments = {"step": numbers[f"{prefix}.step"].to(parameter.device)}
         for key in ("exp_avg", "exp_avg_sq"):
             moments[key] = torch.empty_like(parameter)
-            fill(moments[key], state.get(f"{prefix}.{key}"))
+            fill(moments[key], state[f"{prefix}.{key}"] if ranks.rank == 0 else None)
         optimizer.state[parameter] = moments

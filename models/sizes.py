@@ -72,8 +72,6 @@ def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
             "output embedding: use another architecture"
         )
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(policy)]
     return PolicySize(
@@ -86,8 +84,21 @@ def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
         layer=max(layers, default=0),
         outside=parameters - sum(layers),
         layer_values_per_token=4 * text.hidden_size + 3 * inner,
-        cached_per_token=2 * text.num_hidden_layers * key_heads * head_size,
+        cached_per_token=cached_per_token(policy),
     )
+
+
+def cached_per_token(policy: torch.nn.Module) -> int:
+    """Count the keys and values that all layers keep of a token."""
+    try:
+        token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+        layers = policy.base_model(input_ids=token, use_cache=True).past_key_values.layers
+        return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
+    except Exception:  # the model looks at numbers, and here are none
+        text = policy.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * heads * size
 
 
 @cache

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read, steps_of
+from conftest import ROOT, WHOLE_RUN, read, steps_of
 
 from config import Config, UserError
 from models import device, logprobs
@@ -242,7 +242,8 @@ def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     code += "places.search_ahead = lambda *_: 10; sys.exit(tba.main(sys.argv[1:]))"
     flags = "--steps 150 --initial_responses 240 --queries_per_batch 1 --queries_per_micro_batch 1"
     command = [sys.executable, "-c", code, *flags.split(), "--eval_every", "0", "--output_dir"]
-    result = subprocess.run([*command, run_dir], cwd=ROOT, capture_output=True, text=True)
+    options = dict(cwd=ROOT, capture_output=True, text=True, timeout=WHOLE_RUN)
+    result = subprocess.run([*command, run_dir], **options)
     assert result.returncode == 0, result.stderr
     lines = steps_of(run_dir)
     made = np.array([line["received"] for line in lines])

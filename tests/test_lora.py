@@ -307,7 +307,8 @@ def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(
     base = sum(p.nbytes for p in policy.parameters() if not p.requires_grad)
     assert parts["base policy"] == base
     assert needs.checkpoint == 12 * numbers
-    assert needs.loading_or_written().bytes == 12 * numbers + needs.masters, "and model/, merged"
+    (written,) = needs.loading_or_written()
+    assert written.bytes == 12 * numbers + needs.masters, "and model/, merged"
     assert needs.head(100, passes=1) < Needs(replace(config, lora_rank=0), places, {}).head(100, 1)
     short = Needs(replace(config, max_response_tokens=1, max_prompt_tokens=1), places, {})
     assert "weights of an earlier version, beyond that" in dict(short.trainer())

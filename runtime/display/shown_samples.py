@@ -68,15 +68,16 @@ def read_groups(path: Path, beta: float, steps: list[dict]) -> list[SampledGroup
     """
     if not path.exists():
         return []
-    betas = {line["step"] - 1: line.get("beta") for line in steps}  # version -> beta
-    latest_beta = steps[-1].get("beta") if steps else None
+    numbers = [line["step"] for line in steps]
     count = sum(1 for _ in find_groups(path))
     chosen = set(spread(range(count), GROUPS))
     groups = []
     for number, data in enumerate(find_groups(path)):
         if number in chosen and (lines := parse_lines(data)):
             version = lines[0]["version"]
-            own_beta = betas.get(version, latest_beta) or beta
+            # Of the first step after that version of which there is a line, or of the last one.
+            after = steps[bisect_right(numbers, version) :][:1] or steps[-1:]
+            own_beta = next((line.get("beta") for line in after), None) or beta
             responses = [read_response(line, own_beta) for line in lines]
             groups.append(SampledGroup(version, lines[0]["query_id"], own_beta, responses))
     return groups[::-1]
