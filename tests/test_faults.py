@@ -426,7 +426,7 @@ def fail(learner):
     {fault}
 
 def plant():
-    while "learner" not in sys.modules or not hasattr(sys.modules["learner"], "lr_schedule"):
+    while "learner" not in sys.modules or not hasattr(sys.modules["learner"], "Learner"):
         time.sleep(0.1)
     if Path("/proc/self/comm").read_text().strip() != "tba {name}":
         return

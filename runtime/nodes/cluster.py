@@ -263,6 +263,8 @@ class Cluster(Supervisor):
         if weights.version <= far.version and not is_asked or weights.version < 0:
             return
         version, stored, *reference = self.store_weights()
+        if self.board.stop:
+            return
         call = far.actor.take_weights.remote(version, stored, is_asked, *reference)
         if self.answer(call, patience):
             far.version, far.asked_version = version, asked if is_asked else far.asked_version
@@ -304,6 +306,10 @@ class Cluster(Supervisor):
 
     def stop(self) -> None:
         """End all searchers, and fetch the logs of those on other nodes."""
+        # First the threads: what they ask Ray for after its end would start a cluster anew.
+        until = time.monotonic() + GOODBYE_SECONDS
+        for thread in self.threads:
+            thread.join(max(0.0, until - time.monotonic()))
         goodbyes = [(far, far.actor.stop.remote()) for far in list(self.far.values())]
         super().stop()
         until = time.monotonic() + GOODBYE_SECONDS
