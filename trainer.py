@@ -194,8 +194,8 @@ class Trainer:
         if self.board.last_step_done:
             # Of the base model, in a short run. The last version is evaluated from the saved model
             # (runtime/responses/final_evaluation.py).
-            what = "the evaluation that it asked for"
-            self.receive_until(lambda: not self.evaluations.is_pending, what)
+            self.receive()
+            self.receive_until(lambda: not self.evaluations.is_pending, "the evaluation asked for")
         self.board.stop = True
         self.timeline.flush()
         self.report.close()

@@ -19,6 +19,7 @@ from models.schedules import beta_at, lr_schedule
 from runtime.planning.memory_trial import try_largest_batch
 from runtime.record.metrics import describe
 from runtime.record.report import Report
+from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.board import Board
 from tasks import find_presets
 from trainer import Trainer
@@ -347,12 +348,21 @@ def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what
     )
 
 
+def test_a_resume_between_a_multiple_of_eval_every_and_the_next_sync_asks_at_that_sync():
+    config = Config(sync_period=10, eval_every=25)
+    weights = SharedWeights({"a": (1,)}, torch.float32, readers=1)
+    for step in (26, 30):
+        requests = EvaluationRequests(config, weights, Board(["trainer", "searcher-0"]))
+        requests.load_state_dict({"evaluation_due": False, "evaluated": 0}, step)
+        assert not requests.is_due(29) and requests.is_due(30)
+
+
 def test_a_run_resumed_at_a_sync_brings_the_reset_and_the_evaluation_of_that_sync(
     untied_model, tmp_path
 ):
     settings = dict(sync_period=2, eval_every=4, reference_reset_period=4)
     trainer = make_trainer(untied_model, tmp_path, **settings)
-    trainer.learner.step = 4  # as load_checkpoint leaves it
+    trainer.learner.step = 4  # as a resume leaves it
     trainer.publish()
     trainer.sync()
     weights = trainer.weights

@@ -35,9 +35,9 @@ class EvaluationRequests:
 
     def is_due(self, step: int) -> bool:
         """Return whether a sync was at or after a multiple of --eval_every since the latest one."""
+        period, k = self.config.eval_every, self.config.sync_period
         latest = max(self.asked_step, self.weights.evaluation_version)
-        period = self.config.eval_every
-        step -= step % self.config.sync_period  # of the latest sync
+        step, latest = step - step % k, latest - latest % k  # of the latest syncs by then
         return step // period > latest // period if period else latest < 0
 
     def arrive(self, evaluation: Evaluation) -> None:
