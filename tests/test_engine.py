@@ -227,12 +227,12 @@ def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine
     finished = [completion.finish_reason == "stop" for completion in completions]
     assert {True, False} == set(finished), "both kinds"
     for completion, is_finished in zip(completions, finished):
-        tokens, logprobs, is_appended = completion_arrays(completion, final_token=None)
+        tokens, logprobs, sampled = completion_arrays(completion, final_token=None)
         assert tokens.tolist() == list(completion.token_ids) and len(logprobs) == len(tokens)
-        assert not is_appended
-        ended, behavior, is_appended = completion_arrays(completion, final_token=end)
+        assert sampled.all() and len(sampled) == len(tokens)
+        ended, behavior, sampled = completion_arrays(completion, final_token=end)
         added = 0 if is_finished else 1
-        assert is_appended == (not is_finished)
+        assert sampled.tolist() == [True] * len(tokens) + [False] * added
         assert len(ended) == len(behavior) == len(tokens) + added and ended[-1] == end
         assert behavior.tolist() == logprobs.tolist() + [0.0] * added, (
             "nothing else can stand there"
@@ -244,7 +244,7 @@ def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, v
     model = load_policy(config, torch.device("cpu"))
     sampling = dict(version=version, n=8, temperature=1.0, max_tokens=3, seed=0)
     group = sample_group(engine, [70, 71], final_token=256, **sampling)
-    assert (group.lengths == 4).all() and group.appended.all(), "all were cut off"
+    assert (group.lengths == 4).all() and (group.sampled.sum() == 8 * 3), "all were cut off"
     group.ref_logprobs = group.behavior_logprobs
     ours = logprobs_of(group, model, torch.float32)
     assert mismatch(group, ours) < 1e-4
@@ -252,7 +252,7 @@ def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, v
     assert figures["response_tokens"] == 3 and figures["kl"] == 0
     sampled = group.behavior_logprobs.reshape(8, 4)[:, :3]
     assert figures["entropy"] == pytest.approx(-sampled.mean()), "nor of the other figures"
-    group.appended = np.zeros(0, bool)
+    group.sampled = np.ones(len(group.tokens), bool)
     assert mismatch(group, ours) > 0.1
 
 
