@@ -151,8 +151,9 @@ class Searcher:
         """Return whether a query may start: the run needs it, engine and scoring have room."""
         if self.board.last_step_done or self.outbox:
             return False
-        groups_in_engine = ENGINE_ROWS // self.config.samples_per_query + 1
-        return self.generation.responses < ENGINE_ROWS and len(self.scorer.waiting) < groups_in_engine
+        if self.generation.responses >= ENGINE_ROWS:
+            return False
+        return len(self.scorer.waiting) < ENGINE_ROWS // self.config.samples_per_query + 1
 
     def skip(self, rollout: Rollout, num_skipped: int) -> None:
         """Drop a query whose prompt is empty or too long. Raises ValueError if all of them are."""

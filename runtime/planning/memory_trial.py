@@ -32,7 +32,8 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
         smaller = "--queries_per_micro_batch"
     also = " or try --low_memory on" if config.low_memory == "off" else ""
     raise MemoryError(
-        f"{len(rows)} responses of {len(rows[0].prompt)} + {len(rows[0].tokens)} tokens do not fit into memory in one forward and backward pass: lower {smaller}{also}"
+        f"{len(rows)} responses of {len(rows[0].prompt)} + {len(rows[0].tokens)} tokens do not fit "
+        f"into memory in one forward and backward pass: lower {smaller}{also}"
     )
 
 
@@ -47,8 +48,7 @@ def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
     everything = np.ones(len(numbers), bool)
     arrays = numbers, numbers, everything, everything
     return [
-        Row(-1, 0, 0, prompts[i // group_size], responses[i], *arrays, 0.0)
-        for i in range(size)
+        Row(-1, 0, 0, prompts[i // group_size], responses[i], *arrays, 0.0) for i in range(size)
     ]
 
 

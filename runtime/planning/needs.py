@@ -208,7 +208,8 @@ class Needs:
     def responses(self, place: Place) -> int:
         """Responses of full length to which vLLM has keys and values at once."""
         _, room = self.vllm(place)
-        return int(room // (sum(self.config.longest_row) * self.size.cached_per_token * self.dtype.itemsize))
+        cached = self.size.cached_per_token * self.dtype.itemsize
+        return int(room // (sum(self.config.longest_row) * cached))
 
     def loading_or_written(self) -> Iterator[Need]:
         """Yield what of host memory loads the policies, or writes checkpoints and model/.
