@@ -162,7 +162,7 @@ class SearchSettings:
     max_turns: PositiveInt = 10
     """Of an episode, where the task has some: turns of the model, at most."""
     max_episode_tokens: PositiveInt | None = None
-    """Of an episode: prompt, turns and replies together. None: as for a prompt and a response."""
+    """Of an episode: prompt, turns and replies together. None: the task has no episodes."""
     constant_staleness: NonNegativeInt | None = None
     """No buffer: one version makes each batch, which is trained on exactly so many steps later.
     Then k = 1, S = K, and duplicates are kept."""

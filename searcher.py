@@ -78,7 +78,7 @@ class Searcher:
         self.evaluation = EvaluationService(
             config, self.task, self.tokenizer, weights, pin, evaluated, is_enabled=share == 0
         )
-        kind = Episodes if self.task.has_turns else Generation
+        kind = Episodes if config.max_episode_tokens else Generation
         self.generation = kind(config, self.task, self.tokenizer, self.engine, self.scorer)
 
     def search(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Union, get_args, get_origin, get_type_hints
 
 from config import Bound, Config, UserError
+from tasks import Task, find_task
 
 PLAIN_TYPES = {int, float, bool, str, dict, types.NoneType}  # of a setting; a task may have others
 
@@ -20,6 +21,7 @@ def check(config: Config) -> None:
     check_batch(config)
     check_schedules(config)
     check_modes(config)
+    check_episodes(config)
 
 
 def check_types(values: dict[str, object], owner: type) -> None:
@@ -66,6 +68,21 @@ def check_batch(config: Config) -> None:
         raise UserError(
             f"--trainer_processes is {config.trainer_processes}, more than --queries_per_batch "
             f"{config.queries_per_batch}: each takes whole queries, for log Z of a query"
+        )
+
+
+def check_episodes(config: Config) -> None:
+    """A bound is for the episodes of a task that has some, and these need one."""
+    task, most = repr(config.task), config.max_episode_tokens
+    has_turns = find_task(config.task).reply is not Task.reply
+    if has_turns and not most:
+        raise UserError(f"task {task} has episodes of several turns: give --max_episode_tokens")
+    if most and not has_turns:
+        raise UserError(f"--max_episode_tokens is {most}, but task {task} has no reply()")
+    if most and most <= config.max_prompt_tokens:
+        raise UserError(
+            f"--max_episode_tokens is {most}, and --max_prompt_tokens {config.max_prompt_tokens}: "
+            "there must be room for a turn"
         )
 
 

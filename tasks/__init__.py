@@ -104,10 +104,6 @@ class Task:
         learn from old episodes. It runs where score() does, within score_timeout.
         """
 
-    @property
-    def has_turns(self) -> bool:
-        return type(self).reply is not Task.reply
-
     def evaluate(
         self, queries: list[Query], responses: list[str], finished: list[bool], scores: np.ndarray
     ) -> dict[str, np.ndarray]:

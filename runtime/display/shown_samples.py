@@ -116,7 +116,7 @@ def read_response(line: dict, beta: float) -> Response:
     texts = line.get("tokens") or list(line["response"])
     log_z = None
     if behavior is not None and reference is not None:
-        log_z = line["reward"] / beta + sum(reference) - sum(behavior)
+        log_z = line["reward"] / beta + total(reference) - total(behavior)
     return Response(line, list(merge_parts(texts, behavior, reference)), log_z)
 
 
@@ -128,8 +128,14 @@ def merge_parts(
     for end, text in enumerate(texts, 1):
         if text or end == len(texts):
             sums = (
-                None if values is None else sum(values[start:end])
+                None if values is None else total(values[start:end])
                 for values in (behavior, reference)
             )
             yield Token(text or NO_TEXT, *sums)
             start = end
+
+
+def total(logprobs: list[float | None]) -> float | None:
+    """Sum them; None where all are, as of what an environment replied."""
+    known = [value for value in logprobs if value is not None]
+    return sum(known) if known else None

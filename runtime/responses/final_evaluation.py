@@ -32,7 +32,7 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     engine.llm.apply_model(lambda model: check_finite(model, config))
     tokenizer, queries = load_tokenizer(config), task.queries("test")
     run = EvaluationRun(config, task, queries, tokenizer, config.steps, config.evaluation_samples)
-    kind = Episodes if task.has_turns else Generation
+    kind = Episodes if config.max_episode_tokens else Generation
     generation = kind(config, task, tokenizer, engine, scorer)
     for rollout in run.rollouts:
         generation.start(rollout)

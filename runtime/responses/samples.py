@@ -54,8 +54,8 @@ class SampleLog:
                     "reward": row.reward,
                     "finished": is_finished,
                     "tokens": token_texts(self.tokenizer, row.tokens.tolist()),
-                    "behavior_logprobs": rounded(row.behavior_logprobs),
-                    "ref_logprobs": rounded(row.ref_logprobs),
+                    "behavior_logprobs": rounded(row.behavior_logprobs, row.in_loss),
+                    "ref_logprobs": rounded(row.ref_logprobs, row.in_loss),
                 }
                 for text, is_finished, row in zip(rollout.texts, rollout.finished, rows)
             ]
@@ -68,8 +68,11 @@ class SampleLog:
             self.has_failed = True
 
 
-def rounded(logprobs: np.ndarray) -> list[float] | None:
-    """Round to three digits; None for NaN, without a reference policy: JSON has none."""
+def rounded(logprobs: np.ndarray, in_loss: np.ndarray) -> list[float | None] | None:
+    """Round to three digits, None for tokens that are in no loss.
+
+    None as a whole for NaN, without a reference policy: JSON has none.
+    """
     if not np.isfinite(logprobs).all():
         return None
-    return [round(value, 3) for value in logprobs.tolist()]
+    return [round(value, 3) if is_in else None for value, is_in in zip(logprobs.tolist(), in_loss)]
