@@ -20,16 +20,8 @@ STARTS, GOALS = range(1, 31), range(1, 61)
 FEWEST, MOST = 2, 5  # moves that a query needs
 TEST_QUERIES = 200  # never trained on, neither here nor by reinforcement learning
 TURNS = 8
-PRESETS = {
-    "demo": DEMO
-    | dict(
-        steps=600,
-        eval_every=200,
-        max_turns=TURNS,
-        max_response_tokens=3,
-        max_episode_tokens=80,
-    )
-}
+EPISODES = dict(max_turns=TURNS, max_response_tokens=3, max_episode_tokens=80)
+PRESETS = {"demo": DEMO | EPISODES | dict(steps=600, eval_every=200)}
 
 
 class Reach(Task):
@@ -58,19 +50,10 @@ class Reach(Task):
             for query, turns, done in zip(queries, responses, finished)
         ]
 
-    def evaluate(
-        self,
-        queries: list[Query],
-        responses: list[list[str]],
-        finished: list[bool],
-        scores: np.ndarray,
-    ) -> dict[str, np.ndarray]:
-        return {
-            self.metric: scores,
-            "solved": np.array(finished, float),
-            "moves": np.array([len(turns) for turns in responses], float),
-            "fewest_moves": np.array([fewest(query) for query in queries], float),
-        }
+    def evaluate(self, queries, responses, finished, scores) -> dict[str, np.ndarray]:
+        moves, fewest_moves = [len(turns) for turns in responses], map(fewest, queries)
+        figures = dict(solved=finished, moves=moves, fewest_moves=[*fewest_moves])
+        return {self.metric: scores} | {name: np.array(v, float) for name, v in figures.items()}
 
     def base_model(self) -> str:
         return pupil("reach", self.queries("train"), homework, characters="0123456789+*->")
