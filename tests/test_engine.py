@@ -229,10 +229,10 @@ def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine
     finished = [completion.finish_reason == "stop" for completion in completions]
     assert {True, False} == set(finished), "both kinds"
     for completion, is_finished in zip(completions, finished):
-        tokens, logprobs, sampled = completion_arrays(completion, final_token=None)
+        tokens, logprobs, _, sampled = completion_arrays(completion, final_token=None)
         assert tokens.tolist() == list(completion.token_ids) and len(logprobs) == len(tokens)
         assert sampled.all() and len(sampled) == len(tokens)
-        ended, behavior, sampled = completion_arrays(completion, final_token=end)
+        ended, behavior, _, sampled = completion_arrays(completion, final_token=end)
         added = 0 if is_finished else 1
         assert sampled.tolist() == [True] * len(tokens) + [False] * added
         assert len(ended) == len(behavior) == len(tokens) + added and ended[-1] == end
