@@ -86,13 +86,11 @@ class Deck:
     def draw(self, rng: np.random.Generator) -> int:
         if self.drawn == len(self.cards):
             self.drawn = 0
-        i, j = self.drawn, int(rng.integers(self.drawn, len(self.cards)))
-        self.cards[i], self.cards[j] = (
-            self.cards[j],
-            self.cards[i],
-        )  # one step of a Fisher-Yates shuffle
+        # One step of a Fisher-Yates shuffle.
+        cards, i, j = self.cards, self.drawn, int(rng.integers(self.drawn, len(self.cards)))
+        cards[i], cards[j] = cards[j], cards[i]
         self.drawn += 1
-        return self.cards[i]
+        return cards[i]
 
     def remove_last_drawn(self) -> None:
         self.drawn -= 1
@@ -104,9 +102,8 @@ class Shelf:
     """The responses of one query, oldest out first when more than `capacity`. Adding costs O(1)."""
 
     def __init__(self):
-        self.rows: list[
-            Row
-        ] = []  # in no order of age: a newcomer takes the place of the one that leaves
+        # In no order of age: a newcomer takes the place of the one that leaves.
+        self.rows: list[Row] = []
         self.rewards = np.empty(8, np.float64)  # rewards[i] is that of rows[i]; grows by doubling
         self.place: OrderedDict[bytes, int] = OrderedDict()  # tokens -> index in rows, oldest first
 
@@ -146,15 +143,13 @@ class Shelf:
             return []
         if inverse_temperature == 0:
             chosen = rng.choice(held, count, replace=held < count)
-        elif (
-            held >= count
-        ):  # Gumbel top-k: the k largest of logit + noise are a draw without replacement
+        elif held >= count:
+            # Gumbel top-k: the k largest of logit + noise are a draw without replacement.
             noisy = rewards[:held] * inverse_temperature + rng.gumbel(size=held)
             chosen = np.argpartition(-noisy, count - 1)[:count]
         else:  # the largest of fresh noise each time is a draw with replacement
-            chosen = (rewards[:held] * inverse_temperature + rng.gumbel(size=(count, held))).argmax(
-                axis=1
-            )
+            noisy = rewards[:held] * inverse_temperature + rng.gumbel(size=(count, held))
+            chosen = noisy.argmax(axis=1)
         return [rows[i] for i in chosen]
 
 
@@ -189,11 +184,7 @@ class Pool:
         self.num_responses += len(shelf.rows)
 
     def draw(
-        self,
-        count: int,
-        inverse_temperature: float,
-        oldest_version: int,
-        rng: np.random.Generator,
+        self, count: int, inverse_temperature: float, oldest_version: int, rng: np.random.Generator
     ) -> list[Row]:
         """Draw `count` responses to the next query that has young ones; [] if none has."""
         while self.deck.cards:
@@ -321,8 +312,8 @@ class ReplayBuffer:
             if self.rng.random() < most_on_policy_prob:
                 rows = self.recent.draw(responses_per_query, 0.0, oldest_version, self.rng)
             if not rows:
-                by_reward = self.reward_inverse_temperature
-                rows = self.all.draw(responses_per_query, by_reward, oldest_version, self.rng)
+                inverse = self.reward_inverse_temperature
+                rows = self.all.draw(responses_per_query, inverse, oldest_version, self.rng)
             if not rows:
                 return []
             batch += rows

@@ -1,87 +1,68 @@
-"""Config: every setting of a run, and what can be said of the settings before anything is loaded.
+"""Config: every setting of a run.
 
 A field is a flag (`--queries_per_batch 7`), the string under it is its help text, and its type says
 which values it takes. A class is a group of flags; Config is all of them together.
-`runtime/command_line.py` makes a Config of a command line.
+`runtime/command_line.py` makes a Config of a command line, `runtime/check_settings.py` checks it.
 """
 
 import math
 import re
-import types
-import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NamedTuple
 
 
 class UserError(Exception):
     """Something the user can put right. Shown as one line; exit code 2."""
 
 
-PLAIN_TYPES = {int, float, bool, str, dict, types.NoneType}  # of a setting; a task may have others
-LOAD_SECONDS = 600.0  # that a process may take to load its model
+LOAD_SECONDS = 600.0  # that a process may take to load its model, a node to import the project
 
 
 class Bound(NamedTuple):
     """Which values a setting takes, and the words for it."""
 
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
     words: str
 
 
-POSITIVE = Bound(lambda value: 0 < value < math.inf, "it must be positive")
-NOT_NEGATIVE = Bound(lambda value: 0 <= value < math.inf, "it must not be negative")
+POSITIVE = Bound(lambda x: 0 < x < math.inf, "it must be positive")
+NOT_NEGATIVE = Bound(lambda x: 0 <= x < math.inf, "it must not be negative")
 STEPS = Bound(
-    lambda value: 0 <= value < math.inf and (value < 1 or value == int(value)),
+    lambda x: 0 <= x < math.inf and (x < 1 or x == int(x)),
     "it is a number of steps, or a share of --steps below 1",
 )
+GROUP = Bound(
+    lambda x: x >= 2, "it must be at least 2, log Z of a query is a mean over its responses"
+)
+GPU_LIST = Bound(
+    lambda x: re.fullmatch(r"([1-9]\d*x[1-9]\d*)?", x) is not None,
+    "it is a number of GPUs and the GiB of each, like 4x80",
+)
+TRACKER = Bound(
+    lambda x: x in ("", "wandb", "tensorboard"), "it is wandb or tensorboard, or empty for none"
+)
+EVALUATION = Bound(lambda x: x == 0 or 0.01 <= x <= 2, "vLLM samples at 0 or 0.01 to 2")
 PositiveInt = Annotated[int, POSITIVE]
 PositiveFloat = Annotated[float, POSITIVE]
 NonNegativeInt = Annotated[int, NOT_NEGATIVE]
 NonNegativeFloat = Annotated[float, NOT_NEGATIVE]
 StepsOrShare = Annotated[float, STEPS]
-# log Z of a query is a mean over its responses
-GroupSize = Annotated[
-    int,
-    Bound(
-        lambda value: value >= 2,
-        "it must be at least 2, log Z of a query is a mean over its responses",
-    ),
-]
-Probability = Annotated[
-    float, Bound(lambda value: 0 <= value <= 1, "it is a probability, from 0 to 1")
-]
-Share = Annotated[float, Bound(lambda value: 0 < value < 1, "it is a share, between 0 and 1")]
-Decay = Annotated[float, Bound(lambda value: 0 < value < 1, "it lies between 0 and 1")]
-SamplingTemperature = Annotated[
-    float, Bound(lambda value: 0.01 <= value <= 2, "vLLM samples at 0.01 to 2")
-]
-EvaluationTemperature = Annotated[
-    float, Bound(lambda value: value == 0 or 0.01 <= value <= 2, "vLLM samples at 0 or 0.01 to 2")
-]
+GroupSize = Annotated[int, GROUP]
+GPUs = Annotated[str, GPU_LIST]
+TrackerName = Annotated[str, TRACKER]
+Probability = Annotated[float, Bound(lambda x: 0 <= x <= 1, "it is a probability, from 0 to 1")]
+Share = Annotated[float, Bound(lambda x: 0 < x < 1, "it is a share, between 0 and 1")]
+Decay = Annotated[float, Bound(lambda x: 0 < x < 1, "it lies between 0 and 1")]
+SamplingTemperature = Annotated[float, Bound(lambda x: 0.01 <= x <= 2, "vLLM samples at 0.01 to 2")]
+EvaluationTemperature = Annotated[float, EVALUATION]
 
 
 def one_of(*choices: str) -> type[str]:
     """Make the type of a setting that is one of these words."""
-    return Annotated[
-        str, Bound(lambda value: value in choices, f"it is one of {', '.join(choices)}")
-    ]
+    return Annotated[str, Bound(lambda x: x in choices, f"it is one of {', '.join(choices)}")]
 
 
-GPUs = Annotated[
-    str,
-    Bound(
-        lambda value: not value or re.fullmatch(r"[1-9]\d*x[1-9]\d*", value) is not None,
-        "it is a number of GPUs and the GiB of each, like 4x80",
-    ),
-]
-TrackerName = Annotated[
-    str,
-    Bound(
-        lambda value: value in ("", "wandb", "tensorboard"),
-        "it is wandb or tensorboard, or empty for none",
-    ),
-]
 DType = one_of("auto", "float32", "bfloat16")
 MasterDType = one_of("float32", "bfloat16")
 Switch = one_of("auto", "on", "off")
@@ -170,9 +151,6 @@ class SearchSettings:
     None: they do so only once capacity_per_query is reached."""
     max_staleness: NonNegativeInt | None = None
     """Responses of versions more than this many steps old are left out. None: no limit."""
-    search_ahead: NonNegativeInt | None = None
-    """Trainer steps for which searchers may have made responses before they wait.
-    None: no limit, or two syncs where a searcher shares the trainer's GPU."""
     reward_inverse_temperature: NonNegativeFloat = 0.0
     """Replay draws a query's responses by softmax(reward times this). 0: uniformly."""
     temperature: SamplingTemperature = 0.7
@@ -259,11 +237,9 @@ class ProcessSettings:
     plan_gpus: GPUs = ""
     """With --plan: for such GPUs, 4x80 for four of 80 GiB. Empty: those of this machine."""
     report: str = ""
-    """Directory of a run: only write its report.html, and its pictures if they are out of date."""
+    """Directory of a run: only write its report.html and its pictures."""
     eval_only: bool = False
     """Only evaluate --model: the task's metrics on its test queries, with 95 % intervals."""
-    json: bool = False
-    """With --eval_only: print JSON instead of a table."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +257,9 @@ class Config(
     """A name in tasks/ or the path of a .py file with a task of your own."""
     options: dict = field(default_factory=dict)
     """The task's own settings, by name: flags too, see python tba.py TASK --help."""
+    search_ahead: int | None = None
+    """No flag, runtime/processes/places.py decides it: trainer steps for which searchers may have
+    made responses before they wait. None: no limit."""
 
     def in_steps(self, steps_or_share: float) -> int:
         """A number of steps as it is, a share (below 1) of the run's steps, rounded down."""
@@ -311,142 +290,3 @@ def settle(config: Config) -> Config:
     if config.lockstep:
         config = replace(config, sync_period=1, samples_per_query=config.responses_per_query)
     return config
-
-
-def check(config: Config) -> None:
-    """Raise UserError for what can be seen to be wrong without loading anything."""
-    hints = typing.get_type_hints(Config, include_extras=True)
-    for setting in fields(Config):
-        value, bound = getattr(config, setting.name), find_bound(hints[setting.name])
-        if value is not None and bound and not bound.holds(value):
-            shown = repr(value) if isinstance(value, str) else value
-            raise UserError(f"--{setting.name} is {shown}: {bound.words}")
-    check_batch(config)
-    check_schedules(config)
-    check_modes(config)
-
-
-def check_types(values: dict[str, object], owner: type) -> None:
-    """Raise UserError for a value that is not of its type in `owner`: one from a file may be."""
-    for name, hint in typing.get_type_hints(owner).items():
-        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        sides = typing.get_args(hint) if is_union else (hint,)
-        if name not in values or not PLAIN_TYPES.issuperset(sides):
-            continue
-        kind = type(values[name])
-        if kind not in sides and not (kind is int and float in sides):
-            words = " or ".join(side.__name__ for side in sides)
-            raise UserError(f"--{name} is {values[name]!r}: its type is {words}")
-
-
-def find_bound(hint: type) -> Bound | None:
-    """The bound in a type: in its annotation, or in that of one side of `… | None`."""
-    found = [part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Bound)]
-    for side in typing.get_args(hint):
-        found += [bound for bound in [find_bound(side)] if bound]
-    return found[0] if found else None
-
-
-def check_batch(config: Config) -> None:
-    """B, K, S and the buffer, against each other."""
-    if config.responses_per_query > config.samples_per_query:
-        raise UserError(
-            f"--responses_per_query is {config.responses_per_query}, more than "
-            f"--samples_per_query {config.samples_per_query}: "
-            "a query needs at least as many samples as it is trained with"
-        )
-    if config.samples_per_query > config.capacity_per_query:
-        raise UserError(
-            f"--capacity_per_query is {config.capacity_per_query}, less than "
-            f"--samples_per_query {config.samples_per_query}: "
-            "the buffer must hold one group of a query"
-        )
-    if config.queries_per_batch % config.queries_per_micro_batch:
-        raise UserError(
-            f"--queries_per_batch {config.queries_per_batch} is not divisible by "
-            f"--queries_per_micro_batch {config.queries_per_micro_batch}"
-        )
-    if config.trainer_processes > config.queries_per_batch:
-        raise UserError(
-            f"--trainer_processes is {config.trainer_processes}, more than --queries_per_batch "
-            f"{config.queries_per_batch}: each takes whole queries, for log Z of a query"
-        )
-
-
-def check_schedules(config: Config) -> None:
-    """A schedule that has an end needs a length."""
-    if config.lr_schedule == "warmup_stable_decay" and not config.decay_steps:
-        raise UserError("--lr_schedule warmup_stable_decay needs --decay_steps")
-    if config.beta_final is not None and not config.beta_steps and config.beta_stop_step is None:
-        raise UserError(
-            f"--beta_final is {config.beta_final} but nothing says when: "
-            "give --beta_steps or --beta_stop_step"
-        )
-    if config.reward_temperature != 1 and not config.reward_temperature_steps:
-        raise UserError(
-            f"--reward_temperature is {config.reward_temperature} but nothing says how long: "
-            "give --reward_temperature_steps"
-        )
-    if config.reference_temperature != 1 and not config.reference_temperature_steps:
-        raise UserError(
-            f"--reference_temperature is {config.reference_temperature} but nothing says when: "
-            "give --reference_temperature_steps"
-        )
-    if config.reference_reset_period % config.sync_period:
-        raise UserError(
-            f"--reference_reset_period is {config.reference_reset_period}, no multiple of "
-            f"--sync_period {config.sync_period}: the reference policy is reset at a sync"
-        )
-
-
-def check_modes(config: Config) -> None:
-    """Settings that only one way of running has."""
-    if config.master_dtype == "bfloat16" and config.dtype != "bfloat16":
-        raise UserError(
-            f"--master_dtype bfloat16 needs --dtype bfloat16, and that is {config.dtype}"
-        )
-    if config.lora_alpha is not None and not config.lora_rank:
-        raise UserError(
-            f"--lora_alpha is {config.lora_alpha}, but --lora_rank 0 trains all weights: "
-            "give a rank, or --lora_alpha None"
-        )
-    if config.lora_rank and config.trainer_processes > 1:
-        raise UserError(
-            f"--lora_rank {config.lora_rank} and --trainer_processes {config.trainer_processes} "
-            "are both given, and adapters are not sharded: give one of the two"
-        )
-    if config.searchers == 0 and not config.ray:
-        raise UserError("--searchers is 0: that is for --ray, where other nodes search")
-    if config.searchers_per_node and not config.ray:
-        raise UserError(f"--searchers_per_node {config.searchers_per_node} is for --ray")
-    if config.ray and (config.lockstep or config.search_ahead is not None):
-        raise UserError(
-            f"--ray {config.ray} is for free-running search: leave out --synchronous, "
-            "--constant_staleness and --search_ahead"
-        )
-    if config.json and not config.eval_only:
-        raise UserError("--json is for --eval_only: a run writes metrics.jsonl")
-    if config.report and (config.plan or config.eval_only):
-        other = "--plan" if config.plan else "--eval_only"
-        raise UserError(f"--report and {other} are both given: give one of the two")
-    if config.plan and config.eval_only:
-        raise UserError("--plan is for a run, and --eval_only is none: give one of the two")
-    if config.plan_gpus and not config.plan:
-        raise UserError(f"--plan_gpus {config.plan_gpus} is for --plan: a run takes what is there")
-    if config.lockstep and config.max_staleness is not None:
-        raise UserError(
-            f"--max_staleness {config.max_staleness} is for the buffer, which a run of constant "
-            "staleness does not use: leave it out"
-        )
-    if config.search_ahead is not None and (config.lockstep or config.max_staleness is not None):
-        other = "--constant_staleness" if config.lockstep else "--max_staleness"
-        raise UserError(
-            f"--search_ahead {config.search_ahead} and {other} are both given: a trainer that "
-            "waits for responses, and searchers that wait for the trainer; give one of the two"
-        )
-    if config.lockstep and config.searchers and config.searchers > config.queries_per_batch:
-        raise UserError(
-            f"--searchers is {config.searchers}, more than "
-            f"--queries_per_batch {config.queries_per_batch}: in a run of constant staleness "
-            "each searcher generates a share of every batch"
-        )

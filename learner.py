@@ -3,7 +3,6 @@
 The Trainer around it moves batches in and weights out.
 """
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,18 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from transformers import get_scheduler
 
 from buffer import Row
 from config import Config
 from loss import LossInputs, Metrics
 from models.device import compute_dtype
-from models.importance import Importance
+from models.importance import LogWeights, importance_figures, log_weights
 from models.logprobs import TOKENS_IN_LOW_MEMORY, split_rows
-from models.lora import load_trained_policy, save, trained_parameters
-from models.merged import merged
-from models.policy import find_not_finite, load_tokenizer
-from models.sharding import OneProcess
+from models.lora import load_trained_policy, merged, save, trained_parameters
+from models.policy import find_not_finite
+from models.schedules import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
+from models.sharding import OneProcess, full, load_state_of, state_of
 from objectives import LOSSES
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
@@ -32,7 +30,8 @@ class Learner:
     """The policy and its optimizer.
 
     say: shows the user a line. ranks: the trainer's processes (models/sharding.py). A method that
-    needs them all calls itself on the others first.
+    needs them all calls itself on the others first. With one process, call() does nothing, share()
+    and keep_step() leave out nothing, and gather() has one value.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None], ranks: OneProcess | None = None):
@@ -40,7 +39,7 @@ class Learner:
         torch.manual_seed(config.seed)
         self.dtype = compute_dtype(config)
         self.policy, self.adapted = load_trained_policy(config, self.dtype)  # on the CPU
-        self.scorer = self.ranks.shard(self.policy, self.dtype)
+        self.policy_logprobs = self.ranks.shard(self.policy, self.dtype)
         self.trained = trained_parameters(self.policy)
         # fp32 masters, unless asked for otherwise: a step of 1e-5 on a bf16 weight rounds away.
         self.optimizer = torch.optim.AdamW(
@@ -54,7 +53,7 @@ class Learner:
         self.low_memory = config.low_memory == "on"  # or set by the largest-batch trial
         self.step = 0  # optimizer steps done; the version of the weights
         self.bad_steps = self.bad_steps_in_a_row = 0
-        self.importance = Importance()
+        self.log_weights: list[LogWeights] = []  # of this rank's rows of the batch
 
     def update(self, rows: list[Row]) -> Metrics:
         """Make one optimizer step on B x K rows. Returns the metrics of the step."""
@@ -79,7 +78,7 @@ class Learner:
         own = self.ranks.share(rows, config.responses_per_query)
         size = config.queries_per_micro_batch * config.responses_per_query
         parts = [own[start : start + size] for start in range(0, len(own), size)]
-        self.importance = Importance()  # of this rank's rows
+        self.log_weights = []
         totals: Metrics = {"loss": 0.0}
         for part, is_counted in self.ranks.keep_step(parts):
             weight = is_counted * len(part) / len(rows)
@@ -87,16 +86,16 @@ class Learner:
             for name, value in {"loss": loss, **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + value * weight
         totals = {name: float(value) for name, value in totals.items()}
-        of_ranks = self.ranks.gather((totals, self.importance))
-        importance = Importance.of([collected for _, collected in of_ranks])
+        of_ranks = self.ranks.gather((totals, self.log_weights))
         sums = {name: sum(others[name] for others, _ in of_ranks) for name in totals}
-        return sums | importance.figures()
+        return sums | importance_figures([part for _, parts in of_ranks for part in parts])
 
     def backward(
         self, rows: list[Row], beta: float, reference_temperature: float = 1.0, weight: float = 1.0
     ) -> tuple[Tensor, Metrics]:
         """Add the gradient of the rows' loss, times weight. Returns that loss and its metrics.
 
+        beta, reference_temperature: times tau, as of loss_inputs().
         The objective is a function of the log-probabilities alone. So with low memory a first pass,
         without a graph, gives its gradient with respect to them. A second one takes that to the
         weights, a few rows at a time: exact, with the memory of those few.
@@ -104,8 +103,9 @@ class Learner:
         with torch.set_grad_enabled(not self.low_memory):
             inputs = self.loss_inputs(rows, beta, reference_temperature)
         if weight:
-            self.importance.add(inputs)
+            self.log_weights.append(log_weights(inputs))  # for metrics: no objective uses them
         inputs.logprobs.requires_grad_()
+        # "tb", the default, is trajectory_balance in loss.py (Eq. 3 to 5).
         loss, metrics = LOSSES[self.config.loss](inputs)
         (loss * weight).backward()
         if self.low_memory:
@@ -121,7 +121,7 @@ class Learner:
         prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
         if temperature is None:
             temperature = self.config.temperature
-        return self.scorer(prompts, tokens, temperature, self.dtype)
+        return self.policy_logprobs(prompts, tokens, temperature, self.dtype)
 
     @torch.no_grad()
     def logprobs_under(
@@ -142,7 +142,7 @@ class Learner:
         """Yield name and value of each weight, whole and without adapters, one at a time."""
         self.ranks.call("weights")
         for name, tensor in merged(self.policy):
-            yield name, self.ranks.full(tensor.detach())
+            yield name, full(tensor.detach())
 
     def step_optimizer(self) -> float:
         """Clip the gradient, apply it, and return its norm. One that is not finite is left out.
@@ -150,7 +150,7 @@ class Learner:
         Raises FloatingPointError at BAD_STEPS of those in a row.
         """
         max_norm = self.config.max_grad_norm or float("inf")
-        grad_norm = float(self.ranks.full(clip_grad_norm_(self.trained.values(), max_norm)))
+        grad_norm = float(full(clip_grad_norm_(self.trained.values(), max_norm)))
         if np.isfinite(grad_norm):
             self.optimizer.step()
             self.bad_steps_in_a_row = 0
@@ -159,7 +159,7 @@ class Learner:
             self.bad_steps_in_a_row += 1
             self.say(f"step {self.step}: the gradient norm is {grad_norm}: the step is skipped")
             if self.bad_steps_in_a_row == BAD_STEPS:
-                weights = ((name, self.ranks.full(p.detach())) for name, p in self.trained.items())
+                weights = ((name, full(p.detach())) for name, p in self.trained.items())
                 name = find_not_finite(weights)
                 cause = f", as the weight {name} is NaN or infinite" if name else ""
                 raise FloatingPointError(
@@ -205,89 +205,20 @@ class Learner:
         """
         self.ranks.call("state")
         yield "counters", torch.tensor([self.step, self.bad_steps, self.bad_steps_in_a_row])
-        for name, parameter in self.trained.items():
-            yield f"policy.{name}", self.ranks.full(parameter.detach())
-            for key, value in self.optimizer.state[parameter].items():
-                yield f"optimizer.{name}.{key}", self.ranks.full(value) if value.ndim else value
+        yield from state_of(self.trained, self.optimizer)
 
-    @torch.no_grad()
     def load_state(self, state: dict[str, Tensor] | None) -> None:
         """Take over what state() gave, of any number of ranks. Only rank 0 needs it."""
         self.ranks.call("load_state", None)
-        whole = state or {}
-        numbers = {name: value for name, value in whole.items() if value.ndim == 0}
-        counters, numbers = self.ranks.gather((whole.get("counters"), numbers))[0]
-        for name, parameter in self.trained.items():
-            self.ranks.fill(parameter, whole.get(f"policy.{name}"))
-            prefix = f"optimizer.{name}"
-            if f"{prefix}.step" not in numbers:  # there are no moments before the first step
-                continue
-            moments = {"step": numbers[f"{prefix}.step"].to(parameter.device)}
-            for key in ("exp_avg", "exp_avg_sq"):
-                moments[key] = torch.empty_like(parameter)
-                self.ranks.fill(moments[key], whole.get(f"{prefix}.{key}"))
-            self.optimizer.state[parameter] = moments
+        counters = self.ranks.gather((state or {}).get("counters"))[0]
+        load_state_of(self.trained, self.optimizer, self.ranks, state or {})
         self.step, self.bad_steps, self.bad_steps_in_a_row = counters.tolist()
         schedule = self.lr_schedule.state_dict() | {"last_epoch": self.step - 1}
         self.lr_schedule.load_state_dict(schedule)
         self.lr_schedule.step()
 
     def save_model(self, directory: Path) -> None:
-        """Save the policy for from_pretrained and for vLLM: written beside, then renamed.
-
-        With LoRA it is merged, and its adapter is saved in adapter/ next to it.
-        """
+        """Save the policy for from_pretrained and for vLLM. With LoRA it is merged."""
         is_plain = not self.adapted and self.ranks.size == 1
-        # Some base models have these; without do_sample they are refused on saving.
-        for setting in ("temperature", "top_p", "top_k"):
-            setattr(self.policy.generation_config, setting, None)
-        unfinished = directory.with_suffix(".unfinished")
-        save(self.policy, self.adapted, None if is_plain else self.weights(), unfinished)
-        load_tokenizer(self.config).save_pretrained(unfinished)
-        shutil.rmtree(directory, ignore_errors=True)
-        unfinished.rename(directory)
-
-
-def beta_at(config: Config, step: int) -> float:
-    """beta at a step: a line from beta to beta_final, which a stop step may cut short."""
-    if config.beta_final is None:
-        return config.beta
-    if config.beta_stop_step is not None and step >= config.in_steps(config.beta_stop_step):
-        return config.beta_final
-    share = progress(step, config.in_steps(config.beta_steps))
-    return config.beta + (config.beta_final - config.beta) * share
-
-
-def reward_temperature_at(config: Config, step: int) -> float:
-    """tau at a step: a line from reward_temperature to 1."""
-    tau = config.reward_temperature
-    return tau + (1 - tau) * progress(step, config.reward_temperature_steps)
-
-
-def reference_temperature_at(config: Config, step: int) -> float:
-    """gamma at a step: a line from 1 to reference_temperature."""
-    gamma = config.reference_temperature
-    return 1 + (gamma - 1) * progress(step, config.reference_temperature_steps)
-
-
-def progress(step: int, steps: int) -> float:
-    """How far a line of so many steps has come: 0 to 1."""
-    return min(1.0, step / max(1, steps))
-
-
-def lr_schedule(
-    optimizer: torch.optim.Optimizer, config: Config
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate's schedule, as transformers has it."""
-    if config.lr_schedule == "warmup_stable_decay":
-        # Its length is its own: the run may end before the decay does.
-        lengths = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
-        return get_scheduler(
-            config.lr_schedule,
-            optimizer,
-            config.warmup_steps,
-            scheduler_specific_kwargs=lengths,
-        )
-    is_constant = config.lr_schedule == "constant"
-    name = "constant_with_warmup" if is_constant else config.lr_schedule
-    return get_scheduler(name, optimizer, config.warmup_steps, config.steps)
+        whole = None if is_plain else self.weights()
+        save(self.config, self.policy, self.adapted, whole, directory)

@@ -31,12 +31,12 @@ def main(arguments: list[str]) -> int:
 
             return html_report.show(config.report)
         # They import torch, which a child must not before its target runs.
-        from runtime import launch
+        from runtime import evaluate, launch
         from runtime.planning import plan
 
         if config.plan:
             return plan.show_plan(config)
-        return launch.evaluate_only(config) if config.eval_only else launch.run(config)
+        return evaluate.evaluate_only(config) if config.eval_only else launch.run(config)
     except SystemExit as end:  # tyro has shown help, or what is wrong with a flag
         return end.code
     except UserError as error:

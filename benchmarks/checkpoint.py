@@ -8,7 +8,8 @@ searchers are left out. It saves a checkpoint now and then. Steps that overlap n
 with those from the beginning of a checkpoint's copy to the end of its write, in the same run.
 
 copy         of weights and moments to host memory: for this long the trainer makes no step
-write        from there to the rename, in a thread; its CPU seconds are those of that thread
+write        from there to the rename, in a thread, which reads each file back for its checksum;
+             its CPU seconds are those of that thread
 busy share   of the time, in which the trainer is in a step
 speed        steps in a time, against the median of the steps that overlap no checkpoint
 
@@ -115,10 +116,11 @@ def train(directory: Path, hidden: int, layers: int) -> tuple[list[Write], int]:
     trainer.batches.wanted, trainer.evaluations.arrived_version = 1, 0  # of the base model
     write = writer.write_checkpoint
 
-    def timed(*its_arguments) -> None:
+    def timed(*its_arguments) -> float:
         start, cpu = time.monotonic(), time.thread_time()
-        write(*its_arguments)
+        seconds = write(*its_arguments)
         writes.append(Write(start, time.monotonic(), time.thread_time() - cpu))
+        return seconds
 
     writer.write_checkpoint = timed
     trainer.train()

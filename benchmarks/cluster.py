@@ -38,7 +38,7 @@ from ray.cluster_utils import Cluster as Nodes
 from buffer import Group
 from config import Config
 from runtime.command_line import build_config
-from runtime.nodes import cluster
+from runtime.nodes import cluster, joining
 from runtime.processes.places import find_places, searchers_of
 from runtime.processes.supervisor import Supervisor
 from runtime.record.timeline import trainer_busy
@@ -153,8 +153,8 @@ def searching(
         if is_far:
             nodes = stack.enter_context(nodes_of_ray(number, store))
             config = build_config([*flags, "--ray", nodes.address])
-            cluster.connect(config)
-            board = cluster.ClusterBoard(find_places(config))
+            joining.connect(config)
+            board = cluster.ClusterBoard([place.name for place in find_places(config)])
             settings = config, [], weights, board, run_dir, f"cluster:{target}", config
             supervisor = cluster.Cluster(*settings)
         else:
@@ -173,7 +173,7 @@ def searching(
             yield supervisor, weights
         finally:
             board.stop = True
-            supervisor.stop(time.monotonic() + 2.0)
+            supervisor.stop()
 
 
 def publish(weights: SharedWeights, version: int) -> bool:

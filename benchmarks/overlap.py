@@ -161,7 +161,7 @@ def record(config: Config, directory: Path, count: int) -> tuple[list[Group], fl
                 half = time.monotonic()
     rate = (count - count // 2) / (time.monotonic() - half)
     board.stop = True
-    supervisor.stop(time.monotonic() + 5.0)
+    supervisor.stop()
     return groups, rate
 
 

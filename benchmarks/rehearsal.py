@@ -69,11 +69,17 @@ SETTINGS = dict(
     responses_per_query=2,
     samples_per_query=2,
     initial_responses=8,
-    search_ahead=2,
     max_prompt_tokens=96,
     max_response_tokens=48,
     low_memory="off",
 )
+# The command line, with a searcher that is at most two steps ahead, as on the trainer's own GPU.
+THROTTLED = """
+import sys, tba
+from runtime.processes import places
+places.search_ahead = lambda *_: 2
+sys.exit(tba.main(sys.argv[1:]))
+"""
 STEPS, RESUMED_STEPS, CHECKPOINT_EVERY = 4, 6, 2
 INTERRUPTED = 3  # the step behind which the run is interrupted
 TOKENIZER_VOCABULARY = 8192
@@ -252,8 +258,8 @@ class Rehearsal:
         interrupted = time.monotonic()
         self.begins.append(interrupted)
         with open(self.log, "a") as log:
-            command = [sys.executable, str(ROOT / "tba.py"), *flags]
-            process = subprocess.Popen(command, stdout=log, stderr=log)
+            command = [sys.executable, "-c", THROTTLED, *flags]
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
         try:
             while process.poll() is None:
                 self.watch.look(processes_of(process.pid))

@@ -141,7 +141,7 @@ def measure(
         steps, blocked = steps_of(run_dir), board.total("busy") - blocked
         board.stop = True
         children.kill(trainer)
-        supervisor.stop(time.monotonic() + 2.0)
+        supervisor.stop()
     steps = [line for line in steps if line["step"] >= first["step"]]
     span = steps[-1]["seconds"] - first["seconds"]
     responses = (steps[-1]["received"] - first["received"]) / span

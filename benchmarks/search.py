@@ -23,6 +23,7 @@ Writes benchmarks/results/search.md; with --quick benchmarks/results/quick/.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import queue
@@ -42,7 +43,7 @@ from buffer import Group
 from config import Config
 from models.engine import ENGINE_ROWS
 from models.policy import weight_shapes
-from runtime.modes.reference import NoReference, Reference
+from runtime.modes.reference import Reference
 from runtime.processes import children
 from runtime.record.timeline import read_spans
 from runtime.transport.board import Board
@@ -85,7 +86,7 @@ class Measurement:
         self.tokens += min(self.engine.rows, ENGINE_ROWS)
         return self.engine_step()
 
-    def searching(self, reference: Reference | NoReference) -> dict[str, float]:
+    def searching(self, reference: Reference) -> dict[str, float]:
         """Measure the searcher: tokens per second, and each kind of span's share of the time."""
         self.searcher.reference, marks = reference, []
 
@@ -127,7 +128,7 @@ class Measurement:
         def batch() -> None:
             for _ in range(ENGINE_ROWS // SAMPLES):
                 self.add()
-            while self.engine.is_running:
+            while self.engine.rows:
                 self.step()
 
         return self.rate(batch)
@@ -140,7 +141,7 @@ class Measurement:
 
     def rate(self, work: Callable[[], None]) -> float:
         """Measure tokens per second of work(), again and again."""
-        while self.engine.is_running:  # what the measurement before left there
+        while self.engine.rows:  # what the measurement before left there
             self.engine_step()
         start = time.monotonic()
         while time.monotonic() - start < self.warm_up:
@@ -165,12 +166,13 @@ def measure(
     each of the two times.
     """
     m = Measurement(config, found, run_dir, warm_up, seconds)
+    no_reference = Reference(dataclasses.replace(config, loss="kimi_k2"), m.weights, pin=0)
     rates: dict[str, list[float]] = {}
     shares = []
     for _ in range(2):  # in turns, since the machine may be faster now than then
         shares.append(m.searching(m.reference))
         rates.setdefault("searcher", []).append(shares[-1].pop("rate"))
-        rates.setdefault("no reference", []).append(m.searching(NoReference())["rate"])
+        rates.setdefault("no reference", []).append(m.searching(no_reference)["rate"])
         rates.setdefault("streaming", []).append(m.streaming())
         rates.setdefault("barrier", []).append(m.barrier())
         for every in LOAD_EVERY:

@@ -25,13 +25,14 @@ import numpy as np
 import torch
 
 from buffer import Group
-from config import Config, check, settle
+from config import Config, settle
 from models.hub import identify_weights
 from models.logprobs import response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
+from runtime.check_settings import check
 from runtime.modes.lockstep import batches_of_version
 from runtime.record.timeline import read_lines
-from runtime.responses.scoring import Responses, score
+from runtime.responses.scoring import score
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
 from tasks import Query, find_presets, load_task
@@ -163,10 +164,7 @@ class InlineSearcher:
         lengths = torch.where(ended.any(1), ended.argmax(1) + 1, out.shape[1]).tolist()
         responses = [row[:length].astype(np.int32) for row, length in zip(out.numpy(), lengths)]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        rows = zip(queries, texts, finished)
-        rewards = score(
-            self.task, [Responses(None, query, [text], [end]) for query, text, end in rows]
-        )
+        rewards = score(self.task, queries, texts, finished)
         return list(ids.numpy().astype(np.int32)), responses, texts, finished, rewards
 
     def evaluate(self) -> Evaluation:

@@ -126,7 +126,7 @@ def measure(variant: str, directory: str, rows: list[Row]) -> dict:
         low_memory="on" if variant == TWO_PASSES else "off",
     )
     learner = Learner(config, print)
-    learner.scorer = partial(VARIANTS[variant], learner.policy)
+    learner.policy_logprobs = partial(VARIANTS[variant], learner.policy)
     learner.update(rows[:RESPONSES])  # warms up, and makes gradients and moments
     start = time.perf_counter()
     loss = learner.update(rows)["loss"]

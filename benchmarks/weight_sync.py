@@ -37,8 +37,7 @@ from torch import Tensor
 
 import models.device
 from config import Config
-from models.lora import load_trained_policy
-from models.merged import merged
+from models.lora import load_trained_policy, merged
 from models.policy import load_policy, weight_shapes
 from runtime.processes import children
 from runtime.processes.places import Place, find_places
@@ -156,7 +155,7 @@ def publish_seconds(
         times = take_turns(["copy", *READERS], weights, tensors, cast, active)
     else:
         times = take_turns(READERS, weights, tensors, cast, active)
-        lock_pages(weights)
+        lock_pages(weights, sys.exit)
         times |= take_turns(["copy", "registered"], weights, tensors, cast, active)
     active[0] = -1
     for child in children:

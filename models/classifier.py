@@ -8,37 +8,35 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from config import UserError
 from models.device import device
-from models.hub import cached_model, fetch_model, find_model
+from models.hub import cached_model, fetch_model
+from models.logprobs import right_padded, split_rows
 from models.policy import first_line, read_tokenizer
 
 TOKENS_PER_FORWARD = 16384
 
 
 def prepare_classifier(
-    flag: str,
-    model: str,
-    labels: int | None = None,
-    label: str | None = None,
-    tokenizer: str = "",
+    flag: str, model: str, label: str | None = None, tokenizer: str = ""
 ) -> None:
     """Fetch a classifier and check it, before anything starts.
 
-    labels: how many it must have; 1 asks for a scalar head too. label: one that it must have.
-    tokenizer: the model that has its tokenizer, "" for itself. Raises UserError if it cannot be had
-    or is not as it must be.
+    label: one that it must have; None for a reward model, which must have a single one and a scalar
+    head. tokenizer: the model that has its tokenizer, "" for itself. Raises UserError if it cannot
+    be had or is not as it must be.
     """
-    found = prepare_model(flag, model, weights=False)
+    found = fetch_model(flag, model, weights=False)
     try:
         config = AutoConfig.from_pretrained(found, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{flag} {model!r} cannot be used: {first_line(error)}") from error
     if tokenizer:
-        prepare_model(flag, tokenizer, weights=False)
+        fetch_model(flag, tokenizer, weights=False)
     reader = read_tokenizer(flag, tokenizer or model)
-    if labels is not None and config.num_labels != labels:
-        wanted = "1, a scalar score" if labels == 1 else labels
-        raise UserError(f"{flag} {model!r} has {config.num_labels} labels: it must have {wanted}")
-    if labels == 1:
+    if label is None:
+        if config.num_labels != 1:
+            raise UserError(
+                f"{flag} {model!r} has {config.num_labels} labels: it must have 1, a scalar score"
+            )
         with torch.device("meta"):
             has_head = hasattr(AutoModelForSequenceClassification.from_config(config), "score")
         if not has_head or reader.eos_token_id is None:
@@ -46,19 +44,11 @@ def prepare_classifier(
                 f"{flag} {model!r} is no causal model with a scalar head and an end-of-sequence "
                 "token: its reward is read there"
             )
-    if label is not None and label not in config.id2label.values():
+    elif label not in config.id2label.values():
         raise UserError(
             f"{flag} {model!r} has no label {label!r}: it has {', '.join(config.id2label.values())}"
         )
-    prepare_model(flag, model)
-
-
-def prepare_model(flag: str, model: str, weights: bool = True) -> str:
-    """Find a task's model and fetch it, before anything starts. Returns its directory.
-
-    Raises UserError.
-    """
-    return fetch_model(flag, find_model(flag, model), weights)
+    fetch_model(flag, model)
 
 
 def embeddings(model: str, texts: list[str]) -> np.ndarray:
@@ -70,10 +60,9 @@ def embeddings(model: str, texts: list[str]) -> np.ndarray:
     directory = cached_model("the task's model", model)
     encoder = AutoModel.from_pretrained(directory).to(device()).eval()
 
-    def read(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # (n, T)
+    def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         hidden = encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state  # (n, T, D)
-        return (hidden * mask[:, :, None]).sum(1) / lengths[:, None]
+        return (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
 
     tokenizer = read_tokenizer("the task's model", model)
     return in_batches(tokenizer(texts, truncation=True).input_ids, read)
@@ -85,19 +74,12 @@ def in_batches(
 ) -> np.ndarray:
     """Read N rows of token ids a few of similar length at a time; (N, ...) in the rows' order.
 
-    read: (ids: (n, T) padded on the right, lengths: (n,)) -> (n, ...).
+    read: (ids: (n, T) padded on the right, mask: (n, T), False at padding) -> (n, ...).
     """
-    order, values = np.argsort([-len(row) for row in ids], kind="stable"), [None] * len(ids)
-    start = 0
-    while start < len(order):
-        width = len(ids[order[start]])
-        rows = order[start : start + max(1, TOKENS_PER_FORWARD // max(1, width))]
-        start += len(rows)
-        padded = torch.tensor(
-            [ids[row] + [0] * (width - len(ids[row])) for row in rows], device=device()
-        )
-        lengths = torch.tensor([len(ids[row]) for row in rows], device=device())
-        for row, value in zip(rows, read(padded, lengths).float().cpu().numpy()):
+    values = [None] * len(ids)
+    for rows in split_rows([], ids, TOKENS_PER_FORWARD):
+        padded, mask = right_padded([ids[row] for row in rows], device())
+        for row, value in zip(rows, read(padded, mask).float().cpu().numpy()):
             values[row] = value
     return np.array(values)
 
@@ -120,12 +102,12 @@ class Classifier:
         Its scalar head is read at the end-of-sequence token, which is added to each text.
         """
 
-        def read(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             # Not the model's own pooling: that looks for the last token that is not padding, and
             # goes past the end-of-sequence where that is padding too. Padding is on the right and
             # attention is causal: no real token sees it.
             hidden = self.model.base_model(input_ids=ids).last_hidden_state  # (n, T, H)
-            ends = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]  # (n, H)
+            ends = hidden[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]  # (n, H)
             return self.model.score(ends)[:, 0]
 
         limit, eos = self.model.config.max_position_embeddings - 1, self.tokenizer.eos_token_id
@@ -137,8 +119,7 @@ class Classifier:
         # Not label2id: there are published configurations in which that is null.
         number = next(i for i, name in self.model.config.id2label.items() if name == label)
 
-        def read(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             logits = self.model(input_ids=ids, attention_mask=mask.long()).logits  # (n, labels)
             return logits.float().softmax(-1)[:, number]
 

@@ -42,6 +42,7 @@ class Engine:
         uniproc_executor.Lock = threading.Lock
         gc.freeze()  # vLLM collects garbage five times while it starts: leave out what is imported
         on_gpu = device().type == "cuda"
+        gpu_settings = {"gpu_memory_utilization": config.gpu_memory_utilization}
         self.llm = LLM(
             cached_model("--model", config.model),
             seed=seed,
@@ -53,7 +54,7 @@ class Engine:
             distributed_executor_backend="uni",
             # Behaviour log-probabilities at the sampling temperature.
             logprobs_mode="processed_logprobs",
-            **(gpu_settings(config) if on_gpu else cpu_settings(config)),
+            **(gpu_settings if on_gpu else cpu_settings(config)),
         )
         if not on_gpu:
             self.llm.apply_model(_multiply_unpacked)
@@ -77,11 +78,6 @@ class Engine:
         """Responses that are not finished, those that wait for room included."""
         return self.llm.llm_engine.get_num_unfinished_requests()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether any request is not finished."""
-        return self.llm.llm_engine.has_unfinished_requests()
-
     def step(self) -> list:
         """Generate one token of every running response.
 
@@ -101,10 +97,10 @@ class Engine:
 def completion_arrays(
     completion: CompletionOutput, final_token: int | None
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return one response: token ids (T,) int32, behaviour log-probabilities (T,) float32.
+    """Return a response's token ids (T,) int32 and behaviour log-probabilities (T,) float32.
 
-    And whether final_token was appended to it, as it is to a response that the length limit cut
-    off. Nothing else can stand there, so its behaviour log-probability is 0.
+    The third value says whether final_token was appended, as it is where the length limit cut the
+    response off. Nothing else can stand there, so its behaviour log-probability is 0.
     """
     tokens = list(completion.token_ids)
     logprobs = [row[token].logprob for token, row in zip(tokens, completion.logprobs)]
@@ -113,11 +109,6 @@ def completion_arrays(
         tokens.append(final_token)
         logprobs.append(0.0)
     return np.array(tokens, np.int32), np.array(logprobs, np.float32), is_appended
-
-
-def gpu_settings(config: Config) -> dict:
-    """What vLLM is told on a GPU besides."""
-    return {"gpu_memory_utilization": config.gpu_memory_utilization}
 
 
 def cpu_settings(config: Config) -> dict:

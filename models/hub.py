@@ -4,7 +4,6 @@ A model is named by a directory, by organisation/name or, for a branch, by organ
 What comes from the hub is fetched once, before any process starts; then it is a directory.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -14,18 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import DatasetInfo, HfApi, ModelInfo, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import filter_repo_objects
 
 from config import UserError
 
@@ -33,15 +27,10 @@ PIECES, PIECE_BYTES = 64, 1 << 20  # that are read of a large file to tell its w
 ANSWER_SECONDS = 5.0  # that the hub has for its first answer
 NAME = re.compile(r"[^/@]+/[^/@]+(@[^@]+)?")
 # Other programs' formats, and what training left beside a model.
-NOT_NEEDED = ("*.pth", "*.pt", "*.ot", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.tflite", "*.md")
-NOT_NEEDED += (
-    "training_args.bin",
-    "optimizer*",
-    "scheduler*",
-    "rng_state*",
-    ".gitattributes",
-    "*/*",
-)
+NOT_NEEDED = (
+    "*.pth *.pt *.ot *.gguf *.h5 *.msgpack *.onnx *.tflite *.md training_args.bin optimizer* "
+    "scheduler* rng_state* .gitattributes */*"
+).split()
 WEIGHTS = ("*.safetensors", "*.bin")
 FORMATS = (
     ("model.safetensors", "model.safetensors.index.json", "*.safetensors"),
@@ -71,8 +60,9 @@ def fetch_model(flag: str, model: str, weights: bool = True) -> str:
     """Return the local directory of a model; fetch what of it is not in the hub's cache.
 
     weights: without them its configuration and tokenizer are enough. Done before processes start: a
-    download's silence would be taken for death. Raises UserError.
+    download's silence would be taken for death. Raises UserError, as find_model does too.
     """
+    model = find_model(flag, model)
     if Path(model).is_dir():
         return model
     name, _, branch = model.partition("@")
@@ -80,7 +70,8 @@ def fetch_model(flag: str, model: str, weights: bool = True) -> str:
         info = ask_hub(name, "model", branch or None)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings}
         needed = needed_files(list(sizes), weights)
-        missing = [file for file in needed if not in_cache(name, info.sha, file)]
+        find_cached = partial(huggingface_hub.try_to_load_from_cache, name, revision=info.sha)
+        missing = [file for file in needed if not isinstance(find_cached(file), str)]
         megabytes = sum(sizes[file] for file in missing) / 1e6
         if weights and missing:
             what = f"{len(missing)} files, {megabytes:,.1f} MB"
@@ -88,7 +79,7 @@ def fetch_model(flag: str, model: str, weights: bool = True) -> str:
         with ended_by_signal():
             directory = snapshot_download(name, revision=branch or None, allow_patterns=needed)
     except Exception as error:  # the many ways of having no network
-        return cached_model(flag, model, weights, explain(error, name), error)
+        return cached_model(flag, model, weights, explain(error), error)
     if weights and not has_weights(Path(directory)):
         raise UserError(f"{flag} {model!r} has no weights that transformers reads: it has {needed}")
     return directory
@@ -127,9 +118,8 @@ def identify_weights(directory: str) -> str:
     if path.parent.name == "snapshots":
         return path.name
     digest = hashlib.blake2b(digest_size=6)
-    for name in sorted(needed_files([file.name for file in path.iterdir()], weights=True)):
-        if not any(fnmatch(name, kind) for kind in WEIGHTS):
-            continue
+    needed = needed_files([file.name for file in path.iterdir()], weights=True)
+    for name in sorted(filter_repo_objects(needed, allow_patterns=WEIGHTS)):
         size = (path / name).stat().st_size
         digest.update(f"{name} {size}".encode())
         with open(path / name, "rb") as file:
@@ -145,15 +135,9 @@ def needed_files(files: list[str], weights: bool) -> list[str]:
     Of two formats of the weights the one that transformers takes: safetensors if they are complete,
     which a stray shard beside .bin files is not.
     """
-    kept = [file for file in files if not any(fnmatch(file, kind) for kind in NOT_NEEDED)]
-    formats = [suffix for whole, index, suffix in FORMATS if whole in kept or index in kept]
-    unused = {suffix for _, _, suffix in FORMATS} - set(formats[:1]) if weights else set(WEIGHTS)
-    return [file for file in kept if not any(fnmatch(file, kind) for kind in unused)]
-
-
-def in_cache(name: str, commit: str, file: str) -> bool:
-    """Whether a file of a repository is in the hub's cache."""
-    return isinstance(huggingface_hub.try_to_load_from_cache(name, file, revision=commit), str)
+    formats = [suffix for whole, index, suffix in FORMATS if whole in files or index in files]
+    unused = set(WEIGHTS) - set(formats[:1] if weights else [])
+    return list(filter_repo_objects(files, ignore_patterns=[*NOT_NEEDED, *unused]))
 
 
 def has_weights(directory: Path) -> bool:
@@ -203,29 +187,19 @@ class Offline(Exception):
         return Offline.reason
 
 
-def explain(error: Exception, name: str) -> str:
-    """Say in one line why something could not be fetched, and what to do."""
-    chain = [error]
-    while cause := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(cause)
-    page = f"{constants.ENDPOINT}/{name}"
-    for each in chain:
-        if isinstance(each, Offline):
-            return str(each)
-        if isinstance(each, GatedRepoError):
-            return f"it is gated: request access on {page}, then log in (hf auth login)"
-        if isinstance(each, RevisionNotFoundError):
-            return "it has no such branch"
-        if isinstance(each, RepositoryNotFoundError):
-            return "there is no such repository, or it is private: log in (hf auth login)"
-        if isinstance(each, OSError) and each.errno == errno.ENOSPC:
-            return "the disk is full: make room, or set HF_HOME to a directory elsewhere"
-        if isinstance(each, HfHubHTTPError) and each.response is not None:
-            status = each.response.status_code
-            advice = "log in (hf auth login)" if status in (401, 403) else "try again later"
-            answer = f"{status} {each.response.reason_phrase}"
-            return f"{constants.ENDPOINT} answers {answer}: {advice}"
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def explain(error: Exception) -> str:
+    """Say in one line why something could not be fetched, as the hub's client does."""
+    causes = [error]  # the client may wrap what happened in an error of its own
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+    told = (HfHubHTTPError, Offline)
+    error = next((e for e in causes if isinstance(e, told) or "No space left" in str(e)), error)
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, HfHubHTTPError):  # an answer, whose address is in the line
+        line += "; log in (hf auth login) for what is gated or private, or try again later"
+    if "No space left" in line:  # an OSError, or an error of the client's own
+        line += "; make room, or set HF_HOME to a directory elsewhere"
+    return line
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def response_logprobs(
     with torch.autocast(device.type, dtype, enabled=is_cast):
         for rows, _ in keep_step(chunked_rows):  # M of them
             # (M, chunk's T). Two columns at least: so each chunk makes a pass after the prompts'.
-            ids, mask = _right_padded([responses[row] for row in rows], device, columns=2)
+            ids, mask = right_padded([responses[row] for row in rows], device, columns=2)
             states = response_states(model, [prompts[row] for row in rows], ids)[mask]
             full = torch.promote_types(states.dtype, torch.float32)
             states = (states.to(full) / temperature).to(dtype)  # (R, H), R response tokens
@@ -71,20 +71,20 @@ def response_logprobs(
 
 
 def split_rows(
-    prompts: list[np.ndarray], responses: list[np.ndarray], most_tokens: int
+    prompts: list[np.ndarray], responses: list[np.ndarray] | list[list[int]], most_tokens: int
 ) -> list[np.ndarray]:
     """Return the indices of the rows of each forward pass: rows of similar length, longest first.
 
-    most_tokens: padded response tokens in a pass.
+    prompts: [] for a model that reads texts whole. most_tokens: padded response tokens in a pass.
     """
     lengths = np.array([len(response) for response in responses])
-    longest_prompt = max(len(prompt) for prompt in prompts)
+    longest_prompt = max((len(prompt) for prompt in prompts), default=0)
     order, chunks, start = np.argsort(-lengths, kind="stable"), [], 0
     while start < len(order):
         longest = lengths[order[start]]
         # Each row has its own keys and values of the prompt: at most 4 times as many positions of
         # those as tokens that run.
-        padded_row = max(longest, (longest_prompt + longest) // 4)
+        padded_row = max(1, longest, (longest_prompt + longest) // 4)
         count = max(1, most_tokens // padded_row)
         chunks.append(order[start : start + count])
         start += count
@@ -101,7 +101,7 @@ def response_states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tens
     query = torch.tensor(place, device=ids.device)  # (M,)
     # Padded on the left, so that nothing lies between a prompt and its responses: a sliding window
     # counts columns, be they padding or not.
-    reversed_ids, reversed_mask = _right_padded([prompts[row][::-1] for row in kept], ids.device)
+    reversed_ids, reversed_mask = right_padded([prompts[row][::-1] for row in kept], ids.device)
     prompt_ids, prompt_mask = reversed_ids.flip(1), reversed_mask.flip(1)  # (Q, P)
     positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
     out = model.base_model(
@@ -192,8 +192,8 @@ def _distinct(keys: list) -> tuple[list[int], list[int]]:
     return [i for _, i in first.values()], place
 
 
-def _right_padded(
-    rows: list[np.ndarray], device: torch.device, columns: int = 1
+def right_padded(
+    rows: list[np.ndarray] | list[list[int]], device: torch.device, columns: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Return token ids padded with 0, and True where they are not padding: both (rows, longest).
 
@@ -206,14 +206,10 @@ def _right_padded(
     return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
 
 
-class Scorer(torch.nn.Module):
+class PolicyLogprobs(torch.nn.Module):
     """response_logprobs as the forward pass of a module, which is what can be sharded."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        keep_step: Callable[[list], Iterable[tuple]] = all_counted,
-    ):
+    def __init__(self, model: torch.nn.Module, keep_step: Callable[[list], Iterable[tuple]]):
         super().__init__()
         self.model, self.keep_step = model, keep_step
 

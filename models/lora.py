@@ -1,25 +1,31 @@
 """LoRA (arXiv 2106.09685), by peft: beside each frozen matrix W two small ones are trained.
 
 They count as W + alpha / rank B A. What is published, becomes the reference policy and is saved as
-model/ is merged (models/merged.py): searchers, slots and vLLM know nothing of it. The reference
-policy at the start is the base model.
+model/ is merged: searchers, slots and vLLM know nothing of it. The reference policy at the start is
+the base model. A policy that has no adapters has its own parameters. peft puts an adapter into
+layers of its own: a weight W is then called ….base_layer.weight and stands beside
+….lora_A.default.weight.
 """
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from config import Config, UserError
-from models.merged import BASE
-from models.policy import first_line, load_policy, policy_without_weights
+from models.policy import first_line, load_policy, load_tokenizer, policy_without_weights
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+ADAPTER = "default"  # peft's name for one that has none
+BASE, OF_ADAPTER = ".base_layer", ".lora_"  # in a parameter's name
 
 
 def check_peft(config: Config) -> None:
@@ -88,13 +94,26 @@ def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in trained_parameters(policy).items()}
 
 
+@torch.no_grad()
+def merged(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each weight, W + alpha / rank B A, one at a time."""
+    for name, parameter in policy.named_parameters():
+        if OF_ADAPTER in name:
+            continue
+        if name.endswith(f"{BASE}.weight"):
+            adapted = policy.get_submodule(name.removesuffix(f"{BASE}.weight"))
+            parameter = parameter + adapted.get_delta_weight(ADAPTER)
+        yield name.replace(BASE, ""), parameter
+
+
 def save(
+    config: Config,
     policy: torch.nn.Module,
     adapted: "PeftModel | None",
-    weights: Iterable[tuple[str, torch.Tensor]] | None,
+    weights: Iterable[tuple[str, Tensor]] | None,
     directory: Path,
 ) -> None:
-    """Save a policy for from_pretrained and for vLLM.
+    """Save a policy and its tokenizer for from_pretrained and for vLLM.
 
     adapted: then its adapters too, beside it in adapter/, for peft's PeftModel.from_pretrained.
     weights: merged and whole, where the policy's own are not; in the dtype of what is trained.
@@ -108,9 +127,20 @@ def save(
             name: tensor for name, tensor in policy.state_dict().items() if name not in parameters
         }
     if adapted:
-        adapter = directory.with_name("adapter")
-        unfinished = adapter.with_suffix(".unfinished")
-        adapted.save_pretrained(unfinished, save_embedding_layers=False)
-        shutil.rmtree(adapter, ignore_errors=True)
-        unfinished.rename(adapter)
-    policy.save_pretrained(directory, state_dict=whole)
+        with replacing(directory.with_name("adapter")) as unfinished:
+            adapted.save_pretrained(unfinished, save_embedding_layers=False)
+    # Some base models have these; without do_sample they are refused on saving.
+    for setting in ("temperature", "top_p", "top_k"):
+        setattr(policy.generation_config, setting, None)
+    with replacing(directory) as unfinished:
+        policy.save_pretrained(unfinished, state_dict=whole)
+        load_tokenizer(config).save_pretrained(unfinished)
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """Give a directory to write beside this one. It takes its place when the block ends."""
+    unfinished = directory.with_suffix(".unfinished")
+    yield unfinished
+    shutil.rmtree(directory, ignore_errors=True)
+    unfinished.rename(directory)

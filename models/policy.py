@@ -23,8 +23,8 @@ def load_policy(
 ) -> torch.nn.Module:
     """Load config.model in --master_dtype and evaluation mode: pi is without dropout.
 
-    linear_dtype: for a policy whose weights are not trained, what is computed in
-    (hold_as_multiplied).
+    linear_dtype: what a policy that is not trained computes in (hold_as_multiplied).
+
     Raises ValueError for an architecture that response_logprobs does not know, and UserError for
     weights that are not finite.
     """
@@ -60,8 +60,7 @@ def hold_as_multiplied(model: torch.nn.Module, dtype: torch.dtype) -> None:
     embedding stays as it is: it is read in fp32.
     """
     for layer in linear_layers(model):
-        for name, own in [*layer.named_parameters(recurse=False)]:
-            setattr(layer, name, torch.nn.Parameter(own.detach().to(dtype), own.requires_grad))
+        layer.to(dtype)
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -152,7 +151,7 @@ def policy_without_weights(config: Config) -> torch.nn.Module:
 
 
 def first_line(error: Exception) -> str:
-    """Say in one line why transformers cannot use a model."""
+    """Say in one line what an error says; of one without a text, its type."""
     if "trust_remote_code" in str(error):
         return "it brings code of its own: --trust_remote_code lets that of --model run"
     return str(error).partition("\n")[0] or type(error).__name__

@@ -20,12 +20,12 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from config import LOAD_SECONDS
 from models.device import device
-from models.logprobs import Scorer, all_counted
-from models.merged import under_names_of
+from models.logprobs import PolicyLogprobs, all_counted
+from models.lora import BASE, OF_ADAPTER
 from models.policy import decoder_layers
 
 POLL_SECONDS = 1.0  # between two signs of life of a rank that waits for a call
@@ -37,27 +37,25 @@ class OneProcess:
     rank, size = 0, 1
     connections: tuple[Connection, ...] = ()
 
-    def shard(self, policy: torch.nn.Module, dtype: torch.dtype) -> Scorer:
+    def shard(self, policy: torch.nn.Module, dtype: torch.dtype) -> PolicyLogprobs:
         """Bring the policy to this process's device. dtype: what is computed in."""
-        return Scorer(policy.to(device()))
+        return PolicyLogprobs(policy.to(device()), self.keep_step)
 
     def call(self, name: str, *arguments: Any) -> None:
         """Have the other ranks call this method of their learners, as rank 0 does now.
 
         On another rank it does nothing.
         """
+        self.send((name, arguments))
+
+    def send(self, message: Any) -> None:
+        """Send something to the other ranks, on rank 0; on another do nothing."""
+        for connection in self.connections if self.rank == 0 else ():
+            connection.send(message)
 
     def gather(self, value: Any) -> list:
         """Return the value that each rank has here, on every rank."""
         return [value]
-
-    def full(self, tensor: Tensor) -> Tensor:
-        """Return a parameter, its gradient or moment whole, on every rank."""
-        return tensor
-
-    def fill(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Copy a whole tensor, which only rank 0 needs to have, into a parameter."""
-        parameter.copy_(value)
 
     def share(self, rows: list, group_size: int) -> list:
         """Return the rows of this rank: whole groups of so many."""
@@ -71,25 +69,29 @@ class OneProcess:
 
         A part is a pass. One with a 0 counts nothing: it answers the other ranks' gathering.
         """
-        return all_counted(parts)
+        lacking = max(self.gather(len(parts))) - len(parts)
+        return all_counted(parts) + [(parts[-1], 0)] * lacking
 
     @contextmanager
     def under(self, policy: torch.nn.Module, weights: dict[str, Tensor] | None) -> Iterator[None]:
         """Give the policy other weights until the block ends.
 
         weights: by name, whole, of any dtype and device, of a model without adapters; on rank 0.
+        A copy of what this rank holds is kept meanwhile: then there are no gradients.
         """
-        others = under_names_of(policy, weights)
-        own = {name: parameter.data for name, parameter in policy.named_parameters()}
+        own = {name: parameter.clone() for name, parameter in policy.named_parameters()}
         try:
             for name, parameter in policy.named_parameters():
-                parameter.data = others[name]
+                if OF_ADAPTER in name:
+                    parameter.zero_()  # it adds nothing
+                else:
+                    fill(parameter, weights[name.replace(BASE, "")] if self.rank == 0 else None)
             yield
         finally:
             for name, parameter in policy.named_parameters():
-                parameter.data = own[name]
+                parameter.copy_(own[name])
 
-    def recover(self, scorer: Scorer) -> None:
+    def recover(self, policy_logprobs: PolicyLogprobs) -> None:
         """Bring the policy back to where no pass is under way, after one ran out of memory."""
 
 
@@ -113,7 +115,7 @@ class Rank(OneProcess):
         self.rank, self.size, self.connections = rank, size, tuple(connections)
         self.timeout = timedelta(seconds=timeout)
 
-    def shard(self, policy: torch.nn.Module, dtype: torch.dtype) -> Scorer:
+    def shard(self, policy: torch.nn.Module, dtype: torch.dtype) -> PolicyLogprobs:
         """Leave this rank its share of the policy, on its device.
 
         As under autocast in one process, layers compute in dtype, and what is outside of them,
@@ -125,13 +127,13 @@ class Rank(OneProcess):
         precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        scorer = Scorer(policy, self.keep_step)
+        policy_logprobs = PolicyLogprobs(policy, self.keep_step)
         # Not left gathered: the weights may change before the next forward pass.
-        fully_shard(scorer, mesh=mesh, reshard_after_forward=True)
-        for module in (*layers, scorer):
+        fully_shard(policy_logprobs, mesh=mesh, reshard_after_forward=True)
+        for module in (*layers, policy_logprobs):
             module.set_gradient_divide_factor(1.0)  # the sum over ranks, not the mean
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        return scorer
+        return policy_logprobs
 
     def join(self) -> None:
         """Meet the other ranks, once each has loaded."""
@@ -143,10 +145,8 @@ class Rank(OneProcess):
             port = listener.getsockname()[1]
             self.send(port)
             at = dict(is_master=True, master_listen_fd=listener.detach())
-        elif self.connections[0].poll(LOAD_SECONDS):
+        else:  # once rank 0 has loaded: who started both watches over that
             port, at = self.connections[0].recv(), {}
-        else:
-            raise TimeoutError(f"rank 0 did not load within {LOAD_SECONDS:.0f} s")
         store = dist.TCPStore(host, port, self.size, timeout=loading, wait_for_workers=False, **at)
         store.set(f"loaded {self.rank}", "")
         store.wait([f"loaded {rank}" for rank in range(self.size)], loading)
@@ -154,14 +154,6 @@ class Rank(OneProcess):
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
         )
-
-    def call(self, name: str, *arguments: Any) -> None:
-        self.send((name, arguments))
-
-    def send(self, message: Any) -> None:
-        """Send something to the other ranks, on rank 0; on another do nothing."""
-        for connection in self.connections if self.rank == 0 else ():
-            connection.send(message)
 
     def follow(self, learner: object, beat: Callable[[], None]) -> None:
         """Call what rank 0 calls, until it ends. beat: gives a sign of life."""
@@ -183,32 +175,53 @@ class Rank(OneProcess):
         dist.all_gather_object(values, value)
         return values
 
-    @contextmanager
-    def under(self, policy: torch.nn.Module, weights: dict[str, Tensor] | None) -> Iterator[None]:
-        # A rank has room for a copy of its share: there are no gradients meanwhile.
-        own = {name: parameter.clone() for name, parameter in policy.named_parameters()}
-        try:
-            for name, parameter in policy.named_parameters():
-                self.fill(parameter, weights[name] if self.rank == 0 else None)
-            yield
-        finally:
-            for name, parameter in policy.named_parameters():
-                parameter.copy_(own[name])
-
-    def recover(self, scorer: Scorer) -> None:
+    def recover(self, policy_logprobs: PolicyLogprobs) -> None:
         # Or the next backward pass would be taken for the rest of this one. What that pass has left
         # of gradients goes into those of the next, which the trial drops.
-        scorer.reset_iter_state()
+        policy_logprobs.reset_iter_state()
 
-    def keep_step(self, parts: list) -> list[tuple[Any, int]]:
-        lacking = max(self.gather(len(parts))) - len(parts)
-        return all_counted(parts) + [(parts[-1], 0)] * lacking
 
-    def full(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor()
+def full(tensor: Tensor) -> Tensor:
+    """Return a parameter, its gradient or moment whole, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def fill(self, parameter: Tensor, value: Tensor | None) -> None:
+
+def fill(parameter: Tensor, value: Tensor | None) -> None:
+    """Copy a whole tensor, which only rank 0 needs to have, into a parameter or moment."""
+    if isinstance(parameter, DTensor):
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        if self.rank == 0:
+        if value is not None:
             whole.copy_(value)
-        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+        value = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)
+
+
+def state_of(
+    trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.AdamW
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is trained and its moments, whole, by name, one at a time."""
+    for name, parameter in trained.items():
+        yield f"policy.{name}", full(parameter.detach())
+        for key, value in optimizer.state[parameter].items():
+            yield f"optimizer.{name}.{key}", full(value)
+
+
+@torch.no_grad()
+def load_state_of(
+    trained: dict[str, torch.nn.Parameter],
+    optimizer: torch.optim.AdamW,
+    ranks: OneProcess,
+    state: dict[str, Tensor],
+) -> None:
+    """Take over what state_of() gave, of any number of ranks. Only rank 0 needs it."""
+    numbers = ranks.gather({name: value for name, value in state.items() if value.ndim == 0})[0]
+    for name, parameter in trained.items():
+        fill(parameter, state[f"policy.{name}"] if ranks.rank == 0 else None)
+        prefix = f"optimizer.{name}"
+        if f"{prefix}.step" not in numbers:  # there are no moments before the first step
+            continue
+        moments = {"step": numbers[f"{prefix}.step"].to(parameter.device)}
+        for key in ("exp_avg", "exp_avg_sq"):
+            moments[key] = torch.empty_like(parameter)
+            fill(moments[key], state[f"{prefix}.{key}"] if ranks.rank == 0 else None)
+        optimizer.state[parameter] = moments

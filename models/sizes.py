@@ -1,10 +1,10 @@
 """How much memory a model takes, from its architecture alone: nothing is loaded or computed."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
-from weakref import finalize
+from typing import Any, NamedTuple
+from weakref import WeakSet, finalize
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel
 
 from config import Config, UserError
 from models.hub import fetch_model
-from models.logprobs import POSITIONS_PER_LOGITS, response_states
+from models.logprobs import response_states
 from models.lora import add_adapters, trained_parameters
 from models.policy import (
     decoder_layers,
@@ -42,6 +42,7 @@ class PolicySize:
     parameters: int
     linear: int  # of the linear layers, a tied output embedding aside
     output_embedding: int
+    is_tied: bool  # the output embedding is the input's
     vocabulary: int
     layers: int
     layer: int  # of the largest layer
@@ -54,7 +55,7 @@ class PassBytes(NamedTuple):
     """What forward passes and their backward pass take, beside weights and gradients, in bytes."""
 
     kept: int  # after the forward passes, for the backward pass
-    peak: int
+    beyond: int  # what is kept, at the peak
     is_counted: bool  # or estimated, for a model that fake tensors cannot go through
 
 
@@ -63,8 +64,9 @@ def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
     """Return the size of a policy. Raises UserError for a model without attention."""
     policy = policy_without_weights(Config(model=model, trust_remote_code=trust_remote_code))
     text = policy.config.get_text_config()
-    head = policy.get_output_embeddings()
-    if head is None or not hasattr(text, "num_attention_heads"):
+    head, embedding = policy.get_output_embeddings(), policy.get_input_embeddings()
+    heads = getattr(text, "num_attention_heads", None)
+    if head is None or heads is None:
         raise UserError(
             f"--model {model!r} is a {type(policy).__name__}, without attention or without an "
             "output embedding: use another architecture"
@@ -76,7 +78,8 @@ def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
         parameters=parameters,
         linear=sum(layer.weight.numel() for layer in linear_layers(policy)),
         output_embedding=head.weight.numel(),
-        vocabulary=policy.get_input_embeddings().num_embeddings,
+        is_tied=head.weight is embedding.weight,
+        vocabulary=embedding.num_embeddings,
         layers=text.num_hidden_layers,
         layer=max(layers, default=0),
         outside=parameters - sum(layers),
@@ -121,91 +124,85 @@ def pass_bytes(
     """Count what response_logprobs keeps and needs, up to the last hidden states.
 
     dtype: what is computed in; has_gradient: whether a backward pass follows, and with LoRA there
-    are adapters. Casts of the weights are part of it, gradients are not.
+    are adapters. Then autocast's copies of the weights are part of it; gradients are not. A policy
+    that is not trained has no such copies (hold_as_multiplied), nor has a sharded one.
     """
-    lengths = config.max_prompt_tokens, max(2, config.max_response_tokens)
-    rank = config.lora_rank if has_gradient else 0
-    model = config.model, config.trust_remote_code, config.master_dtype, rank
+    if not has_gradient:
+        config = replace(config, lora_rank=0)
+    size = policy_size(config.model, config.trust_remote_code)
+    settings = tuple((name, getattr(config, name)) for name in DECISIVE)
+    is_counted = True
     try:
-        return _count(model, lengths, tuple(passes), dtype, has_gradient)
+        kept, beyond = _count(settings, tuple(passes), dtype, has_gradient)
     except Exception:  # a model may look at numbers, and here are none: that must not stop a run
-        size = policy_size(config.model, config.trust_remote_code)
-        masters = getattr(torch, config.master_dtype)
-        tokens = sum(one.rows * lengths[1] + one.queries * lengths[0] for one in passes)
-        casts = size.parameters * dtype.itemsize if dtype != masters else 0
+        is_counted = False
+        prompts, responses = config.max_prompt_tokens, config.max_response_tokens
+        tokens = sum(one.rows * responses + one.queries * prompts for one in passes)
         layers = size.layers if has_gradient else 1
-        bytes_ = casts + 2 * tokens * layers * size.layer_values_per_token * dtype.itemsize
-        return PassBytes(bytes_, bytes_, is_counted=False)
+        kept, beyond = 2 * tokens * layers * size.layer_values_per_token * dtype.itemsize, 0
+    is_plain = not config.lora_rank and config.trainer_processes == 1
+    if has_gradient and is_plain and dtype != getattr(torch, config.master_dtype):
+        kept += (size.parameters - size.outside) * dtype.itemsize
+    return PassBytes(kept, beyond, is_counted)
+
+
+# The settings that decide what is counted.
+DECISIVE = (
+    "model",
+    "trust_remote_code",
+    "master_dtype",
+    "lora_rank",
+    "max_prompt_tokens",
+    "max_response_tokens",
+)
 
 
 @cache
 def _count(
-    model: tuple[str, bool, str, int],
-    lengths: tuple[int, int],
+    settings: tuple[tuple[str, Any], ...],
     passes: tuple[Pass, ...],
     dtype: torch.dtype,
     has_gradient: bool,
-) -> PassBytes:
+) -> tuple[int, int]:
     """Run the passes on fake tensors, which have shapes and storages and no numbers.
 
-    Passes of one shape are alike, so each shape runs once; where there are several of one, the
-    first runs twice, for in the first pass of all the weights are cast.
+    Passes of one shape are alike, so each shape runs once. Returns the bytes that all passes keep,
+    without autocast's copies of a layer's weights, and what their peak is beyond that.
     """
-    name, trust_remote_code, master_dtype, lora_rank = model
-    config = Config(
-        model=name,
-        trust_remote_code=trust_remote_code,
-        master_dtype=master_dtype,
-        lora_rank=lora_rank,
-    )
-    policy, masters = policy_without_weights(config).eval(), getattr(torch, master_dtype)
-    for parameter in policy.parameters():
-        parameter.data = parameter.data.to(masters)
-    if lora_rank:
+    config = Config(**dict(settings))
+    policy, masters = policy_without_weights(config).eval(), getattr(torch, config.master_dtype)
+    policy.to(masters)
+    if has_gradient and not config.lora_rank:
+        for layer in decoder_layers(policy):
+            for parameter in layer.parameters():
+                if parameter.ndim > 1:  # autocast has nothing left to copy
+                    parameter.data = parameter.data.to(dtype)
+    else:
         hold_as_multiplied(policy, dtype)
+    if config.lora_rank:
         add_adapters(policy, config)
-    shapes, prompt = Counter(passes), np.arange(lengths[0])
-    is_repeated = len(shapes) < len(passes)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        bring_to_cpu(policy)
+    kept = peak = 0
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        policy.to_empty(device="cpu")
+        policy.tie_weights()  # to_empty makes two of a tied one
         for parameter in trained_parameters(policy).values():
             parameter.grad = torch.zeros_like(parameter)
-        live, kept, states = LiveBytes(), [], []
-        with live, torch.set_grad_enabled(has_gradient):
-            with torch.autocast("cpu", dtype, enabled=masters != dtype):
-                for shape in (*passes[:is_repeated], *shapes):
-                    prompts = [prompt + row % shape.queries for row in range(shape.rows)]
-                    ids = torch.zeros(shape.rows, lengths[1], dtype=torch.long)
-                    states.append(response_states(policy, prompts, ids).to(dtype))
-                    kept.append(live.now)
-                beyond = live.peak - live.now
+        for shape, count in Counter(passes).items():
+            before = live.peak = live.now
+            prompt = np.arange(config.max_prompt_tokens)
+            prompts = [prompt + row % shape.queries for row in range(shape.rows)]
+            ids = torch.zeros(shape.rows, max(2, config.max_response_tokens), dtype=torch.long)
+            autocast = torch.autocast("cpu", dtype, enabled=masters != dtype)
+            with torch.set_grad_enabled(has_gradient), autocast:
+                states = response_states(policy, prompts, ids).to(dtype)
+            after = live.now
             if has_gradient:
-                live.peak = live.now
-                torch.autograd.backward(states, [torch.zeros_like(state) for state in states])
-                beyond = max(beyond, live.peak - kept[-1])
-    total = kept[-1]
-    if is_repeated:
-        each = np.diff(kept)  # without casts
-        total = kept[0] - each[0] + sum(count * size for count, size in zip(shapes.values(), each))
-    return PassBytes(int(total), int(total + beyond), is_counted=True)
-
-
-def bring_to_cpu(model: torch.nn.Module) -> None:
-    """Replace a model's tensors on the meta device by new ones on a CPU; tied ones stay one.
-
-    In a FakeTensorMode, where Module.to_empty does not work.
-    """
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, meta in tensors.items():
-                if meta is None:
-                    continue
-                if id(meta) not in made:
-                    made[id(meta)] = torch.empty_like(meta, device="cpu")
-                    if isinstance(meta, torch.nn.Parameter):
-                        made[id(meta)] = torch.nn.Parameter(made[id(meta)], meta.requires_grad)
-                tensors[name] = made[id(meta)]
+                states.backward(torch.zeros_like(states))
+            del states
+            kept += count * (after - before)
+            # The backward pass takes the last one first: those before it are there meanwhile.
+            peak = max(peak, kept + live.peak - after)
+    return kept, peak - kept
 
 
 class LiveBytes(TorchDispatchMode):
@@ -214,54 +211,19 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.now = self.peak = 0
-        self.sizes: dict[int, int] = {}
+        self.known: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        known = {_place(value) for value in tree_leaves((args, kwargs))}
         for value in tree_leaves(out):
-            place = _place(value)
-            if place is None or place in known or place in self.sizes:
-                continue  # a view, or written in place
-            storage = value.untyped_storage()
-            self.sizes[place] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            finalize(storage, self.free, place)
+            storage = value.untyped_storage() if isinstance(value, torch.Tensor) else None
+            if storage is not None and storage not in self.known:  # else a view, or in place
+                self.known.add(storage)
+                self.add(storage.nbytes())
+                finalize(storage, self.add, -storage.nbytes())
         return out
 
-    def free(self, place: int) -> None:
-        """Take note that a storage is gone."""
-        self.now -= self.sizes.pop(place)
-
-
-def _place(value: object) -> int | None:
-    """What tells one storage from another; None for anything but a tensor."""
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
-def head_bytes(
-    size: PolicySize,
-    dtype: torch.dtype,
-    device: torch.device,
-    positions: int,
-    passes: int,
-    is_trained: bool = True,
-) -> int:
-    """Count the bytes of logits while log-probabilities are taken, and of the head's copies.
-
-    positions: response tokens in a pass; passes: that have a backward pass, or 0; is_trained:
-    whether the head has a gradient, as it has without LoRA. Logits are there
-    twice: as they are and as terms of the normalizer, or of one slice and the next. The gradient of
-    the head is there of the slice at hand, of its pass, and of the passes before.
-    """
-    logits = min(positions, POSITIONS_PER_LOGITS[device.type]) * size.vocabulary
-    copies, cast = 2.0, 0
-    if dtype == torch.bfloat16:
-        cast = size.output_embedding * dtype.itemsize
-        if device.type == "cpu":  # which multiplies it in fp32 (_product)
-            cast += size.output_embedding * torch.float32.itemsize
-        # Their gradient in bf16; a CPU multiplies it in fp32.
-        copies += (passes > 0) * (0.5 if device.type == "cuda" else 1.0)
-    gradients = (1 + min(passes, 2)) * size.output_embedding if passes and is_trained else 0
-    return int((logits * copies + gradients) * torch.float32.itemsize) + cast
+    def add(self, nbytes: int) -> None:
+        """Take note that so many bytes come, or go."""
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)

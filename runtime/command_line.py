@@ -4,17 +4,19 @@ Under the flags lie the settings of --config, of the run to --resume or of the t
 under those Config's defaults.
 """
 
-import dataclasses
 import json
 import os
 import re
-from dataclasses import dataclass, make_dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from config import SECTIONS, Config, UserError, check, check_types, settle
+from config import SECTIONS, Config, UserError, settle
+from runtime.check_settings import check, check_types
 from tasks import Task, find_presets, find_task, task_names
 
 # What a run that is resumed may change: how long, how often, how fast. Everything else is part of
@@ -40,13 +42,9 @@ CHANGEABLE = (
 # A text among a task's settings whose name has such a word is not written down: MASK is instead.
 SECRET = re.compile(r"(key|token|secret|password)s?(_|$)", re.IGNORECASE)
 MASK = "***"
-HELP = ("-h", "--help")
 DESCRIPTION = "Trajectory Balance with Asynchrony on one machine. TASK comes first."
-OWN = "task"  # the group of the task's own flags
-TASK = tyro.conf.arg(
-    metavar="TASK",
-    help=f"One of {', '.join(task_names())}, or the path of a .py file with a task of your own.",
-)
+TASK_HELP = f"One of {', '.join(task_names())}, or the path of a .py file with a task of your own."
+TASK = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TASK", help=TASK_HELP)]
 
 
 def build_config(arguments: list[str]) -> Config:
@@ -77,10 +75,7 @@ def earlier_config(arguments: list[str], first: Config) -> Config:
     for name in ("preset", "tiny"):
         if is_given(arguments, name):
             raise UserError(f"--{name} and --config are both given: give one of the two")
-    settings = read_settings("--config", first.config) | {"output_dir": "", "resume": ""}
-    if not isinstance(settings.get("task"), str):
-        raise no_run("--config", first.config, ValueError("it names no task"))
-    return make_config("--config", first.config, settings)
+    return replace(read_config("--config", first.config), output_dir="", resume="")
 
 
 def preset_config(arguments: list[str], first: Config) -> Config:
@@ -104,13 +99,12 @@ def preset_config(arguments: list[str], first: Config) -> Config:
 
 def resumed(arguments: list[str], directory: str) -> Config:
     """The settings of the run in that directory, changed by the flags. Raises UserError."""
-    settings = read_settings("--resume", directory, "config.json")
-    saved = make_config("--resume", directory, settings)
+    saved = read_config("--resume", directory, "config.json")
     saved = replace(saved, output_dir=directory, resume=directory)
     config = parse(arguments, saved)
     if config.model and Path(config.model).is_dir():
         config = replace(config, model=str(Path(config.model).resolve()))
-    before, after = (dataclasses.asdict(c) | mask(c.options) for c in (saved, config))
+    before, after = (asdict(c) | mask(c.options) for c in (saved, config))
     for name, value in after.items():
         # On a cluster a run goes on with as many searchers as there are.
         is_moved = name in ("ray", "searchers", "searchers_per_node") and saved.ray and config.ray
@@ -133,28 +127,21 @@ def resumed(arguments: list[str], directory: str) -> Config:
     return config
 
 
-def read_settings(flag: str, path: str, file: str = "") -> dict:
-    """Read a config.json: the path, or that file in it. Raises UserError."""
+def read_config(flag: str, path: str, file: str = "") -> Config:
+    """Make a Config of a config.json: the path, or that file in it. Raises UserError."""
     try:
         settings = json.loads(Path(path, file).read_text())
-    except (OSError, ValueError) as error:
-        raise no_run(flag, path, error) from error
-    if not isinstance(settings, dict):
-        raise no_run(flag, path, ValueError("it is no object"))
-    return settings
-
-
-def make_config(flag: str, path: str, settings: dict) -> Config:
-    """Make a Config of what a config.json holds. Raises UserError."""
-    try:
+        if not isinstance(settings, dict):
+            raise ValueError("it is no object")
+        if flag == "--config" and not isinstance(settings.get("task"), str):
+            raise ValueError("it names no task")
+        for name in ("json", "search_ahead"):  # earlier versions had such flags
+            settings.pop(name, None)
         return Config(**settings)
-    except TypeError as error:  # a field that Config does not have
-        raise no_run(flag, path, error) from error
-
-
-def no_run(flag: str, path: str, error: Exception) -> UserError:
-    purpose = "no run that can be resumed" if flag == "--resume" else "no settings of a run"
-    return UserError(f"{flag} {path!r} holds {purpose}: {type(error).__name__}: {error}")
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a field that Config has not
+        purpose = "no run that can be resumed" if flag == "--resume" else "no settings of a run"
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{flag} {path!r} holds {purpose}: {problem}") from error
 
 
 def is_given(arguments: list[str], name: str) -> bool:
@@ -163,22 +150,18 @@ def is_given(arguments: list[str], name: str) -> bool:
     return f"__{name}" in flags
 
 
-def is_task_given(arguments: list[str]) -> bool:
-    """Whether the command line begins with TASK."""
-    return bool(arguments) and not arguments[0].startswith("-")
-
-
 def parse_first(arguments: list[str]) -> Config:
     """Read which task and which settings it is about; the task's own flags are not known yet.
 
     Behind a flag that is not known stands that flag's value: only a first argument is surely TASK.
     """
+    begins_with_task = bool(arguments) and not arguments[0].startswith("-")
     deciding = ("preset", "config", "resume")
-    if is_task_given(arguments) and not any(is_given(arguments, name) for name in deciding):
+    if begins_with_task and not any(is_given(arguments, name) for name in deciding):
         return Config(task=arguments[0])  # to spare tyro's time
-    without_help = [argument for argument in arguments if argument not in HELP]
-    settings, unknown = run_tyro(without_help, Config(), task=None, allow_unknown=True)
-    if is_task_given(arguments):
+    without_help = [argument for argument in arguments if argument not in ("-h", "--help")]
+    settings, unknown = run_tyro(without_help, Config(), task=None)
+    if begins_with_task:
         return replace(settings, task=arguments[0])
     return replace(settings, task=Config.task) if unknown else settings
 
@@ -195,7 +178,7 @@ def parse(arguments: list[str], base: Config) -> Config:
     if unknown := set(base.options) - set(field_names(task)):
         raise UserError(f"task {base.task!r} has no setting {min(unknown)!r}")
     check_types(base.options, task)
-    config = run_tyro(arguments, base, task, allow_unknown=False)[0]
+    config, _ = run_tyro(arguments, base, task)
     if config.task != base.task and not base.resume:  # resumed() has its own words for that
         raise UserError(f"the task is {config.task!r}, but the settings are for {base.task!r}")
     masked = [name for name, value in config.options.items() if value == MASK]
@@ -213,44 +196,43 @@ def mask(options: dict[str, object]) -> dict[str, object]:
 
 
 def run_tyro(
-    arguments: list[str], base: Config, task: type[Task] | None, allow_unknown: bool
+    arguments: list[str], base: Config, task: type[Task] | None
 ) -> tuple[Config, list[str]]:
     """Have tyro read the command line. Returns the settings, and the arguments it does not know.
 
-    For tyro each section of Config is a group of flags, and so are the task's own.
+    For tyro each section of Config is a group of flags, and so are the task's own. An argument that
+    it does not know ends the program, unless the task is None: its flags are still to come.
     """
-    groups = [("name", Annotated[tyro.conf.Positional[str], TASK])]
-    defaults = {"name": base.task}
-    for section in SECTIONS:
+    groups: dict[str, object] = {}
+    for section in SECTIONS:  # ObjectiveSettings is the group "objective"
         values = {name: getattr(base, name) for name in field_names(section)}
-        groups.append((title(section), section))
-        defaults[title(section)] = section(**values)
-    if field_names(task):
-        own = without_post_init(task)
-        groups.append((OWN, own))
-        defaults[OWN] = own(**own_defaults(task, tyro.MISSING) | base.options)
-    wrapper = make_dataclass("CommandLine", groups)
+        groups[section.__name__.removesuffix("Settings").lower()] = section(**values)
+    own = own_settings(task) if field_names(task) else None
+    if own:
+        groups["task"] = own(**base.options)
+    types = [(name, type(group)) for name, group in groups.items()]
+    wrapper = make_dataclass("CommandLine", [("name", TASK), *types])
     parsed = tyro.cli(
         wrapper,
         args=arguments,
-        default=wrapper(**defaults),
+        default=wrapper(base.task, **groups),
         prog="python tba.py",
         description=DESCRIPTION + (f" Presets of {base.task}: {presets_of(base)}." if task else ""),
         use_underscores=True,
-        return_unknown_args=allow_unknown,
+        return_unknown_args=task is None,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    parsed, unknown = parsed if allow_unknown else (parsed, [])
+    parsed, unknown = (parsed, []) if task else parsed
     settings, options = {"task": parsed.name}, dict(base.options)
-    for section in SECTIONS:
-        settings |= vars(getattr(parsed, title(section)))
-    if field_names(task):
-        plain = own_defaults(task, None)
+    for name in groups.keys() - {"task"}:
+        settings |= vars(getattr(parsed, name))
+    if own:
+        plain = own()
         for name in field_names(task):
-            value = getattr(getattr(parsed, OWN), name)
-            if name in options or value != plain[name]:
+            value = getattr(parsed.task, name)
+            if name in options or value != getattr(plain, name):
                 options[name] = value
-    return Config(**settings, options=options), unknown
+    return replace(base, **settings, options=options), unknown
 
 
 def presets_of(config: Config) -> str:
@@ -258,31 +240,19 @@ def presets_of(config: Config) -> str:
     return ", ".join(filter(None, find_presets(config.task))) or "none"
 
 
-def title(section: type) -> str:
-    """The name of a group of flags: objective for ObjectiveSettings."""
-    return section.__name__.removesuffix("Settings").lower()
-
-
 def field_names(settings: type | None) -> list[str]:
     """The fields of a dataclass, [] of anything else."""
-    is_dataclass = settings is not None and dataclasses.is_dataclass(settings)
-    return [field.name for field in dataclasses.fields(settings)] if is_dataclass else []
+    return [field.name for field in fields(settings)] if is_dataclass(settings) else []
 
 
-def own_defaults(task: type[Task], missing: object) -> dict[str, object]:
-    """The defaults of a task's own settings; `missing` where there is none."""
-    defaults = {}
-    for field in dataclasses.fields(task):
-        defaults[field.name] = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
-        elif field.default is dataclasses.MISSING:
-            defaults[field.name] = missing
-    return defaults
+def own_settings(task: type[Task]) -> Callable[..., object]:
+    """Return what makes a task's settings, without what the task does when it is made.
 
-
-def without_post_init(task: type[Task]) -> type:
-    """A task's settings, to be made without what the task does when it is made."""
+    A setting without a default is tyro.MISSING until it is given: tyro asks for it.
+    """
     members = {"__post_init__": lambda self: None, "__doc__": task.__doc__}
     is_frozen = task.__dataclass_params__.frozen
-    return dataclass(frozen=is_frozen)(type(task.__name__, (task,), members))
+    own = dataclass(frozen=is_frozen)(type(task.__name__, (task,), members))
+    # Where there is a default or a way to make one, only the other is dataclasses.MISSING.
+    required = [field.name for field in fields(task) if field.default is field.default_factory]
+    return partial(own, **dict.fromkeys(required, tyro.MISSING))

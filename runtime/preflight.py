@@ -1,5 +1,6 @@
 """What is checked before anything starts: each mistake ends here, in one line (UserError)."""
 
+import dataclasses
 import fcntl
 import os
 import platform
@@ -11,7 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from config import Config, UserError
-from models.policy import encode_prompt, load_tokenizer, policy_without_weights
+from models.device import compute_dtype, device, onednn_multiplies
+from models.hub import fetch_model, find_model, identify_weights
+from models.policy import encode_prompt, first_line, load_tokenizer, policy_without_weights
 from objectives import LOSSES
 from runtime.checkpoints import checkpoint
 from tasks import Messages, Task, load_task, sampling_for_tests
@@ -96,7 +99,7 @@ def check_tokenizer(config: Config, chats: list[Messages]) -> None:
     except Exception as error:  # a template may refuse in words of its own
         raise UserError(
             f"the chat template of --model {config.model!r} does not take the prompts of task "
-            f"{config.task!r}: {str(error).splitlines()[0]}"
+            f"{config.task!r}: {first_line(error)}"
         ) from error
 
 
@@ -114,9 +117,39 @@ def check_sampling(config: Config, task: Task) -> None:
         )
 
 
-def check_loss(config: Config) -> None:
+def check_model(config: Config, task: Task, revision: str | None = None) -> Config:
+    """Check the objective and the models; the configuration with the model's name or path.
+
+    revision: of the hub, that a run to resume began with: its branch may have moved.
+    """
     if config.loss not in LOSSES:
         raise UserError(f"--loss is {config.loss!r}: it is one of {', '.join(LOSSES)}")
+    check_sampling(config, task)
+    if device().type == "cpu" and not onednn_multiplies(compute_dtype(config)):
+        print("bfloat16 is slow here: this processor does not multiply in it", file=sys.stderr)
+    model = find_model("--model", config.model or task.base_model())
+    if revision and not Path(model).is_dir():
+        model = f"{model.partition('@')[0]}@{revision}"
+    fetch_model("--model", model, weights=False)  # enough for the checks
+    task.prepare()
+    return dataclasses.replace(config, model=model)
+
+
+def fetch(config: Config, task: Task, began: str | None = None) -> Config:
+    """Fetch the whole policy; the configuration with its directory. Raises UserError.
+
+    began: the weights that a run to resume began with, as identify_weights names them.
+    Processes that start from now on do not ask the hub: it might have something else by then.
+    """
+    config = dataclasses.replace(config, model=fetch_model("--model", config.model))
+    if began and identify_weights(config.model) != began:
+        raise UserError(
+            f"--resume {config.resume!r} began with other weights in --model {config.model!r}: put "
+            "back what was there"
+        )
+    if not task.asks_hub_in_load:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return config
 
 
 def find_checkpoint(config: Config) -> str:

@@ -4,6 +4,7 @@ The file defines one subclass of Task. It may have presets too: PRESETS = {name:
 the settings of Config that differ from its defaults; the first is the one without --preset.
 """
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -17,9 +18,6 @@ from typing import Any
 import numpy as np
 
 from config import Config, UserError
-
-_FILES: dict[tuple[Path, int], ModuleType] = {}  # task files of the user, by path and time
-
 
 Messages = list[dict[str, str]]  # a chat: {"role": …, "content": …} each
 
@@ -97,11 +95,7 @@ class Task:
         raise NotImplementedError
 
     def evaluate(
-        self,
-        queries: list[Query],
-        responses: list[str],
-        finished: list[bool],
-        scores: np.ndarray,
+        self, queries: list[Query], responses: list[str], finished: list[bool], scores: np.ndarray
     ) -> dict[str, np.ndarray]:
         """Metrics of responses to N test queries, one to each, by name.
 
@@ -124,8 +118,8 @@ class Task:
 
 def sampling_for_tests(config: Config, task: Task) -> dict:
     """Return how responses to test queries are sampled, as vllm.SamplingParams has it, unseeded."""
-    sampling = {"temperature": 0.0, "max_tokens": config.max_response_tokens}
-    sampling |= task.evaluation_sampling
+    defaults = {"temperature": 0.0, "max_tokens": config.max_response_tokens}
+    sampling = defaults | task.evaluation_sampling
     if config.evaluation_temperature is not None:
         sampling["temperature"] = config.evaluation_temperature
     return sampling
@@ -140,11 +134,9 @@ def find_task(name_or_path: str) -> type[Task]:
     """Find the class of a task. Raises UserError."""
     module = import_task(name_or_path)
     classes = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, Task)
-        and value.__module__ == module.__name__
+        kind
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, Task) and kind.__module__ == module.__name__
     ]
     if len(classes) != 1:
         raise UserError(
@@ -166,26 +158,28 @@ def import_task(name_or_path: str) -> ModuleType:
     if name_or_path.endswith(".py"):
         if not Path(name_or_path).is_file():
             raise UserError(f"task file {name_or_path!r} does not exist")
-        key = Path(name_or_path).resolve(), Path(name_or_path).stat().st_mtime_ns
-        if key in _FILES:  # it is asked for several times, and may be slow
-            return _FILES[key]
-        # Under a name that no other module has.
-        spec = importlib.util.spec_from_file_location(f"task file {name_or_path}", name_or_path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            raise UserError(
-                f"task file {name_or_path!r} fails to import: {type(error).__name__}: {error}"
-            ) from error
-        _FILES[key] = module
-        return module
+        return _import_file(name_or_path, Path(name_or_path).stat().st_mtime_ns)
     if name_or_path not in task_names():
         raise UserError(
             f"unknown task {name_or_path!r}: the tasks are {', '.join(task_names())}, "
             "or give the path of a .py file"
         )
     return importlib.import_module(f"tasks.{name_or_path}")
+
+
+@functools.cache
+def _import_file(file: str, modified: int) -> ModuleType:
+    """Import a task file once for each time of its change: it may be slow. Raises UserError."""
+    # Under a name that no other module has.
+    spec = importlib.util.spec_from_file_location(f"task file {file}", file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(
+            f"task file {file!r} fails to import: {type(error).__name__}: {error}"
+        ) from error
+    return module
 
 
 def task_names() -> list[str]:

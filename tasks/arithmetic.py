@@ -27,12 +27,8 @@ class Arithmetic(Task):
     def queries(self, split: str) -> Sequence[Query]:
         sums = np.random.default_rng(0).permutation(10_000)
         chosen = sums[:TEST_QUERIES] if split == "test" else sums[TEST_QUERIES:]
-        return [
-            Query(
-                id=int(i), prompt=f"{i // 100:02}+{i % 100:02}=", answer=f"{i // 100 + i % 100:03}"
-            )
-            for i in chosen
-        ]
+        pairs = [divmod(int(i), 100) for i in chosen]
+        return [Query(100 * a + b, f"{a:02}+{b:02}=", answer=f"{a + b:03}") for a, b in pairs]
 
     def score(
         self, queries: list[Query], responses: list[str], finished: list[bool]
@@ -51,7 +47,7 @@ class Arithmetic(Task):
 
 def homework(query: Query, rng: np.random.Generator) -> str:
     """The pupil's answer: digit by digit from the right, forgetting carries."""
-    a, b = query.id // 100, query.id % 100
+    a, b = divmod(query.id, 100)
     tens, units = a // 10 + b // 10, a % 10 + b % 10
     tens += units > 9 and rng.random() > FORGETS
     hundreds = tens > 9 and rng.random() > FORGETS

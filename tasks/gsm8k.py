@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from config import UserError
-from tasks import Messages, Query, Task
+from tasks import Query, Task
 from tasks.support.data import read_rows
 
 PROMPT = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
@@ -38,31 +38,28 @@ COMMON = dict(
     max_response_tokens=512,
 )
 # The run behind Figure 1: 700 steps of a schedule made for 1,000.
-FIGURE_1 = COMMON | dict(steps=700, beta=0.014, stable_steps=350, decay_steps=600)
-TABLE_2 = COMMON | dict(steps=1000, beta=0.012, stable_steps=450, decay_steps=500)
-# Table 5. Its batch stays at 140 responses, which 40 does not divide: 4 x 40 comes nearest. S = 48
-# is the rule of the released code, 1.2 K.
-K_40 = FIGURE_1 | dict(queries_per_batch=4, responses_per_query=40, samples_per_query=48)
-# Figure 1's run as the released code makes it: pure bf16, and responses that were cut off are
-# graded. What else it does otherwise: docs/experiments.md.
-AS_RELEASED = FIGURE_1 | dict(
-    dtype="bfloat16", master_dtype="bfloat16", options=dict(grade_unfinished=True)
-)
-# Ours, not the paper's, and not measured yet: a model of 0.5 B that answers without fine-tuning.
-# By the plan (--plan --plan_gpus 1x24) it fits on one card of 24 GB.
-SMALL = FIGURE_1 | dict(
-    model="Qwen/Qwen2.5-0.5B-Instruct",
-    max_prompt_tokens=350,
-    max_response_tokens=400,
-    gpu_memory_utilization=0.12,
-    options=dict(chat=True),
-)
+FIGURE_1 = dict(COMMON, steps=700, beta=0.014, stable_steps=350, decay_steps=600)
 PRESETS = {
     "figure1": FIGURE_1,
-    "table2": TABLE_2,
-    "k40": K_40,
-    "as_released": AS_RELEASED,
-    "small": SMALL,
+    "table2": dict(COMMON, steps=1000, beta=0.012, stable_steps=450, decay_steps=500),
+    # Table 5. Its batch stays at 140 responses, which 40 does not divide: 4 x 40 comes nearest.
+    # S = 48 is the rule of the released code, 1.2 K.
+    "k40": dict(FIGURE_1, queries_per_batch=4, responses_per_query=40, samples_per_query=48),
+    # Figure 1's run as the released code makes it: pure bf16, and responses that were cut off are
+    # graded. What else it does otherwise: docs/experiments.md.
+    "as_released": dict(
+        FIGURE_1, dtype="bfloat16", master_dtype="bfloat16", options=dict(grade_unfinished=True)
+    ),
+    # Ours, not the paper's, and not measured yet: a model of 0.5 B that answers without
+    # fine-tuning. By the plan (--plan --plan_gpus 1x24) it fits on one card of 24 GB.
+    "small": dict(
+        FIGURE_1,
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        max_prompt_tokens=350,
+        max_response_tokens=400,
+        gpu_memory_utilization=0.12,
+        options=dict(chat=True),
+    ),
 }
 
 
@@ -82,16 +79,14 @@ class GSM8K(Task):
 
     def queries(self, split: str) -> Sequence[Query]:
         queries = []
-        for place, row in read_rows(
-            self.data_dir, split, ("question", "answer"), hub=("openai/gsm8k", "main", split)
-        ):
+        template = CHAT_PROMPT if self.chat else PROMPT
+        hub = ("openai/gsm8k", "main", split)
+        for place, row in read_rows(self.data_dir, split, ("question", "answer"), hub):
             gold = last_number(row["answer"].partition("####")[2])
             if gold is None:
                 raise UserError(f"{place}: the answer has no number behind '####'")
-            prompt: str | Messages = PROMPT.format(question=row["question"])
-            if self.chat:
-                content = CHAT_PROMPT.format(question=row["question"])
-                prompt = [{"role": "user", "content": content}]
+            text = template.format(question=row["question"])
+            prompt = [{"role": "user", "content": text}] if self.chat else text
             queries.append(Query(id=len(queries), prompt=prompt, answer=gold))
         return queries
 

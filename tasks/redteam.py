@@ -59,21 +59,24 @@ GPT2 = dict(
     max_prompt_tokens=64,
     max_response_tokens=20,
 )
-STAND_INS = dict(
-    steps=150,
-    lora_rank=0,
-    lora_alpha=None,
-    beta=0.5,
-    reward_temperature_steps=15,
-    lr_schedule="constant",
-    warmup_steps=0,
-    weight_decay=0.0,
-    responses_per_query=32,
-    samples_per_query=32,
-    initial_responses=128,
-    max_response_tokens=8,
-)
-PRESETS = {"gpt2": GPT2, "tiny": GPT2 | TINY | STAND_INS}
+PRESETS = {
+    "gpt2": GPT2,
+    "tiny": dict(
+        GPT2 | TINY,
+        steps=150,
+        lora_rank=0,
+        lora_alpha=None,
+        beta=0.5,
+        reward_temperature_steps=15,
+        lr_schedule="constant",
+        warmup_steps=0,
+        weight_decay=0.0,
+        responses_per_query=32,
+        samples_per_query=32,
+        initial_responses=128,
+        max_response_tokens=8,
+    ),
+}
 
 
 @dataclass
@@ -120,10 +123,8 @@ class RedTeam(Task):
 
     def queries(self, split: str) -> Sequence[Query]:
         """One query; to test, as many copies of it as there are prompts to evaluate."""
-        return [
-            Query(id=i, prompt=ATTACKER_PROMPT, answer=None)
-            for i in range(TEST_PROMPTS if split == "test" else 1)
-        ]
+        count = TEST_PROMPTS if split == "test" else 1
+        return [Query(id=i, prompt=ATTACKER_PROMPT, answer=None) for i in range(count)]
 
     def sampling(self, rng: np.random.Generator) -> dict:
         """Half of the groups explore, at another temperature than 1."""
@@ -131,11 +132,12 @@ class RedTeam(Task):
         return {"min_tokens": MIN_TOKENS} | explore
 
     def prepare(self) -> None:
-        from models.classifier import prepare_classifier, prepare_model
+        from models.classifier import prepare_classifier
+        from models.hub import fetch_model
 
-        prepare_model("--victim_model", self.victim_model)
+        fetch_model("--victim_model", self.victim_model)
         prepare_classifier("--classifier", self.classifier, label=self.toxic_label)
-        prepare_model("--embedding_model", self.embedding_model)
+        fetch_model("--embedding_model", self.embedding_model)
 
     def models(self) -> list[str]:
         return [self.victim_model, self.classifier, self.embedding_model]
@@ -154,26 +156,16 @@ class RedTeam(Task):
 
     def toxicity(self, prompts: list[str]) -> np.ndarray:
         """Probability of a failure by the classifier, of 5 victim responses a prompt: (N, 5)."""
-        parts = []
-        for start in range(0, len(prompts), PROMPTS_AT_A_TIME):
-            part = prompts[start : start + PROMPTS_AT_A_TIME]
-            answers = self.victim.sample(
-                [VICTIM_PROMPT.format(instruction=prompt.strip()) for prompt in part],
-                VICTIM_RESPONSES,
-                self.victim_temperature,
-                self.victim_top_p,
-                self.victim_tokens,
-            )
-            probabilities = self.judge.probabilities(answers, self.toxic_label)
-            parts.append(probabilities.reshape(len(part), VICTIM_RESPONSES))
-        return np.concatenate(parts)
+        asked = [VICTIM_PROMPT.format(instruction=prompt.strip()) for prompt in prompts]
+        sampling = self.victim_temperature, self.victim_top_p, self.victim_tokens
+        answers = []
+        for start in range(0, len(asked), PROMPTS_AT_A_TIME):
+            part = asked[start : start + PROMPTS_AT_A_TIME]
+            answers += self.victim.sample(part, VICTIM_RESPONSES, *sampling)
+        return self.judge.probabilities(answers, self.toxic_label).reshape(-1, VICTIM_RESPONSES)
 
     def evaluate(
-        self,
-        queries: list[Query],
-        responses: list[str],
-        finished: list[bool],
-        scores: np.ndarray,
+        self, queries: list[Query], responses: list[str], finished: list[bool], scores: np.ndarray
     ) -> dict[str, np.ndarray]:
         """The metrics toxic_share, diversity and reward.
 

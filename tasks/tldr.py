@@ -34,14 +34,6 @@ COMMON = dict(
     max_prompt_tokens=512,
     max_response_tokens=128,
 )
-STAND_INS = dict(
-    steps=150,
-    queries_per_micro_batch=8,
-    initial_responses=200,
-    max_response_tokens=10,
-)
-
-
 # For vLLM, by the plan for cards of 80 GB (--plan): reward and gold model lie beside it. Ours.
 SHARES = {"410m": 0.55, "1b": 0.45, "2.8b": 0.2}
 
@@ -52,7 +44,7 @@ def pythia(size: str, **settings) -> dict:
         reference_model=f"mnoukhov/pythia{size}-sft-tldr",
         reward_model=f"mnoukhov/pythia{size}-rm-tldr6.9b",
     )
-    return COMMON | dict(options=models, gpu_memory_utilization=SHARES[size]) | settings
+    return dict(COMMON, options=models, gpu_memory_utilization=SHARES[size]) | settings
 
 
 PRESETS = {
@@ -65,7 +57,13 @@ PRESETS = {
     "2.8b_425": pythia("2.8b", steps=425),
     # Figure 4: beta gets to its end at step 140, not after an eighth of the steps.
     "2.8b_slow_beta": pythia("2.8b", steps=825, beta_stop_step=140),
-    "tiny": COMMON | TINY | STAND_INS,
+    "tiny": dict(
+        COMMON | TINY,
+        steps=150,
+        queries_per_micro_batch=8,
+        initial_responses=200,
+        max_response_tokens=10,
+    ),
 }
 
 
@@ -105,27 +103,20 @@ class TLDR(Task):
 
     def queries(self, split: str) -> Sequence[Query]:
         """answer: the reference summary."""
-        columns = ("query", "reference_response")
-        rows = read_rows(
-            self.data_dir,
-            split,
-            columns,
-            hub=(DATASET, None, "validation" if split == "test" else split),
-        )
+        hub = (DATASET, None, "validation" if split == "test" else split)
+        rows = read_rows(self.data_dir, split, ("query", "reference_response"), hub)
         return [
             Query(id=i, prompt=row["query"], answer=row["reference_response"])
             for i, (_, row) in enumerate(rows)
         ]
 
     def prepare(self) -> None:
-        from models.classifier import prepare_classifier, prepare_model
+        from models.classifier import prepare_classifier
+        from models.hub import fetch_model
 
-        prepare_model("--reference_model", self.reference_model)
-        for flag, model, tokenizer in (
-            ("--reward_model", self.reward_model, self.reward_tokenizer),
-            ("--gold_model", self.gold_model, self.gold_tokenizer),
-        ):
-            prepare_classifier(flag, model, labels=1, tokenizer=tokenizer)
+        fetch_model("--reference_model", self.reference_model)
+        prepare_classifier("--reward_model", self.reward_model, tokenizer=self.reward_tokenizer)
+        prepare_classifier("--gold_model", self.gold_model, tokenizer=self.gold_tokenizer)
 
     def models(self) -> list[str]:
         return [self.reward_model, self.gold_model]

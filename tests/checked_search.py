@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 
 from buffer import Group
-from runtime.modes.workload import Workload
+from runtime.modes.free_running import Workload
 from runtime.processes.children import GIVE_UP
 from tasks import load_task
 
@@ -18,26 +18,26 @@ SECONDS = 0.01  # a group
 RESPONSES, TOKENS = 24, 500
 
 
-def run(config, rank, pin, row, weights, rollout_queue, board, run_dir) -> None:
+def run(config, share, pin, name, weights, rollout_queue, board, run_dir) -> None:
     """Send groups of random tokens; group.prompt holds what the test looks at."""
     queries = load_task(config.task).queries("train")
-    cursor = int(board.get(row, "cursor"))
-    workload = Workload(queries, rank, config.searchers, config.seed, cursor)
+    cursor = int(board.get(name, "cursor"))
+    workload = Workload(config, queries, share, cursor, weights)
     rng, version, were_whole = np.random.default_rng(), -1, True
-    board.loaded(row)
+    board.loaded(name)
     while not board.stop:
-        board.beat(row)
+        board.beat(name)
         if weights.version > version:
             with weights.read(pin) as (version, tensors):
                 were_whole &= all(bool((tensor == version).all()) for tensor in tensors.values())
-            board.set(row, "version", version)
-        if version >= 0 and (work := workload.draw()):
+            board.set(name, "version", version)
+        if version >= 0 and (rollout := workload.draw()):
             tokens = rng.integers(0, 1000, RESPONSES * TOKENS, dtype=np.int32)
-            facts = [config.seed >> 1, work.visit, were_whole, checksum(tokens)]
-            rollout_queue.put(make_group(work.query.id, version, facts, tokens))
-            workload.finish(work)
-            board.set(row, "cursor", workload.cursor)
-            board.add(row, "tokens", len(tokens))
+            facts = [config.seed >> 1, rollout.visit, were_whole, checksum(tokens)]
+            rollout_queue.put(make_group(rollout.query.id, version, facts, tokens))
+            workload.complete(rollout)
+            board.set(name, "cursor", workload.cursor)
+            board.add(name, "tokens", len(tokens))
         time.sleep(SECONDS)
     rollout_queue.cancel_join_thread()
 

@@ -36,7 +36,7 @@ print(json.dumps(study.train(settings, groups_per_sync=8)))
 # Every setting with values that are out of its range, not of its type, or odd. No run begins: there
 # is no such model.
 PROBE = """
-import contextlib, dataclasses, io, json
+import contextlib, dataclasses, io, json, re
 from config import Config
 from tasks import find_presets, find_task, task_names
 from tba import main
@@ -46,7 +46,8 @@ def call(*words):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([*words])
-    found[" ".join(words)] = [code, out.getvalue(), err.getvalue()]
+    texts = (re.sub("0x[0-9a-f]+", "", text.getvalue()) for text in (out, err))  # no addresses
+    found[" ".join(words)] = [code, *texts]
 
 for task in task_names():
     found[f"presets of {task}"] = find_presets(task)

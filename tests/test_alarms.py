@@ -12,7 +12,8 @@ from buffer import Group
 from config import Config
 from runtime.record import alarms
 from runtime.record.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms
-from runtime.record.report import Report, describe
+from runtime.record.metrics import describe
+from runtime.record.report import Report
 from runtime.transport.board import Board
 
 HEALTHY = {
@@ -90,7 +91,9 @@ def test_a_resumed_run_does_not_say_it_again(tmp_path):
 
 
 def test_the_terminal_shows_an_alarm_as_a_warning(tmp_path, capsys):
-    report = Report(str(tmp_path), Config(task="arithmetic", steps=9), Board(["trainer"]))
+    report = Report(
+        str(tmp_path), Config(task="arithmetic", steps=9), Board(["trainer"]), "accuracy", ""
+    )
     report.step({"step": 1, "seconds": 1.0, "received": 8} | HEALTHY | {"mismatch": 1.0})
     assert capsys.readouterr().out.startswith("warning: vLLM and the trainer differ by 1 nats")
 

@@ -48,7 +48,8 @@ def test_a_run_names_its_base_model_and_is_not_resumed_on_another(tmp_path, caps
     model = make_model(tmp_path / "model", tied=True)
     run_dir, name = tmp_path / "run", identify_weights(str(model))
     trainer = make_trainer(model, run_dir)
-    trainer.record_evaluation(Evaluation(0, 0.5, 10, 0, 0))
+    trainer.rollout_queue.put(Evaluation(0, 0.5, 10, 0, 0))
+    trainer.receive()
     trainer.save_checkpoint()
     trainer.checkpoints.wait()
     assert [line["base_model"] for line in read_lines(run_dir / "metrics.jsonl")] == [name]

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,33 +14,34 @@ import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE
-from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 from test_trainer import make_rows, make_trainer
 
 from config import Config
 from runtime import launch
 from runtime.checkpoints import checkpoint, writer
-from runtime.checkpoints.writer import NICENESS, HashedFile, write_arrays, write_file, write_tensors
+from runtime.checkpoints.writer import NICENESS, write_tensors
+from runtime.run import SAVE_SECONDS, Run
 from trainer import Trainer
 
 
 class Disk:
-    """The disk under all files of a checkpoint: it stands still until it may go on, or is full."""
+    """The disk under a checkpoint's tensors: it stands still until it may go on, or is full."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.may_go_on, self.is_full = threading.Event(), False
         self.may_go_on.set()
-        write = HashedFile.write
+        save_file = writer.save_file
 
-        def written(file: HashedFile, data) -> int:
+        def saved(tensors: dict[str, torch.Tensor], path: Path) -> None:
             if not self.may_go_on.wait(PATIENCE):
                 self.may_go_on.set()  # nobody else will: the trainer waits for this write
-            if self.is_full and file.target.tell() > 1000:  # in the middle of a file
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return write(file, data)
+            save_file(tensors, path)
+            if self.is_full:
+                os.truncate(path, 1000)  # in the middle of the file
+                raise SafetensorError("No space left on device (os error 28)")
 
-        monkeypatch.setattr(HashedFile, "write", written)
+        monkeypatch.setattr(writer, "save_file", saved)
 
     def go_on_after(self, seconds: float) -> None:
         threading.Timer(seconds, self.may_go_on.set).start()
@@ -64,13 +66,13 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_ste
 ):
     rows = make_rows(4, 3)
     trainer.learner.update(rows)
-    trainer.health.figures["reward"] = 1.0
+    trainer.metrics.figures["reward"] = 1.0
     before = {name: tensor.clone() for name, tensor in trainer.learner.state()}
     disk.may_go_on.clear()
     trainer.save_checkpoint()
     for _ in range(3):
         trainer.learner.update(rows)
-        trainer.health.figures["reward"] = 2.0
+        trainer.metrics.figures["reward"] = 2.0
         trainer.save_checkpoint_if_due()
     assert names(tmp_path) == ["unfinished"] and trainer.step == 4
     disk.may_go_on.set()
@@ -129,29 +131,37 @@ def impatient(untied_model, tmp_path) -> Trainer:
     return trainer
 
 
-def test_model_and_last_checkpoint_are_waited_for_beyond_the_timeout_while_bytes_are_written(
+def test_model_and_last_checkpoint_are_waited_for_beyond_the_timeout_while_work_is_done(
     impatient, tmp_path, monkeypatch
 ):
-    """By a clock that goes on by 1 s with each write, and else stands still."""
-    write, clock = HashedFile.write, SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    """By a clock that goes on by 1 s with each piece of work, and else stands still."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
 
-    def write_slowly(file: HashedFile, data) -> int:
-        time.sleep(0.02)  # so that the trainer looks
-        clock.now += 1.0
-        return write(file, data)
+    def slowly(work: Callable) -> Callable:
+        def work_slowly(*arguments) -> object:
+            for _ in range(5):
+                time.sleep(0.02)  # so that the trainer looks
+                sum(range(300_000))  # CPU time, and nothing else, shows that it goes on
+                clock.now += 1.0
+            return work(*arguments)
+
+        return work_slowly
 
     def save_slowly(directory: Path) -> None:
         directory.with_suffix(".unfinished").mkdir()
-        for number in range(8):
-            time.sleep(0.02)
-            clock.now += 1.0
-            (directory.with_suffix(".unfinished") / str(number)).write_text("weights")
+        with open(directory.with_suffix(".unfinished") / "weights", "wb", buffering=0) as file:
+            file.truncate(8 << 16)  # as the library does before it writes
+            for _ in range(8):
+                time.sleep(0.02)
+                file.write(bytes(1 << 16))
+                clock.now += 1.0
 
     monkeypatch.setattr(impatient.learner, "save_model", save_slowly)
-    monkeypatch.setattr(HashedFile, "write", write_slowly)
+    for name in ("save_file", "checksum", "sync"):
+        monkeypatch.setattr(writer, name, slowly(getattr(writer, name)))
     monkeypatch.setattr("runtime.transport.board.time", clock)
     impatient.finish()
-    assert clock.now > 3 * 8 and names(tmp_path) == ["step-00000001"]
+    assert clock.now >= 8 + 5 * (1 + 4 + 7) and names(tmp_path) == ["step-00000001"]
 
 
 @pytest.mark.parametrize("model_fails", [False, True])
@@ -175,21 +185,6 @@ def test_of_the_last_checkpoint_and_the_model_neither_is_lost_with_the_other(
     disk.may_go_on.set()
     assert (tmp_path / "model" / "model.safetensors").exists() != model_fails
     assert (names(tmp_path) == ["step-00000001"]) == model_fails
-
-
-def test_a_long_file_is_synced_as_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "SYNC_BYTES", 2 * writer.CHUNK)
-    sizes, fsync = [], os.fsync
-
-    def note_size(number: int) -> None:
-        if os.readlink(f"/proc/self/fd/{number}").endswith("/long"):  # an earlier test's may write
-            sizes.append(os.fstat(number).st_size)
-        fsync(number)
-
-    monkeypatch.setattr(os, "fsync", note_size)
-    data = bytes(5 * writer.CHUNK)
-    write_file(tmp_path / "long", lambda file: file.write(data))
-    assert [size / writer.CHUNK for size in sizes] == [2, 4, 5]
 
 
 def test_the_final_checkpoint_needs_no_copy_of_what_does_not_change_any_more(trainer, tmp_path):
@@ -218,7 +213,7 @@ def test_a_full_disk_costs_one_checkpoint_and_leaves_those_before(
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
     assert said == [
         "step 3: no checkpoint was written, the one before stays: "
-        "[Errno 28] No space left on device"
+        "No space left on device (os error 28)"
     ]
 
 
@@ -240,7 +235,7 @@ def test_only_what_the_run_itself_has_written_is_counted_resumed_and_deleted(tra
         f"{root / 'step-00000003'} cannot be used: checksums.json does not name buffer.npz"
     ]
     config = Config(resume=str(tmp_path), output_dir=str(tmp_path))
-    launch.open_run_dir(config, str(newest), {})
+    launch.open_run_dir(config, str(newest), config)
     assert names(tmp_path) == ["step-00000002", "step-00000009", "step-best"], "damaged: deleted"
 
 
@@ -253,16 +248,16 @@ def test_a_resume_that_fails_leaves_the_settings_of_the_run_as_they_were(
     config = Config(resume=str(tmp_path), output_dir=str(tmp_path))
     monkeypatch.setattr(json, "dumps", lambda *_, **__: "\ud83d")  # which no file takes
     with pytest.raises(UnicodeError):
-        launch.open_run_dir(config, str(tmp_path / "checkpoints" / "step-00000000"), {})
+        launch.open_run_dir(config, str(tmp_path / "checkpoints" / "step-00000000"), config)
     assert (tmp_path / "config.json").read_text() == "of the first start"
 
 
 def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(trainer, disk):
-    run = launch.Run.__new__(launch.Run)  # one without processes
+    run = Run.__new__(Run)  # one without processes
     run.config, run.board, run.trainers = trainer.config, trainer.board, []
     run.can_save, run.longest_silence, run.parameters = True, 0.0, 100_000
     assert run.grace_seconds() == 0.0, "nothing to save while it loads"
-    trainer.begin()
+    trainer.board.loaded("trainer")
     disk.may_go_on.clear()
     disk.go_on_after(0.3)
     trainer.save_checkpoint()
@@ -275,7 +270,7 @@ def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(tr
     run.parameters = 100_000
     for seconds in (20.0, 7.0):
         trainer.checkpoints.note_seconds(seconds)
-    assert run.grace_seconds() == 3 * 20.0 > small >= launch.SAVE_SECONDS
+    assert run.grace_seconds() == 3 * 20.0 > small >= SAVE_SECONDS
     run.check_trainer()
     run.board.watchdogs["trainer"].seconds = 100.0  # as if a step took so long
     run.check_trainer()
@@ -318,12 +313,8 @@ def test_files_are_on_the_disk_before_the_rename_and_the_new_name_before_the_old
         synced.clear()
         trainer.save_checkpoint()
         trainer.checkpoints.wait()
-    assert synced == [
-        "learner.safetensors",
-        "buffer.npz",
-        "torch.npz",
-        "state.json",
-        "checksums.json",
+    assert set(synced[:5]) == checkpoint.FILES | {"checksums.json"}
+    assert synced[5:] == [
         "unfinished",
         "rename to step-00000003",
         "checkpoints",
@@ -331,37 +322,47 @@ def test_files_are_on_the_disk_before_the_rename_and_the_new_name_before_the_old
     ]
 
 
-def test_tensors_are_as_the_safetensors_library_reads_them_and_begin_at_multiples_of_their_size(
-    tmp_path,
-):
-    path = tmp_path / "some.safetensors"
+def test_tensors_and_arrays_of_any_kind_are_read_as_they_were_and_few_are_copied(trainer, tmp_path):
+    neighbours = torch.arange(12.0)
     tensors = {
         "odd ⟨1⟩": torch.randn(3, 5).bfloat16(),
         "count": torch.tensor(7),
         "turned": torch.randn(4, 3).t(),
         "none": torch.empty(0, 2),
-        "one": torch.tensor(0.5),
-        "large": torch.randn(writer.CHUNK // 4 + 3),  # more than a chunk
         "half": torch.randn(3).half(),
+        "first": neighbours[:5],
+        "rest": neighbours[5:],
     }
-    sha256 = write_file(path, lambda file: write_tensors(tensors, file))
-    assert sha256 == checkpoint.checksum(path)
-    loaded = load_file(path)
+    arrays = {"all_tokens": np.arange(3_000_000), "rng": np.array("{}"), "none": np.empty(0)}
+    both = {"learner": tensors.items()}, {"buffer": arrays, "torch": {}}
+    trainer.checkpoints.begin(1, *both, {}, is_last=True)
+    trainer.checkpoints.wait()
+    directory = tmp_path / "checkpoints" / "step-00000001"
+    assert checkpoint.find_corruption(directory) is None
+    assert trainer.checkpoints.copies.keys() == {("learner", "turned")}
+    loaded = checkpoint.load_tensors(directory, "learner")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
-        assert loaded[name].data_ptr() % tensor.itemsize == 0
-    with safe_open(path, "pt") as file:
-        assert file.get_slice("turned").get_shape() == [3, 4]
+    np.testing.assert_equal(checkpoint.load_arrays(directory, "buffer"), arrays)
+    assert len({path.stat().st_mode for path in directory.iterdir()}) == 1, "who may read them"
 
 
-def test_arrays_have_the_checksum_of_their_file_and_numpy_reads_them(tmp_path):
-    path = tmp_path / "some.npz"
-    arrays = {"all_tokens": np.arange(3_000_000), "rng": np.array("{}"), "none": np.empty(0)}
-    assert write_file(path, lambda file: write_arrays(arrays, file)) == checkpoint.checksum(path)
-    loaded = checkpoint.load_arrays(tmp_path, "some")
-    assert loaded.keys() == arrays.keys()
-    assert all((loaded[name] == arrays[name]).all() for name in arrays)
+def test_an_error_of_the_library_is_one_of_the_disk(tmp_path):
+    with pytest.raises(OSError, match="No such file or directory"):
+        write_tensors({"some": torch.zeros(3)}, tmp_path / "missing" / "some.safetensors")
+
+
+def test_tensors_are_written_without_a_second_copy_in_memory(tmp_path):
+    def peak_kib() -> int:
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+    (tmp_path / "state.json").touch()
+    tensors = {f"{i}": torch.ones(1 << 20) for i in range(16)}  # 64 MiB
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = peak_kib()
+    write_tensors(tensors, tmp_path / "some.safetensors")
+    assert peak_kib() - before < 16 << 10
 
 
 def test_the_writer_gives_way_to_the_trainer(trainer):

@@ -7,7 +7,8 @@ import pytest
 from conftest import wait_for
 
 from config import Config, UserError
-from runtime.responses.scoring import Responses, Scorer
+from runtime.modes.free_running import Rollout
+from runtime.responses.scoring import RewardScorer
 from tasks import Query, load_task
 from tasks.competition_math import is_correct, last_boxed
 
@@ -136,9 +137,7 @@ HOSTILE = [
 
 def test_no_answer_of_a_group_costs_another_its_score(scorer):
     texts = [*(rf"\boxed{{{answer}}}" for answer in HOSTILE), r"\boxed{2}"]
-    scorer.add([Responses(None, Query(0, "", "2"), texts, [True] * len(texts))])
-    [(_, rewards)] = wait_for(scorer.take, "the scores")
-    assert rewards.tolist() == [0.0] * len(HOSTILE) + [1.0]
+    assert rewards_of(scorer, texts) == [0.0] * len(HOSTILE) + [1.0]
 
 
 @pytest.mark.parametrize(
@@ -162,14 +161,19 @@ def test_an_answer_is_never_run(answer, tmp_path):
 def scorer():
     """Make a searcher's scorer: worker processes with the task's time limit."""
     config = Config(task="competition_math")
-    scorer = Scorer(config, load_task("competition_math"))
+    scorer = RewardScorer(config, load_task("competition_math"))
     # The workers start with the first responses.
-    scorer.add([Responses(None, Query(0, "", "2"), [r"\boxed{2}"] * 2, [True] * 2)])
-    [(_, rewards)] = wait_for(scorer.take, "the first scores")
-    assert rewards.tolist() == [1.0, 1.0]
+    assert rewards_of(scorer, [r"\boxed{2}"] * 2) == [1.0, 1.0]
     yield scorer
     scorer.pool.stop()
     scorer.pool.join()
+
+
+def rewards_of(scorer: RewardScorer, texts: list[str]) -> list[float]:
+    finished = [True] * len(texts)
+    scorer.add([Rollout(Query(0, "", "2"), "0", texts=texts, finished=finished)])
+    [rollout] = wait_for(scorer.take, "the scores")
+    return rollout.rewards.tolist()
 
 
 def write(path: Path, rows: list[dict]) -> None:

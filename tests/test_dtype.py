@@ -18,7 +18,7 @@ from models.device import onednn_multiplies
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
 from models.policy import hold_as_multiplied, load_policy, weight_shapes
-from runtime.launch import check_model
+from runtime.preflight import check_model
 from tasks import load_task
 from tba import main
 from weights import SharedWeights

@@ -3,7 +3,6 @@
 import gc
 import queue
 from collections.abc import Iterator
-from functools import partial
 from itertools import count
 
 import numpy as np
@@ -17,12 +16,11 @@ from config import Config
 from models.engine import ENGINE_ROWS, Engine, completion_arrays
 from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
-from runtime.modes.workload import Work
-from runtime.record.report import describe
-from runtime.responses.scoring import Responses
+from runtime.modes.free_running import Rollout
+from runtime.record.metrics import describe
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
-from searcher import Rollout, Searcher, make_group
+from searcher import Searcher
 from tasks import Query
 from weights import SharedWeights
 
@@ -66,7 +64,7 @@ def take_over(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 
 def drain(engine) -> dict:
     outputs = {}
-    while engine.is_running:
+    while engine.rows:
         outputs |= {output.request_id: output for output in engine.step()}
     return outputs
 
@@ -77,20 +75,18 @@ def sample_group(
     """Sample one query's responses, and put them into a group as a searcher does."""
     engine.add("group", prompt, version=version, **sampling)
     completions = drain(engine)["group"].outputs
-    query = Query(0, "", "")
     rollout = Rollout(
-        work=Work(query, visit=0, index=0),
+        Query(0, "", ""),
+        "group",
         prompt=prompt,
         version=version,
-        temperature=sampling["temperature"],
-        responses=completions,
+        sampling=sampling,
+        finished=[completion.finish_reason == "stop" for completion in completions],
         arrays=[completion_arrays(completion, final_token) for completion in completions],
+        rewards=np.zeros(len(completions), np.float32),
     )
-    finished = [completion.finish_reason == "stop" for completion in completions]
-    responses = Responses(rollout, query, [c.text for c in completions], finished)
-    tokens = sum(len(ids) for ids, _, _ in rollout.arrays)
-    rewards, reference = np.zeros(len(completions), np.float32), np.zeros(tokens, np.float32)
-    return make_group(responses, rewards, reference, reference_version=0)
+    num_tokens = sum(len(ids) for ids, _, _ in rollout.arrays)
+    return rollout.to_group(np.zeros(num_tokens, np.float32), reference_version=0)
 
 
 @torch.no_grad()
@@ -338,9 +334,7 @@ def test_the_base_model_is_evaluated_also_by_a_searcher_that_finds_newer_weights
     """Act as a restarted searcher, which died before it had evaluated the base model."""
     searcher, weights = a_searcher
     weights.publish(2, load_policy(searcher.config, torch.device("cpu")).named_parameters())
-    begin = searcher.evaluation.begin
-    engine, scorer, queries, *rest = begin.args
-    searcher.evaluation.begin = partial(begin.func, engine, scorer, queries[:10], *rest)
+    searcher.evaluation.queries = searcher.evaluation.queries[:10]
     items, put = [], searcher.rollout_queue.put_nowait
 
     def stop_at_an_evaluation(item) -> None:

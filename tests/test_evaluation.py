@@ -7,23 +7,24 @@ import pytest
 
 from config import Config, UserError
 from runtime.preflight import check_sampling
-from runtime.responses.bootstrap import interval, mean_of
-from runtime.responses.scoring import Responses, score
+from runtime.responses.evaluation import mean_and_interval, weighted_means
+from runtime.responses.scoring import score
 from runtime.transport.messages import FinalEvaluation
 from tasks import Query, Task, sampling_for_tests
 
 
 def test_metrics_are_means_over_responses_or_over_pairs_of_different_responses():
-    assert mean_of(np.array([1.0, 0.0, 0.0, 1.0])) == 0.5
+    assert weighted_means(np.array([1.0, 0.0, 0.0, 1.0]), np.ones((1, 4))) == 0.5
     pairs = np.array([[9.0, 1.0, 2.0], [1.0, 9.0, 3.0], [2.0, 3.0, 9.0]])
-    assert mean_of(pairs) == 2.0
+    assert weighted_means(pairs, np.ones((1, 3))) == 2.0
 
 
 def test_the_interval_of_a_mean_covers_the_truth_as_often_as_it_says():
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
-        low, high = interval((rng.random(200) < 0.3).astype(float), resamples=400)
+        values = (rng.random(200) < 0.3).astype(float)
+        _, low, high = mean_and_interval(values, resamples=400)
         covered += low <= 0.3 <= high
     assert 0.90 < covered / 400 < 0.98
 
@@ -31,7 +32,7 @@ def test_the_interval_of_a_mean_covers_the_truth_as_often_as_it_says():
 def test_the_interval_over_pairs_resamples_rows_and_not_pairs():
     """The mean product of pairs of N(1, 1) numbers has a standard error of about 2 / sqrt(N)."""
     x = np.random.default_rng(0).normal(1.0, 1.0, 400)
-    low, high = interval(np.outer(x, x))
+    _, low, high = mean_and_interval(np.outer(x, x))
     assert (high - low) / 3.92 == pytest.approx(2 * np.sqrt(1 / 400) * x.mean(), rel=0.2)
 
 
@@ -40,12 +41,13 @@ def test_the_interval_over_several_samples_of_a_query_resamples_queries():
     rng = np.random.default_rng(0)
     one = (rng.random(200) < 0.3).astype(float)
     ids = np.arange(200).repeat(16)
-    assert interval(one.repeat(16), ids.tolist()) == interval(one)
-    low, high = interval(one.repeat(16))
-    assert high - low < 0.5 * (interval(one)[1] - interval(one)[0]), "rows would look like more"
+    mean, low, high = mean_and_interval(one)
+    assert mean_and_interval(one.repeat(16), ids.tolist()) == (mean, low, high)
+    _, low_of_rows, high_of_rows = mean_and_interval(one.repeat(16))
+    assert high_of_rows - low_of_rows < 0.5 * (high - low), "rows would look like more"
     # Some samples without a score: the others count.
     values, ids = np.array([1.0, 1.0, 0.0]), [3, 3, 7]
-    assert interval(values, ids) == (0.0, 1.0)
+    assert mean_and_interval(values, ids) == (2 / 3, 0.0, 1.0)
 
 
 def test_a_tasks_sampling_of_test_queries_gives_way_to_the_flags():
@@ -82,10 +84,9 @@ def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are
         def score(self, queries, responses, finished):
             return scores
 
-    group = Responses(None, Query(0, "", ""), ["a", "b", "c"], [True] * 3)
     message = "must give 3 finite numbers for as many responses, it gave|could not convert string"
     with pytest.raises(ValueError, match=message):
-        score(Bad(), [group])
+        score(Bad(), [Query(0, "", "")] * 3, ["a", "b", "c"], [True] * 3)
 
 
 def test_without_json_it_is_a_table():

@@ -25,8 +25,8 @@ from safetensors.numpy import load_file, save_file
 
 from buffer import ReplayBuffer
 from runtime.checkpoints import checkpoint
-from runtime.launch import in_words
 from runtime.record import timeline
+from runtime.run import in_words
 from tasks import load_task
 from tba import main
 
@@ -80,7 +80,7 @@ TINY_TASK = (
 
 
 def share(ids: list[int], rank: int, searchers: int) -> list[int]:
-    """The query ids of a searcher's first epoch, in order (runtime/modes/workload.py), seed 0."""
+    """A searcher's first epoch of query ids, in order (runtime/modes/free_running.py), seed 0."""
     own = np.random.default_rng(0).permutation(len(ids))[rank::searchers]
     return [ids[i] for i in np.random.default_rng((0, rank, 0)).permutation(own)]
 
@@ -217,7 +217,7 @@ if __name__ == "__main__":
         run.searchers[0].join()
         run.check()
     board.stop = True
-    run.stop(time.monotonic())
+    run.stop()
     print("survived 30,", got, "groups")
 """
 
@@ -426,7 +426,7 @@ def fail(learner):
     {fault}
 
 def plant():
-    while "learner" not in sys.modules or not hasattr(sys.modules["learner"], "lr_schedule"):
+    while "learner" not in sys.modules or not hasattr(sys.modules["learner"], "Learner"):
         time.sleep(0.1)
     if Path("/proc/self/comm").read_text().strip() != "tba {name}":
         return

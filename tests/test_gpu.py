@@ -102,7 +102,7 @@ def test_activations_take_what_the_plan_counts(tied_model, record_property):
     logprobs = learner.logprobs(rows)
     held = torch.cuda.memory_allocated() - before
     assert logprobs.shape == (20, 400) and TOKENS_PER_FORWARD["cuda"] >= 20 * 400, "one pass"
-    counted = sizes.activation_bytes(config, [Pass(20, 1)], torch.bfloat16)
+    counted = sizes.pass_bytes(config, [Pass(20, 1)], torch.bfloat16, True).kept
     record_property("activations on a GPU, counted / held", round(counted / held, 3))
     assert 0.85 < counted / held < 1.15
 
@@ -111,7 +111,7 @@ def test_weights_are_published_from_a_gpu_into_locked_pages(tied_model):
     config = Config(model=str(tied_model))
     model = load_policy(config, device())
     weights = SharedWeights(weight_shapes(config), torch.bfloat16, readers=1)
-    lock_pages(weights)
+    lock_pages(weights, pytest.fail)
     assert weights.publish(1, model.named_parameters())
     with weights.read(0) as (_, tensors):
         for name, parameter in model.named_parameters():

@@ -15,15 +15,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read, steps_of, tba
+from conftest import ROOT, WHOLE_RUN, read, steps_of
 
 from config import Config, UserError
 from models import device, logprobs
-from runtime import launch
+from runtime import evaluate
 from runtime.command_line import build_config
-from runtime.modes.workload import ThrottledWorkload, Workload
+from runtime.modes.free_running import Workload
 from runtime.processes import children
-from runtime.processes.places import find_places, gpu_memory, search_ahead
+from runtime.processes.places import find_places, gpu_memory, resolve
 from tasks import Query
 from weights import SharedWeights
 
@@ -88,12 +88,12 @@ def test_an_evaluation_needs_no_gpus_for_a_presets_trainer_processes(
         row = {"problem": "1+1?", "solution": r"\boxed{2}"}
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
     placed = []
-    monkeypatch.setattr(launch, "evaluate", lambda config, place, _: placed.append(place))
-    monkeypatch.setattr(launch, "Interrupt", lambda: SimpleNamespace(signal=0))
+    monkeypatch.setattr(evaluate, "evaluate", lambda config, place, _: placed.append(place))
+    monkeypatch.setattr(evaluate, "Interrupt", lambda: SimpleNamespace(signal=0))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that what a fetch sets ends with this test
     where = ["--model", str(chat_model), "--data_dir", str(tmp_path)]
     short = ["--max_prompt_tokens", "160", "--max_response_tokens", "8"]
-    launch.evaluate_only(build_config(["competition_math", "--eval_only", *where, *short]))
+    evaluate.evaluate_only(build_config(["competition_math", "--eval_only", *where, *short]))
     assert [place.gpu for place in placed] == ["0"]
 
 
@@ -194,20 +194,18 @@ def test_weights_are_cast_before_they_are_copied_into_a_slot():
     assert copied == [(torch.bfloat16, torch.bfloat16)]
 
 
-def test_only_a_searcher_on_the_trainers_gpu_is_throttled_by_itself(gpus):
+def test_only_a_searcher_on_the_trainers_gpu_is_throttled(gpus):
     config = Config(sync_period=2)
     for count, ahead in ((4, None), (2, None), (1, 4)):
         gpus(count)
-        assert search_ahead(config, find_places(config)) == ahead
-        own = Config(search_ahead=7)
-        assert search_ahead(own, find_places(own)) == 7
+        assert resolve(config, find_places(config)).search_ahead == ahead
     for free in (Config(max_staleness=5), Config(constant_staleness=2)):
-        assert search_ahead(free, find_places(free)) is None, "the trainer may wait"
+        assert resolve(free, find_places(free)).search_ahead is None, "the trainer may wait"
 
 
-def make_throttled(config: Config, weights: SharedWeights) -> ThrottledWorkload:
+def make_throttled(config: Config, weights: SharedWeights) -> Workload:
     queries = [Query(i, str(i), None) for i in range(100)]
-    return ThrottledWorkload(config, queries, 0, 0, weights)
+    return Workload(config, queries, 0, 0, weights)
 
 
 def draw_all(workload: Workload) -> list:
@@ -231,7 +229,7 @@ def test_a_throttled_search_waits_when_it_is_ahead_and_goes_on_as_the_trainer_st
     assert len(draw_all(workload)) == 6, "two steps of three groups"
     assert draw_all(workload) == []
     workload.drop(drawn[0])
-    workload.finish(drawn[1])
+    workload.complete(drawn[1])
     assert len(draw_all(workload)) == 1, "a group that got no scores is made up for"
     replacement = make_throttled(config, weights)
     assert len(draw_all(replacement)) == 11, "a restarted searcher counts from its own start"
@@ -240,9 +238,12 @@ def test_a_throttled_search_waits_when_it_is_ahead_and_goes_on_as_the_trainer_st
 @pytest.mark.runs
 def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     run_dir = tmp_path / "run"
-    flags = ["--search_ahead", 10, "--steps", 150, "--initial_responses", 240]
-    flags += ["--queries_per_batch", 1, "--queries_per_micro_batch", 1]
-    result = tba("arithmetic", *flags, "--eval_every", 0, "--output_dir", run_dir)
+    code = "import sys, tba; from runtime.processes import places\n"
+    code += "places.search_ahead = lambda *_: 10; sys.exit(tba.main(sys.argv[1:]))"
+    flags = "--steps 150 --initial_responses 240 --queries_per_batch 1 --queries_per_micro_batch 1"
+    command = [sys.executable, "-c", code, *flags.split(), "--eval_every", "0", "--output_dir"]
+    options = dict(cwd=ROOT, capture_output=True, text=True, timeout=WHOLE_RUN)
+    result = subprocess.run([*command, run_dir], **options)
     assert result.returncode == 0, result.stderr
     lines = steps_of(run_dir)
     made = np.array([line["received"] for line in lines])

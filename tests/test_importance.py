@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from test_trainer import make_rows, make_trainer
 from transformers import LlamaConfig
 
 from config import Config
-from models.importance import Importance, effective_share
+from models.importance import effective_share, importance_figures, log_weights
 from objectives import WITHOUT_REFERENCE
-from runtime.modes.reference import NoReference, Reference, load_reference
+from runtime.modes.reference import Reference
 from runtime.processes.places import find_places, resolve
 
 
@@ -30,19 +29,16 @@ def test_the_effective_share_is_1_of_equal_weights_and_1_in_n_where_one_outweigh
 
 def test_figures_do_not_depend_on_the_micro_batch_and_leave_padding_out():
     example = make_example("mixed")
-    whole, parts = Importance(), Importance()
-    whole.add(to_inputs(example, filler=math.nan))
-    for rows in example.groups():
-        parts.add(to_inputs(example.only(rows), width=8))
-    assert whole.figures() == pytest.approx(parts.figures())
+    figures = importance_figures([log_weights(to_inputs(example, filler=math.nan))])
+    parts = [to_inputs(example.only(rows), width=8) for rows in example.groups()]
+    assert figures == pytest.approx(importance_figures([log_weights(part) for part in parts]))
     log_w = [sum(p) - sum(b) for p, b in zip(example.policy, example.behavior)]
-    figures, w = whole.figures(), np.exp(log_w)
+    w = np.exp(log_w)
     assert figures["ess_responses"] == pytest.approx(w.sum() ** 2 / (w**2).sum() / len(w))
     assert figures["log_w_5"] == pytest.approx(np.quantile(log_w, 0.05))
     assert figures["log_w_95"] == pytest.approx(np.quantile(log_w, 0.95))
-    fresh = Importance()
-    fresh.add(to_inputs(replace(example, behavior=example.policy)))
-    assert fresh.figures() == {
+    fresh = log_weights(to_inputs(replace(example, behavior=example.policy)))
+    assert importance_figures([fresh]) == {
         "ess_responses": 1.0,
         "ess_tokens": 1.0,
         "log_w_5": 0.0,
@@ -67,22 +63,20 @@ def test_staleness_is_split_at_the_step_at_which_a_response_arrived(untied_model
     rows = make_rows(1, 2)
     for row, version, received in zip(rows, (2, 4), (5, 8)):
         row.version, row.received_step = version, received
-    lines = []
-    trainer.report = SimpleNamespace(step=lines.append, seconds=0.0)
-    trainer.record({"step": 10}, rows)
-    assert lines[0]["staleness_mean"] == 9 - 3
-    assert lines[0]["staleness_in_flight"] == (3 + 4) / 2
-    assert lines[0]["staleness_in_buffer"] == (4 + 1) / 2
+    line = trainer.metrics.of(rows, waited=0.0)
+    assert line["staleness_mean"] == 9 - 3
+    assert line["staleness_in_flight"] == (3 + 4) / 2
+    assert line["staleness_in_buffer"] == (4 + 1) / 2
 
 
 def test_where_no_reference_is_read_none_is_loaded_reset_or_planned_for(tmp_path, untied_model):
     config = Config(model=str(untied_model), loss="kimi_k2", reference_reset_period=50)
-    none = load_reference(config, weights=None, pin=0)
-    assert isinstance(none, NoReference)
+    none = Reference(config, weights=None, pin=0)
+    assert none.model is None
     tokens = [np.arange(3), np.arange(5)]
     assert [row.shape for row in none.logprobs([], tokens)] == [(3,), (5,)]
     assert all(np.isnan(row).all() for row in none.logprobs([], tokens)), "a reader would show"
-    assert isinstance(load_reference(replace(config, loss="tb"), None, 0), Reference)
+    assert Reference(replace(config, loss="tb"), None, 0).model is not None
     assert resolve(config, find_places(config, [])).reference_reset_period == 0
     kept = resolve(replace(config, loss="tba_prime"), find_places(config, []))
     assert kept.reference_reset_period == 50

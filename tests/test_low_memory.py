@@ -71,7 +71,11 @@ class Full:
     """A learner on a card on which only two passes fit, or nothing does."""
 
     def __init__(self, learner: Learner, fits: bool):
-        self.policy, self.trained, self.scorer = learner.policy, learner.trained, learner.scorer
+        self.policy, self.trained, self.policy_logprobs = (
+            learner.policy,
+            learner.trained,
+            learner.policy_logprobs,
+        )
         self.ranks = learner.ranks
         self.learner, self.fits, self.low_memory = learner, fits, False
 

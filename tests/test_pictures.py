@@ -17,7 +17,7 @@ def drawn(tmp_path, monkeypatch):
 
     def draw(lines: list[dict]) -> dict:
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        pictures.draw(str(tmp_path), "accuracy")
+        pictures.draw(str(tmp_path))
         return {axis.get_title(): axis for axis in plt.gcf().axes}
 
     yield draw

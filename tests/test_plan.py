@@ -134,6 +134,7 @@ def test_counted_activations_are_within_15_percent_of_what_a_step_keeps_and_its_
         model=str(tmp_path),
         max_prompt_tokens=70,
         max_response_tokens=50,
+        dtype=str(dtype).removeprefix("torch."),
         queries_per_micro_batch=2,
         responses_per_query=5,
         samples_per_query=5,
@@ -148,9 +149,8 @@ def test_counted_activations_are_within_15_percent_of_what_a_step_keeps_and_its_
     measured = saved_bytes(model, prompts, responses, 1.0, dtype)
     record_property("kept: counted / measured", round(counted.kept / measured, 3))
     assert 0.85 < counted.kept / measured < 1.15
-    size = sizes.policy_size(str(tmp_path), False)
-    head = sizes.head_bytes(size, dtype, torch.device("cpu"), 4 * 50, passes=3)
-    expected = max(counted.kept + head, counted.peak)
+    needs = Needs(config, find_places(config, []), {})
+    expected = counted.kept + max(needs.head(4 * 50, passes=3), counted.beyond)
     measured = peak_bytes(model, prompts, responses, 1.0, dtype)
     record_property("peak: counted / measured", round(expected / measured, 3))
     assert 0.9 < expected / measured < 1.35, "rather more than less"
@@ -201,6 +201,9 @@ def test_the_plan_of_gsm8k_on_four_cards_has_every_part_in_its_place(shapes):
     assert made.total(DISK) == (3 * 12 + 4) * parameters
     assert bytes_of(made, "all", "policies while they load") == 4 * 4 * parameters
     assert bytes_of(made, "all", "copies of the weights in shared") == 6 * parameters
+    made, _ = plan_on("1x80", model=shapes["rho"], checkpoint_every=0)
+    host = bytes_of(made, "all", "policies while they load, or what is written")
+    assert host == 12 * parameters, "on a GPU even the last checkpoint is copied"
 
 
 def test_a_tasks_own_models_are_planned_for_beside_the_reference_policy(shapes, tmp_path):
@@ -243,7 +246,7 @@ def test_two_passes_are_taken_where_only_they_fit(shapes):
             "4x20",
             dict(gpu_memory_utilization=0.03),
             "vLLM's share of GPU 1 has no room for a response of full length; "
-            "--gpu_memory_utilization 0.85 would do",
+            "--gpu_memory_utilization 0.8 would do",
         ),
         (
             "4x20",

@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT
 
 from config import Config
-from learner import beta_at, reference_temperature_at, reward_temperature_at
+from models.schedules import beta_at, reference_temperature_at, reward_temperature_at
 from objectives import LOSSES
 from runtime.command_line import build_config
 from runtime.processes.places import find_places

@@ -12,7 +12,7 @@ from test_trainer import make_rows, make_trainer
 
 from buffer import ReplayBuffer
 from config import Config
-from learner import reference_temperature_at, reward_temperature_at
+from models.schedules import reference_temperature_at, reward_temperature_at
 from tasks import load_task
 from tasks.redteam import cosine_distances, toxic
 

@@ -113,10 +113,12 @@ def test_the_trainer_is_busy_replays_and_what_it_published_is_sampled_from(finis
     assert f"trainer busy: {busy:.3f}" in out
 
 
-def test_eval_only_prints_as_json_what_the_run_found_at_its_end(finished, capfd):
+def test_eval_only_ends_with_what_the_run_found_as_json(finished, capfd):
     run_dir, _ = finished
-    assert main(["arithmetic", "--eval_only", "--json", "--model", str(run_dir / "model")]) == 0
-    found, final = json.loads(capfd.readouterr().out), read(run_dir, "metrics.jsonl")[-1]
+    assert main(["arithmetic", "--eval_only", "--model", str(run_dir / "model")]) == 0
+    *table, last = capfd.readouterr().out.splitlines()
+    assert table[1].startswith("accuracy ") and table[-1] == "on 1000 test queries"
+    found, final = json.loads(last), read(run_dir, "metrics.jsonl")[-1]
     value, low, high = found["metrics"]["accuracy"]
     assert 0 < low < value < high < 1
     assert value == pytest.approx(final["final_accuracy"], abs=0.002)

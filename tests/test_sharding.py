@@ -87,7 +87,7 @@ class Laboratory:
 
     def stop_keeping_step(self) -> None:
         self.ranks.call("stop_keeping_step")
-        self.learner.scorer.keep_step = all_counted
+        self.learner.policy_logprobs.keep_step = all_counted
 
 
 def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connection) -> None:

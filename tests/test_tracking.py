@@ -20,8 +20,7 @@ from conftest import PATIENCE, SMALL, Run, read, steps_of, tba, wait_for
 from config import Config
 from runtime.command_line import build_config
 from runtime.display import tracking
-from runtime.display.trackers import as_code, group_of, grouped
-from runtime.display.tracking import Tracking, follow
+from runtime.display.tracking import Tracking, as_code, follow, group_of, grouped
 from runtime.record.report import rewind
 from runtime.record.timeline import Lines
 from tba import main
@@ -223,6 +222,7 @@ def test_the_command_line_which_may_hold_a_secret_is_not_sent(tmp_path, monkeypa
     monkeypatch.setattr(os, "nice", lambda _: None)
     here.send(0)
     tracking.run("wandb", str(run_dir), there)
+    assert here.recv().startswith("offline")
     assert not [
         file for file in run_dir.rglob("*") if file.is_file() and b"sk-0123" in file.read_bytes()
     ]

@@ -12,11 +12,14 @@ from conftest import make_group
 
 from buffer import Group, Row
 from config import Config
-from learner import Learner, beta_at, lr_schedule
+from learner import Learner
 from models.logprobs import response_logprobs
 from models.policy import weight_shapes
+from models.schedules import beta_at, lr_schedule
 from runtime.planning.memory_trial import try_largest_batch
-from runtime.record.report import Report, describe
+from runtime.record.metrics import describe
+from runtime.record.report import Report
+from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.board import Board
 from tasks import find_presets
 from trainer import Trainer
@@ -158,10 +161,10 @@ def test_a_reset_that_a_reader_delays_comes_with_the_next_publish(untied_model, 
     trainer.learner.step = 2
     with trainer.weights.read_reference(0):
         trainer.sync()
-        assert (trainer.weights.reference_version, trainer.resets.is_due) == (0, True)
+        assert (trainer.weights.reference_version, trainer.resets.is_due(trainer.step)) == (0, True)
     trainer.learner.step = 3
     trainer.publish()
-    assert (trainer.weights.reference_version, trainer.resets.is_due) == (3, False)
+    assert (trainer.weights.reference_version, trainer.resets.is_due(trainer.step)) == (3, False)
 
 
 def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the_run(
@@ -222,7 +225,9 @@ def test_learning_rate_schedules(settings, expected):
 
 def test_the_progress_line_shows_the_figures_that_an_objective_has(tmp_path, capsys):
     # There is no log Z: only trajectory balance has one.
-    report = Report(str(tmp_path), Config(task="arithmetic", steps=1), Board(["trainer"]))
+    report = Report(
+        str(tmp_path), Config(task="arithmetic", steps=1), Board(["trainer"]), "accuracy", ""
+    )
     report.step({"step": 1, "reward": 0.5, "loss": 2.0, "received": 8, "seconds": 1.0})
     assert capsys.readouterr().out.startswith("step 1/1  reward 0.5  loss 2  ")
 
@@ -301,7 +306,7 @@ def test_a_wait_ends_after_the_timeout_when_nothing_comes_and_not_while_response
 ):
     settings = dict(searcher_timeout=0.3, queries_per_batch=1, initial_responses=8 * 24)
     trainer = make_trainer(untied_model, tmp_path, **settings)
-    trainer.health.mismatch_due = 10**9  # no policy sampled these groups
+    trainer.metrics.mismatch_due = 10**9  # no policy sampled these groups
     trainer.board.loaded("searcher 0")
     with pytest.raises(TimeoutError, match="the first 192 responses, 0 are here: no progress for"):
         trainer.next_batch()
@@ -317,7 +322,7 @@ def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_pa
     trainer.rollout_queue = torch.multiprocessing.get_context("spawn").Queue(100)
     for query in range(60):
         trainer.rollout_queue.put(make_large_group(query))
-    trainer.health.mismatch_due = 10**9  # no policy sampled these groups
+    trainer.metrics.mismatch_due = 10**9  # no policy sampled these groups
     trainer.receive()
     assert trainer.batches.received == 60 * 24
 
@@ -332,11 +337,24 @@ def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what
     weights.pins = torch.tensor(slow)  # slow readers hold every slot but the newest
     trainer.learner.step = 2
     trainer.sync()
-    assert (weights.version, trainer.skipped_publishes) == (0, 1)
+    assert (weights.version, trainer.metrics.skipped_publishes) == (0, 1)
     weights.pins = torch.tensor([-1])
     trainer.learner.step = 4
     trainer.sync()
-    assert (weights.version, weights.evaluation_version, trainer.skipped_publishes) == (4, 4, 1)
+    assert (weights.version, weights.evaluation_version, trainer.metrics.skipped_publishes) == (
+        4,
+        4,
+        1,
+    )
+
+
+def test_a_resume_between_a_multiple_of_eval_every_and_the_next_sync_asks_at_that_sync():
+    config = Config(sync_period=10, eval_every=25)
+    weights = SharedWeights({"a": (1,)}, torch.float32, readers=1)
+    for step in (26, 30):
+        requests = EvaluationRequests(config, weights, Board(["trainer", "searcher-0"]))
+        requests.load_state_dict({"evaluation_due": False, "evaluated": 0}, step)
+        assert not requests.is_due(29) and requests.is_due(30)
 
 
 def test_a_run_resumed_at_a_sync_brings_the_reset_and_the_evaluation_of_that_sync(
@@ -344,8 +362,8 @@ def test_a_run_resumed_at_a_sync_brings_the_reset_and_the_evaluation_of_that_syn
 ):
     settings = dict(sync_period=2, eval_every=4, reference_reset_period=4)
     trainer = make_trainer(untied_model, tmp_path, **settings)
-    trainer.learner.step = 4  # as load_checkpoint leaves it
-    trainer.begin()
+    trainer.learner.step = 4  # as a resume leaves it
+    trainer.publish()
     trainer.sync()
     weights = trainer.weights
     assert (weights.version, weights.evaluation_version, weights.reference_version) == (4, 4, 4)

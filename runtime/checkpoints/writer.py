@@ -1,13 +1,10 @@
 """Writing checkpoints beside the training: the trainer copies its state, a thread writes the copy.
 
-A file's checksum is made from the bytes on their way to the disk, so that nothing is read again.
-The thread spends its time in copies, hashes and writes of megabytes, for which Python's lock is
-free.
+The thread reads each file back once, for its checksum. It spends its time in writes and hashes of
+megabytes, for which Python's lock is free.
 """
 
 import errno
-import hashlib
-import io
 import json
 import os
 import shutil
@@ -18,28 +15,19 @@ import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from runtime.checkpoints.checkpoint import KEPT, list_checkpoints
+from runtime.checkpoints.checkpoint import KEPT, checksum, list_checkpoints
 from runtime.processes.children import NOT_SAVED
 from runtime.processes.waiting import Waits
 
-CHUNK = 1 << 22  # bytes that are hashed and then written, while a core's cache still has them
-SYNC_BYTES = 1 << 28  # after which a file is synced: no sync, in which none is counted, is long
 NICENESS = 14  # of the thread: where the trainer keeps its cores busy, it takes 4 % of one
-# As the safetensors library calls them.
-DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.float64: "F64",
-}
 
 
 class CheckpointWriter:
@@ -52,7 +40,8 @@ class CheckpointWriter:
     def __init__(self, run_dir: str, waits: Waits, say: Callable[[str], None]):
         self.run_dir, self.waits, self.say = run_dir, waits, say
         self.written_step = self.begun_step = -1
-        self.thread = ThreadPoolExecutor(1, initializer=give_way)
+        self.thread = ThreadPoolExecutor(1)
+        self.clock = self.thread.submit(give_way).result()
         self.under_way: Future | None = None
         # Kept from one checkpoint to the next: what the first one found room for, the others have.
         self.copies: dict[tuple[str, str], Tensor] = {}
@@ -70,33 +59,45 @@ class CheckpointWriter:
         Tensors come one at a time: what makes them need not hold two of them.
 
         Call wait() before: the copies are those of the checkpoint before. The arrays must not
-        change afterwards. is_last: nor do the tensors, so they are written as they are, uncopied.
+        change afterwards. is_last: nor do the tensors, so what can be written is not copied.
         """
-        take = (lambda part, name, tensor: tensor) if is_last else self.copy
         taken = {
-            part: {name: take(part, name, tensor) for name, tensor in named}
+            part: {name: self.take(part, name, tensor, is_last) for name, tensor in named}
             for part, named in tensors.items()
         }
         self.begun_step = step
-        HashedFile.num_written = 0
         self.under_way = self.thread.submit(
             write_checkpoint, self.run_dir, step, taken, arrays, json.dumps(state)
         )
 
-    def copy(self, part: str, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor to host memory, in which its copy for the checkpoint before was."""
+    def take(self, part: str, name: str, tensor: Tensor, is_last: bool) -> Tensor:
+        """Copy a tensor to host memory, in which its copy for the checkpoint before was.
+
+        The last time the library may write it as it is. But tensors on a GPU it would copy, all of
+        them at once, and it refuses transposed ones.
+        """
+        if is_last and tensor.is_cpu and tensor.is_contiguous():
+            return tensor
         if (part, name) not in self.copies:
             self.copies[part, name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return self.copies[part, name].copy_(tensor)
 
     def wait(self) -> None:
-        """Wait for the write that is under way, if one is. A shutdown does not end this wait."""
-        what = f"the checkpoint of step {self.begun_step} to be written"
-        self.waits.until(
-            self.collect, lambda: f"{what}, {HashedFile.num_written} bytes are", even_at_end=True
-        )
+        """Wait for the write that is under way, if one is. A shutdown does not end this wait.
 
-    def collect(self) -> bool:
+        Progress is the CPU time of the thread: syncs and checksums take some, and add no bytes.
+        """
+        unfinished = Path(self.run_dir, "checkpoints", "unfinished")
+
+        def awaited() -> str:
+            what = f"the checkpoint of step {self.begun_step} to be written"
+            seconds = time.clock_gettime(self.clock)
+            return f"{what}, {num_bytes(unfinished)} bytes are, after {seconds:.3f} s of CPU"
+
+        for _ in self.waits.until(self.note_written, awaited, even_at_end=True):
+            pass
+
+    def note_written(self) -> bool:
         """Take note of a write that has ended. Returns whether none is under way.
 
         A full disk costs the checkpoint, not the run: the user is told.
@@ -125,9 +126,11 @@ class CheckpointWriter:
         unfinished = model.with_suffix(".unfinished")
         try:
             saved = ThreadPoolExecutor(1).submit(save, model)
-            self.waits.until(
-                saved.done, lambda: f"the model, {num_bytes(unfinished)} bytes", even_at_end=True
+            wait = self.waits.until(
+                saved.done, lambda: f"the model, {num_bytes(unfinished)} bytes", True
             )
+            for _ in wait:
+                pass
             saved.result()
         except Exception as error:  # of a full disk each library has an exception of its own
             self.say(f"the model could not be saved: {error}")
@@ -136,16 +139,17 @@ class CheckpointWriter:
 
 
 def num_bytes(directory: Path) -> int:
-    """Count what the files of a directory hold."""
+    """Count what the files of a directory take of the disk: a size is final from the beginning."""
     with suppress(FileNotFoundError):  # it is renamed when it is whole
-        return sum(file.stat().st_size for file in directory.iterdir())
+        return sum(512 * file.stat().st_blocks for file in directory.iterdir())
     return 0
 
 
-def give_way() -> None:
-    """Lower the priority of the calling thread: the trainer's threads go first."""
+def give_way() -> int:
+    """Lower the priority of the calling thread. Returns the clock of its CPU time."""
     niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0))  # only root may lower one
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    return time.pthread_getcpuclockid(threading.get_ident())
 
 
 def write_checkpoint(
@@ -166,20 +170,21 @@ def write_checkpoint(
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     parts = [*tensors.values(), *arrays.values()]
     check_disk(root, sum(value.nbytes for part in parts for value in part.values()))
-    files: dict[str, Callable[[HashedFile], object]] = {
-        **{f"{name}.safetensors": partial(write_tensors, part) for name, part in tensors.items()},
-        **{f"{name}.npz": partial(write_arrays, part) for name, part in arrays.items()},
-        "state.json": partial(write_text, state),
-    }
     try:
         unfinished.mkdir()
-        checksums = {name: write_file(unfinished / name, write) for name, write in files.items()}
-        write_file(unfinished / "checksums.json", partial(write_text, json.dumps(checksums)))
-        sync_directory(unfinished)
+        (unfinished / "state.json").write_text(state)
+        for name, part in tensors.items():
+            write_tensors(part, unfinished / f"{name}.safetensors")
+        for name, part in arrays.items():
+            np.savez(unfinished / f"{name}.npz", **part)
+        checksums = {path.name: checksum(path) for path in unfinished.iterdir()}
+        (unfinished / "checksums.json").write_text(json.dumps(checksums))
+        for path in (*unfinished.iterdir(), unfinished):
+            sync(path)
         # There may be one of the same step that was found to be damaged.
         shutil.rmtree(directory, ignore_errors=True)
         unfinished.rename(directory)
-        sync_directory(root)
+        sync(root)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -192,84 +197,22 @@ def check_disk(root: Path, needed: int) -> None:
     """Raise OSError before the disk is full: others write to it too. needed: bytes."""
     free = shutil.disk_usage(root).free
     if needed > free:
-        message = (
-            f"a checkpoint needs {needed / 2**20:.0f} MiB, {root} has {free / 2**20:.0f} MiB free"
-        )
-        raise OSError(errno.ENOSPC, message)
+        has = f"{root} has {free / 2**20:.0f} MiB free"
+        raise OSError(errno.ENOSPC, f"a checkpoint needs {needed / 2**20:.0f} MiB, {has}")
 
 
-class HashedFile(io.RawIOBase):
-    """A file that can only be written, from its first byte to its last: sha256 is of all of them.
-
-    As it cannot seek, zip files put sizes behind their members instead of going back.
-    num_written: bytes in all files of a checkpoint; while it grows, the trainer waits.
-    """
-
-    num_written = 0
-
-    def __init__(self, target: io.BufferedWriter):
-        self.target, self.sha256, self.num_unsynced = target, hashlib.sha256(), 0
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data)
-        for start in range(0, len(view), CHUNK):
-            chunk = view[start : start + CHUNK]
-            self.sha256.update(chunk)
-            self.target.write(chunk)
-            HashedFile.num_written += len(chunk)
-            self.num_unsynced += len(chunk)
-            if self.num_unsynced >= SYNC_BYTES:
-                self.sync()
-        return len(view)
-
-    def sync(self) -> None:
-        """Wait until what was written is on the disk."""
-        self.target.flush()
-        os.fsync(self.target.fileno())
-        self.num_unsynced = 0
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write tensors to a file. Raises OSError where the library has an error of its own."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    shutil.copymode(path.with_name("state.json"), path)  # the library's is the owner's alone
 
 
-def write_file(path: Path, write: Callable[[HashedFile], object]) -> str:
-    """Make a file of what `write` writes, on the disk when this returns. Returns its checksum."""
-    with open(path, "wb") as target:
-        file = HashedFile(target)
-        write(file)
-        file.sync()
-    return file.sha256.hexdigest()
-
-
-def write_text(text: str, file: HashedFile) -> None:
-    file.write(text.encode())
-
-
-def write_arrays(arrays: dict[str, np.ndarray], file: HashedFile) -> None:
-    np.savez(file, **arrays)
-
-
-def write_tensors(tensors: dict[str, Tensor], file: HashedFile) -> None:
-    """Write tensors in the safetensors format: a header, then their bytes.
-
-    None is copied but, one at a time, those on a GPU.
-
-    The library would make a second copy of all, or write to a path, where nothing can be hashed.
-    """
-    # Wide elements first: so each tensor begins at a multiple of its element's size.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    header, end = {}, 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
-        shape = list(tensor.shape)
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for _, tensor in ordered:
-        file.write(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    number = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a directory's names, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

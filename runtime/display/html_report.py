@@ -7,20 +7,17 @@ around get a sign, and the page has no script and forbids any.
 import base64
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, Template
 
 from config import UserError
-from runtime.display.shown_samples import SHADES, read_groups, spread
-from runtime.record.timeline import read_lines, read_metrics, read_spans
+from runtime.display import pictures
+from runtime.display.shown_samples import SHADES, cut_middle, read_groups, spread
+from runtime.record.timeline import find_evaluations, read_lines, read_metrics, read_spans
 
-LIMIT = 4_900_000  # bytes of the page
-PICTURE_LIMIT = 1_000_000  # bytes of a picture; a larger one is only named
+TOKENS = 32_000  # of all responses that are shown; one with its log-probabilities takes 50 bytes
 EVALUATIONS = 60  # that are shown
-MOST_TOKENS = (20_000, 10_000, 5_000, 2_000, 1_000, 500, 200, 100, 50, 25)  # shown of a response
-TOKEN_BYTES = 30  # that a token with its log-probabilities takes at least
 PICTURES = ("curves.png", "timeline.png")
 # Control characters but tab and newline, and what changes the direction of the text behind it.
 INVISIBLE = re.compile(
@@ -29,7 +26,7 @@ INVISIBLE = re.compile(
 
 
 def show(run_dir: str) -> int:
-    """--report: write report.html of a run, whether it has ended or not. Returns the exit code.
+    """--report: draw and write report.html of a run, ended or not. Returns the exit code.
 
     Raises UserError for a directory that is no run's, or that cannot be written.
     """
@@ -40,10 +37,7 @@ def show(run_dir: str) -> int:
     if not is_run:
         raise UserError(f"--report {run_dir!r} is no run's directory: it has no config.json of one")
     try:
-        if are_pictures_old(run_dir):
-            from runtime.display import pictures  # matplotlib is slow to import
-
-            pictures.draw(run_dir, find_metric(run_dir))
+        pictures.draw(run_dir)
         write(run_dir)
     except OSError as error:
         raise UserError(f"--report {run_dir!r} could not be written: {error}") from None
@@ -58,6 +52,8 @@ def write(run_dir: str) -> None:
     metrics = read_metrics(run_dir)
     steps = [line for line in metrics if "loss" in line]
     shares = shares_of_time(run_dir)
+    groups = read_groups(run / "samples.jsonl", config["beta"], steps)
+    num_responses = sum(len(group.responses) for group in groups)
     facts = {
         "name": run.resolve().name,
         "config": config,
@@ -69,16 +65,17 @@ def write(run_dir: str) -> None:
         "pictures": {name: read_picture(run / name) for name in PICTURES},
         "shares": shares,
         "activities": list(dict.fromkeys(name for own in shares.values() for name in own)),
-        "groups": read_groups(run / "samples.jsonl", config["beta"], steps),
+        "groups": groups,
+        "most_tokens": TOKENS // max(1, num_responses),
         "shades": SHADES,
     }
     unfinished = run / "report.html.unfinished"
-    unfinished.write_bytes(render(facts))
+    unfinished.write_text(load_template().render(facts), encoding="utf-8")
     unfinished.rename(run / "report.html")
 
 
-def render(facts: dict) -> bytes:
-    """Fill in the template, with as much of long responses as there is room for."""
+def load_template() -> Template:
+    """Load the page's template, which escapes all that is put in."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -86,17 +83,8 @@ def render(facts: dict) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["shorten"] = shorten
-    template = environment.get_template("report.html.j2")
-    lengths = [len(response.tokens) for group in facts["groups"] for response in group.responses]
-    page = b""
-    for most_tokens in MOST_TOKENS:
-        if sum(min(length, most_tokens) for length in lengths) * TOKEN_BYTES > LIMIT:
-            continue
-        page = template.render(facts, most_tokens=most_tokens).encode()
-        if len(page) <= LIMIT:
-            break
-    return page
+    environment.filters |= {"shorten": shorten, "cut_middle": cut_middle}
+    return environment.get_template("report.html.j2")
 
 
 def make_visible(value: object) -> object:
@@ -116,42 +104,13 @@ def sign_of(match: re.Match) -> str:
 def shorten(value: object, most_characters: int) -> str:
     """Cut the middle out of a long text; what is no text is shown as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    left_out = len(text) - most_characters
-    if left_out <= 0:
-        return text
-    half = most_characters // 2
-    return f"{text[:half]} … {left_out} characters left out … {text[half + left_out :]}"
-
-
-def find_metric(run_dir: str) -> str:
-    """Return what the run's evaluations are called, by the first that it wrote."""
-    evaluations = find_evaluations(read_metrics(run_dir))
-    return next((name.removeprefix("final_") for _, name, _, _ in evaluations), "score")
-
-
-def find_evaluations(metrics: list[dict]) -> Iterator[tuple[int, str, float | None, list | None]]:
-    """Yield step, name and value, and the ends of the 95 % interval where they are known."""
-    for line in metrics:
-        if "loss" in line:
-            continue
-        for name, value in line.items():
-            if name not in ("step", "base_model") and not name.endswith("_interval"):
-                yield line["step"], name, value, line.get(f"{name}_interval")
-
-
-def are_pictures_old(run_dir: str) -> bool:
-    """Whether a picture is missing, or older than the metrics."""
-    metrics = Path(run_dir, "metrics.jsonl")
-    written_at = metrics.stat().st_mtime if metrics.exists() else 0.0
-    paths = [Path(run_dir, name) for name in PICTURES]
-    return any(not path.exists() or path.stat().st_mtime < written_at for path in paths)
+    beginning, left_out, end = cut_middle(text, most_characters)
+    return f"{beginning} … {left_out} characters left out … {end}" if left_out else text
 
 
 def read_picture(path: Path) -> str | None:
-    """Return a picture in base64; None if there is none, or it is too large for one page."""
-    if not path.exists() or path.stat().st_size > PICTURE_LIMIT:
-        return None
-    return base64.b64encode(path.read_bytes()).decode()
+    """Return a picture in base64; None if there is none."""
+    return base64.b64encode(path.read_bytes()).decode() if path.exists() else None
 
 
 def shares_of_time(run_dir: str) -> dict[str, dict[str, float]]:

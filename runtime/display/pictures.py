@@ -9,7 +9,7 @@ import numpy as np
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402 (after the choice of the backend)
 
-from runtime.record.timeline import read_metrics, read_spans  # noqa: E402
+from runtime.record.timeline import find_evaluations, read_metrics, read_spans  # noqa: E402
 
 COLORS = {
     "search": "tab:blue",
@@ -40,30 +40,18 @@ STRETCHES = 50  # of a run: a smoothed line is the mean over one of them
 SHARES = 200  # parts of the run, in each of which the share of each activity is shown
 
 
-def draw(run_dir: str, metric: str) -> None:
+def draw(run_dir: str) -> None:
     """Draw all pictures from what the processes have written so far."""
-    lines = read_metrics(run_dir)
-    steps = [line for line in lines if "loss" in line]
-    evaluations = [
-        (line["step"], line[name], *line.get(f"{name}_interval", (line[name], line[name])))
-        for line in lines
-        for name in (metric, f"final_{metric}")
-        if name in line and "loss" not in line
-    ]
-    draw_curves(run_dir, steps, evaluations, metric)
+    draw_curves(run_dir, read_metrics(run_dir))
     draw_timeline(run_dir)
 
 
-def draw_curves(
-    run_dir: str,
-    steps: list[dict],
-    evaluations: list[tuple[int, float, float, float]],
-    metric: str,
-) -> None:
+def draw_curves(run_dir: str, lines: list[dict]) -> None:
     """curves.png: a panel for each of PANELS, against the trainer step; smoothed, raw behind.
 
-    evaluations: step, value, and the two ends of its 95 % interval.
+    lines: of metrics.jsonl.
     """
+    steps = [line for line in lines if "loss" in line]
     figure, axes = plt.subplots(2, 5, figsize=(20, 6), constrained_layout=True)
     for axis, (title, names) in zip(axes.flat, PANELS.items()):
         for i, name in enumerate(names):
@@ -75,8 +63,14 @@ def draw_curves(
         if len(names) > 1:
             axis.legend()
     reward = axes.flat[0]
-    if evaluations:
-        at, values, low, high = np.array(evaluations, float).T
+    if evaluations := list(find_evaluations(lines)):
+        metric = evaluations[0][1].removeprefix("final_")  # a final evaluation may have several
+        points = [
+            (step, value, *(ends or (value, value)))
+            for step, name, value, ends in evaluations
+            if name.removeprefix("final_") == metric
+        ]
+        at, values, low, high = np.array(points, float).T
         reward.plot(at, values, "o-", color="C3", label=f"{metric}, test queries, 95 %")
         reward.vlines(at, low, high, color="C3")
     reward.legend()
@@ -92,12 +86,14 @@ def smoothed(points: np.ndarray, width: int) -> np.ndarray:
     return windows.mean(axis=2)
 
 
-def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:
+def draw_timeline(run_dir: str) -> None:
     """timeline.json, a Chrome trace (open it in ui.perfetto.dev), and timeline.png.
 
-    The picture shows the whole run, and `seconds` from its middle.
+    The picture shows the whole run, and a second from its middle.
     """
     spans = read_spans(run_dir)
+    if not spans and Path(run_dir, "timeline.png").exists():  # logs/ was removed since
+        return
     zero = min((start for rows in spans.values() for _, start, _ in rows), default=0.0)
     spans = {
         process: [(name, start - zero, end - zero) for name, start, end in rows]
@@ -115,17 +111,16 @@ def draw_timeline(run_dir: str, seconds: float = 1.0) -> None:
             bars = [
                 (start, stop - start)
                 for span, start, stop in rows
-                if span == name and start < middle + seconds and stop > middle
+                if span == name and start < middle + 1.0 and stop > middle
             ]
             height = (-row - 0.4, 0.8)
             detail.broken_barh(bars, height, color=color, edgecolor="white", linewidth=0.5)
     names = {"yticks": [-row for row in range(len(spans))], "yticklabels": list(spans)}
-    whole.set(title="the whole run: share of each activity", xlabel="seconds", **names)
-    detail.set(title=f"{seconds:g} s from its middle", xlabel="seconds", **names)
-    whole.set_xlim(0.0, end)
-    detail.set_xlim(middle, middle + seconds)
-    handles, labels = whole.get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=len(COLORS), loc="outside lower center", frameon=False)
+    title = "the whole run: share of each activity"
+    whole.set(title=title, xlabel="seconds", xlim=(0.0, end), **names)
+    title = "1 s from its middle"
+    detail.set(title=title, xlabel="seconds", xlim=(middle, middle + 1.0), **names)
+    figure.legend(ncols=len(COLORS), loc="outside lower center", frameon=False)
     figure.savefig(Path(run_dir) / "timeline.png", dpi=80)
     plt.close(figure)
 

@@ -1,24 +1,21 @@
 """What report.html shows of samples.jsonl: groups from the whole run, token by token."""
 
-import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
+
+from runtime.record.timeline import parse_lines
 
 GROUPS = 24  # that are shown
 RESPONSES = 4  # of a group in samples.jsonl, at most
 SHADES = (0.05, 0.25, 1.0, 2.5)  # |log b - log pi_ref| of a token, in nats, from which it is darker
-# A group's lines are known by their beginning: the file may be far larger than what is shown of it,
-# and other lines are not parsed.
-HEAD = re.compile(rb'\{"version": (\d+), "query_id": (-?\d+), ')
+HEAD = re.compile(rb'\{"version": \d+, "query_id": -?\d+, ')  # which tells a group's lines
 NO_TEXT = "\ufffd"
-GroupOffset = tuple[int, int, int]  # of a group: version, query id, byte in the file
 
 
 @dataclass
@@ -47,14 +44,6 @@ class Response:
     tokens: list[Token]
     log_z: float | None
 
-    def parts(self, most_tokens: int) -> tuple[list[Token], int, list[Token]]:
-        """Return its beginning, the number of tokens left out, and its end."""
-        left_out = len(self.tokens) - most_tokens
-        if left_out <= 0:
-            return self.tokens, 0, []
-        half = most_tokens // 2
-        return self.tokens[:half], left_out, self.tokens[half + left_out :]
-
 
 @dataclass
 class SampledGroup:
@@ -73,77 +62,52 @@ class SampledGroup:
 
 
 def read_groups(path: Path, beta: float, steps: list[dict]) -> list[SampledGroup]:
-    """Read the newest groups of versions from the whole run, the newest version first.
+    """Read groups at even distances in samples.jsonl, the newest first.
 
     beta: that of the run's settings; steps: the lines of metrics.jsonl, which have that of a step.
     """
     if not path.exists():
         return []
+    numbers = [line["step"] for line in steps]
+    count = sum(1 for _ in find_groups(path))
+    chosen = set(spread(range(count), GROUPS))
     groups = []
-    with open(path, "rb") as file:
-        for version, query_id, offset in choose_groups(find_groups(file)):
-            file.seek(offset)
-            lines = read_group(file, (version, query_id))
-            own_beta = beta_of(version, beta, steps)
+    for number, data in enumerate(find_groups(path)):
+        if number in chosen and (lines := parse_lines(data)):
+            version = lines[0]["version"]
+            # Of the first step after that version of which there is a line, or of the last one.
+            after = steps[bisect_right(numbers, version) :][:1] or steps[-1:]
+            own_beta = next((line.get("beta") for line in after), None) or beta
             responses = [read_response(line, own_beta) for line in lines]
-            if responses:
-                groups.append(SampledGroup(version, query_id, own_beta, responses))
-    return groups
+            groups.append(SampledGroup(version, lines[0]["query_id"], own_beta, responses))
+    return groups[::-1]
 
 
-def find_groups(file: BinaryIO) -> list[GroupOffset]:
-    """Find where each group begins."""
-    places, offset, previous, lines = [], 0, None, 0
-    for data in file:
-        if head := read_head(data):
+def find_groups(path: Path) -> Iterator[bytes]:
+    """Yield the lines of each group.
+
+    The file may be far larger than what is shown of it: the lines are not parsed yet.
+    """
+    with open(path, "rb") as file:
+        lines_with_head = filter(HEAD.match, file)
+        for _, lines in groupby(lines_with_head, lambda line: HEAD.match(line)[0]):
             # A task of one query has groups of the same version and query beside each other.
-            if head != previous or lines == RESPONSES:
-                places.append((*head, offset))
-                lines = 0
-            previous, lines = head, lines + 1
-        offset += len(data)
-    return places
+            while group := b"".join(islice(lines, RESPONSES)):
+                yield group
 
 
-def choose_groups(places: list[GroupOffset]) -> list[GroupOffset]:
-    """Choose the newest groups of versions at even distances, the newest version first."""
-    by_version: dict[int, list[GroupOffset]] = {}
-    for place in places:
-        by_version.setdefault(place[0], []).append(place)
-    versions = spread(sorted(by_version), GROUPS)
-    per_version = GROUPS // max(1, len(versions))
-    chosen = [by_version[version][-per_version:] for version in reversed(versions)]
-    return [place for newest in chosen for place in reversed(newest)]
-
-
-def spread(values: list, most: int) -> list:
+def spread(values: Sequence, most: int) -> Sequence:
     """Take so many values at even distances, the first and the last among them."""
     if len(values) <= most:
         return values
     return [values[i] for i in np.linspace(0, len(values) - 1, most).round().astype(int)]
 
 
-def read_group(file: BinaryIO, group: tuple[int, int]) -> list[dict]:
-    """Read the lines of a group, which are next in the file; one that was cut off is left out."""
-    lines = []
-    for data in file:
-        if read_head(data) != group or len(lines) == RESPONSES:
-            break
-        with suppress(ValueError):
-            lines.append(json.loads(data))
-    return lines
-
-
-def read_head(data: bytes) -> tuple[int, int] | None:
-    """Read version and query id of a line; None of what is no line."""
-    head = HEAD.match(data)
-    return (int(head[1]), int(head[2])) if head else None
-
-
-def beta_of(version: int, beta: float, steps: list[dict]) -> float:
-    """Return the beta with which a version was trained: the line of the step after it has that."""
-    after = bisect_right([line["step"] for line in steps], version)
-    return steps[min(after, len(steps) - 1)].get("beta") or beta if steps else beta
+def cut_middle(whole: Sequence, most: int) -> tuple[Sequence, int, Sequence]:
+    """Return the beginning of a text or a list, how much is left out, and the end."""
+    left_out = max(0, len(whole) - most)
+    half = most // 2 if left_out else len(whole)
+    return whole[:half], left_out, whole[half + left_out :]
 
 
 def read_response(line: dict, beta: float) -> Response:

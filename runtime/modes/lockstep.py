@@ -6,21 +6,21 @@ one rule, batches_of_version. Everything arrives and nothing is drawn by chance,
 was killed and resumed gives the metrics and weights of one that was not.
 """
 
-import dataclasses
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from buffer import Group, Row, rows_of
 from config import Config
-from runtime.modes.workload import Work, Workload
+from runtime.modes.free_running import Rollout, Workload
 from runtime.transport.board import Board
 from tasks import Query
+from weights import SharedWeights
 
 
 def batches_of_version(version: int, staleness: int, num_steps: int) -> range:
-    """The trainer steps whose batches this version makes.
+    """Return the trainer steps whose batches this version makes.
 
     Version v makes the batch of step v + staleness. Version 0 makes those of the first steps too,
     which no earlier version can make. No batch is made for steps after the last.
@@ -30,28 +30,35 @@ def batches_of_version(version: int, staleness: int, num_steps: int) -> range:
 
 
 class LockstepWorkload(Workload):
-    """The queries that the version in the engine still owes to the batches that it makes."""
+    """Draws the queries that the version in the engine still owes to the batches that it makes."""
 
     has_seeds = True  # so that the run is repeatable
 
     def __init__(
-        self, config: Config, queries: Sequence[Query], share: int, num_shares: int, cursor: int
+        self,
+        config: Config,
+        queries: Sequence[Query],
+        share: int,
+        cursor: int,
+        weights: SharedWeights,
     ):
-        super().__init__(queries, share, num_shares, config.seed, cursor)
-        self.config = config
+        super().__init__(config, queries, share, cursor, weights)
         # This searcher's part of the B queries of a batch.
-        self.queries_per_batch = len(range(share, config.queries_per_batch, num_shares))
+        self.queries_per_batch = len(range(share, config.queries_per_batch, config.searchers))
         # For each query that is to start, the trainer step that its group is for.
         self.owed: deque[int] = deque()
 
-    def draw(self) -> Work | None:
-        if not self.owed:
-            return None
-        return dataclasses.replace(super().draw(), batch=self.owed.popleft())
+    def may_draw(self) -> bool:
+        return bool(self.owed)
 
-    def drop(self, work: Work) -> None:
-        super().drop(work)
-        self.owed.appendleft(work.batch)  # the batch needs another query in its place
+    def draw(self) -> Rollout | None:
+        if rollout := super().draw():
+            rollout.batch = self.owed.popleft()
+        return rollout
+
+    def drop(self, rollout: Rollout) -> None:
+        super().drop(rollout)
+        self.owed.appendleft(rollout.batch)  # the batch needs another query in its place
 
     def begin_version(self, version: int) -> None:
         config = self.config
@@ -59,8 +66,8 @@ class LockstepWorkload(Workload):
             self.owed.extend([batch] * self.queries_per_batch)
 
     def may_load(self) -> bool:
-        """Return whether all work is finished: every response is of one version."""
-        return not self.owed and not self.unfinished
+        """Return whether all rollouts are complete: every response is of one version."""
+        return not self.owed and not self.in_flight
 
 
 class LockstepBatches:
@@ -106,10 +113,11 @@ class LockstepBatches:
         versions = [self.board.get(name, "version") for name in self.board.searchers]
         return newest_version < 0 or all(version == newest_version for version in versions)
 
-    def is_settled(self, step: int) -> bool:
+    def is_settled(self, step: int, is_evaluation_pending: bool) -> bool:
         """Return whether all that was owed before this step's publish has arrived."""
         owed = range(step, min(step + self.config.constant_staleness, self.config.steps))
-        return all(self.num_missing(later) <= 0 for later in owed)
+        is_whole = all(self.num_missing(later) <= 0 for later in owed)
+        return is_whole and not is_evaluation_pending
 
     def figures(self) -> dict[str, int]:
         return {"received": 0, "buffer_responses": 0, "buffer_queries": 0}
@@ -122,19 +130,18 @@ class LockstepBatches:
 
 
 def arrays_of(groups: list[Group]) -> dict[str, np.ndarray]:
-    """Plain arrays, fit for np.savez without pickle; for groups that are meant for a batch."""
+    """Copy groups that are meant for a batch to plain arrays, fit for np.savez without pickle."""
     return {
-        f"{i}.{column.name}": np.array(getattr(group, column.name))  # a copy
+        f"{i}.{name}": np.array(value)
         for i, group in enumerate(groups)
-        for column in dataclasses.fields(Group)
+        for name, value in vars(group).items()
     }
 
 
 def groups_of(arrays: dict[str, np.ndarray]) -> list[Group]:
-    """The groups that gave these arrays_of()."""
-    names = [column.name for column in dataclasses.fields(Group)]
-    groups = []
-    for i in range(len(arrays) // len(names)):
-        values = [arrays[f"{i}.{name}"] for name in names]
-        groups.append(Group(*(value if value.ndim else value.item() for value in values)))
-    return groups
+    """Return the groups that gave these arrays_of()."""
+    fields: dict[str, dict] = defaultdict(dict)  # by number of the group
+    for key, value in arrays.items():
+        i, name = key.split(".")
+        fields[i][name] = value if value.ndim else value.item()
+    return [Group(**values) for values in fields.values()]

@@ -18,17 +18,22 @@ from weights import WRITING, SharedWeights
 
 
 class Reference:
-    """A searcher's copy of the reference policy, on its device: the trainer holds none."""
+    """A searcher's copy of the reference policy, on its device: the trainer holds none.
+
+    Where the objective reads no reference log-probabilities there is no model, and they are NaN.
+    """
 
     def __init__(self, config: Config, weights: SharedWeights, pin: int):
         self.temperature, self.dtype = config.temperature, compute_dtype(config)
         self.weights, self.pin = weights, pin
-        self.model = load_policy(config, device(), linear_dtype=self.dtype)
+        self.model: torch.nn.Module | None = None
+        if config.loss not in WITHOUT_REFERENCE:
+            self.model = load_policy(config, device(), linear_dtype=self.dtype)
         self.version = 0  # config.model is version 0
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take a reset, if there was one."""
+    def take_reset(self) -> None:
+        """Load the newest reference policy, if there was a reset."""
         if self.weights.reference_version <= self.version:
             return
         with self.weights.read_reference(self.pin) as (version, tensors):
@@ -40,55 +45,29 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, prompts: list[np.ndarray], responses: list[np.ndarray]) -> list[np.ndarray]:
-        """log pi_ref of each token, for each response: (T,) float32."""
-        padded = response_logprobs(  # (N, T)
-            self.model, prompts, responses, self.temperature, self.dtype
-        )
-        rows = padded.cpu().numpy()
-        return [row[: len(response)] for row, response in zip(rows, responses)]
-
-
-class NoReference:
-    """In its place where the objective reads no reference log-probabilities: they are NaN."""
-
-    version = 0
-
-    def update(self) -> None:
-        pass
-
-    def logprobs(self, prompts: list[np.ndarray], responses: list[np.ndarray]) -> list[np.ndarray]:
-        return [np.full(len(response), np.nan, np.float32) for response in responses]
-
-
-def load_reference(config: Config, weights: SharedWeights, pin: int) -> Reference | NoReference:
-    """Load the reference policy, if the objective has one."""
-    if config.loss in WITHOUT_REFERENCE:
-        return NoReference()
-    return Reference(config, weights, pin)
+        """Compute log pi_ref of each token, for each response: (T,) float32."""
+        if self.model is None:
+            return [np.full(len(response), np.nan, np.float32) for response in responses]
+        # (N, T)
+        padded = response_logprobs(self.model, prompts, responses, self.temperature, self.dtype)
+        return [own[: len(response)] for own, response in zip(padded.cpu().numpy(), responses)]
 
 
 class ReferenceResets:
     """The trainer's side: publishes a reset, and renews rows that an earlier reference scored."""
 
     def __init__(self, config: Config, weights: SharedWeights, learner: Learner):
-        self.config, self.weights, self.learner = config, weights, learner
-        self.is_due = False
+        self.period, self.weights, self.learner = config.reference_reset_period, weights, learner
 
-    def state_dict(self) -> dict:
-        return {"reset_due": self.is_due, "reference_version": self.weights.reference_version}
+    def is_due(self, step: int) -> bool:
+        """Return whether rho steps have gone by, or a multiple of rho, since the latest reset."""
+        latest = self.weights.reference_version
+        return self.period > 0 and step // self.period > latest // self.period
 
-    def load_state_dict(self, state: dict) -> None:
-        self.is_due = state["reset_due"]
-
-    def update(self, step: int) -> None:
-        """Note at a sync whether a reset is due."""
-        period = self.config.reference_reset_period
-        self.is_due |= step > 0 and period > 0 and step % period == 0
-
-    def publish(self, step: int) -> None:
+    def publish_if_due(self, step: int) -> None:
         """Make the policy the reference, if that is due and no searcher reads the old one."""
-        if self.is_due:
-            self.is_due = not self.weights.publish_reference(step, self.learner.weights())
+        if self.is_due(step):
+            self.weights.publish_reference(step, self.learner.weights())
 
     def renew(self, rows: list[Row]) -> None:
         """Give rows that an earlier reference scored their log-probabilities under the present one.

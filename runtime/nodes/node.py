@@ -7,7 +7,6 @@ driver (runtime/nodes/cluster.py) brings new weights, and collects what is found
 import dataclasses
 import hashlib
 import os
-import platform
 import queue
 import shutil
 import signal
@@ -17,7 +16,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from importlib.metadata import version
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -26,19 +25,17 @@ import torch
 
 from buffer import Group
 from config import Config, UserError
-from models.hub import fetch_model, find_model
+from models.hub import fetch_model
 from runtime.processes.places import Place, find_gpus, find_places, resolve, searchers_of
 from runtime.processes.supervisor import Supervisor
+from runtime.provenance import ROOT, find_versions
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation, Notice
 from tasks import load_task
 from weights import SharedWeights
 
+COUNTED = ("tokens", "busy", "restarts", "long_prompts", "unscored_groups")  # of the board
 COLLECT_SECONDS = 0.1  # that a call waits for groups: calls are dearer than groups
-STOP_SECONDS = 2.0  # grace period for its searchers
-ROOT = Path(__file__).parents[2]
-# Python packages that must be of one version on all nodes: what is sent depends on them.
-PACKAGES = ("torch", "vllm", "transformers", "numpy", "ray")
 Weights = dict[str, np.ndarray]
 
 
@@ -47,31 +44,31 @@ class Found:
     """What a node has to say when it is asked."""
 
     items: list[Group | Evaluation | Notice]
-    rows: dict[str, dict[str, float]]  # the board
-    silence: dict[str, float]  # of each searcher, in seconds
-    places: list[str]  # where each of its searchers runs
+    row: dict[str, float]  # of the driver's board: its searchers taken as one
+    logs: dict[str, str]  # by name, if there is a Notice: something has died
     clock: float  # its time.monotonic()
 
 
 def describe_environment() -> dict[str, str]:
     """What must be the same on all nodes, by name."""
-    sources = sorted(path for path in ROOT.rglob("*.py") if is_source(path.relative_to(ROOT)))
     code = hashlib.blake2b(digest_size=6)
-    for path in sources:
-        code.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    found = {"the project's files": code.hexdigest(), "Python": platform.python_version()}
-    for package in distributions():
-        name = package.name.removesuffix("-cpu")  # of vLLM
-        if name in PACKAGES:
-            found[name] = package.version.split("+")[0]
-    return found
+    paths = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+    for path in sorted(filter(is_source, paths)):
+        code.update(str(path).encode() + (ROOT / path).read_bytes())
+    # One node may have the builds for a CPU: vLLM's has another name, torch's ends in "+cpu".
+    versions = {
+        package.removesuffix("-cpu"): number.split("+")[0]
+        for package, number in (find_versions() | {"ray": version("ray")}).items()
+    }
+    return {"the project's files": code.hexdigest()} | versions
 
 
-def find_difference(there: dict[str, str], here: dict[str, str]) -> str:
-    """Name what a node has otherwise than the driver's machine; "" for nothing."""
-    for what, value in here.items():
-        if there.get(what) != value:
-            return f"{what} {there.get(what)}, the driver's machine has {value}"
+def find_difference(environment: dict[str, str]) -> str:
+    """Name what this machine has otherwise than the driver's, which is given; "" for nothing."""
+    own = describe_environment()
+    for what, value in environment.items():
+        if own.get(what) != value:
+            return f"{what} {own.get(what)}, the driver's machine has {value}"
     return ""
 
 
@@ -84,8 +81,8 @@ def is_source(path: Path) -> bool:
 class Node:
     """The actor of a node. Each call is short, and all are made one after the other.
 
-    config: as the user gave it. seeds: that no other node of the run has, for the order of its
-    queries and its samples. evaluates: whether it evaluates the base model. target: as of
+    config: not resolved for a machine. seeds: that no other node of the run has, for the order of
+    its queries and its samples. evaluates: whether it evaluates the base model. target: as of
     Supervisor. environment: of the driver's machine. Raises UserError where this one's is another.
     """
 
@@ -99,7 +96,7 @@ class Node:
         target: str,
         environment: dict[str, str],
     ):
-        if difference := find_difference(describe_environment(), environment):
+        if difference := find_difference(environment):
             raise UserError(f"this node has {difference}")
         # Ray's processes ignore it, and then nobody learns how a child ended.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -113,8 +110,8 @@ class Node:
         self.places, config = searchers_of(places), resolve(config, places)
         task = load_task(config.task, **config.options)
         task.prepare()
-        model = find_model("--model", config.model or task.base_model())
-        config = dataclasses.replace(config, model=fetch_model("--model", model))
+        model = fetch_model("--model", config.model or task.base_model())
+        config = dataclasses.replace(config, model=model)
         resets = config.reference_reset_period > 0
         self.weights = SharedWeights(shapes, dtype, len(self.places), reference=resets)
         self.board = Board([place.name for place in self.places])
@@ -123,30 +120,36 @@ class Node:
             config, self.places, self.weights, self.board, self.run_dir, target
         )
 
+    def describe_places(self) -> str:
+        """Say where each of the searchers runs."""
+        return ", ".join(f"{place.name} on {place}" for place in self.places)
+
     def collect(self, room: int, last_step_done: bool) -> Found:
         """Return what the searchers found since the last call, at most so many groups.
 
-        Raises RunFailed when a searcher dies again and again.
+        Waits COLLECT_SECONDS for them. Raises RunFailed when a searcher dies again and again.
         """
         self.board.last_step_done = last_step_done
         self.supervisor.check()
-        items = self.take_items(room)
-        for item in items:
-            if isinstance(item, Evaluation):
-                self.board.set(self.places[0].name, "evaluated", item.version)
-        rows = {p.name: {c: self.board.get(p.name, c) for c in Board.COLUMNS} for p in self.places}
-        silence = {place.name: self.board.silence(place.name) for place in self.places}
-        places = [f"{place.name} on {place}" for place in self.places]
-        return Found(items, rows, silence, places, time.monotonic())
-
-    def take_items(self, room: int) -> list:
-        """Take what comes within COLLECT_SECONDS, at most so many."""
         items, deadline = [], time.monotonic() + COLLECT_SECONDS
         with suppress(queue.Empty):
             while len(items) < room:
                 rest = max(1e-3, deadline - time.monotonic())
                 items.append(self.supervisor.rollout_queue.get(timeout=rest))
-        return items
+        for item in items:
+            if isinstance(item, Evaluation):
+                self.board.set(self.places[0].name, "evaluated", item.version)
+        logs = self.logs() if any(isinstance(item, Notice) for item in items) else {}
+        return Found(items, self.row(), logs, time.monotonic())
+
+    def row(self) -> dict[str, float]:
+        """Take the searchers as one: sums, of busy seconds the mean, and else what is lowest."""
+        sums = {column: self.board.total(column) for column in COUNTED}
+        lowest = {
+            column: float(self.board.words[:, Board.COLUMNS.index(column)].min())
+            for column in ("beat", "ready", "version")
+        }
+        return sums | lowest | {"busy": sums["busy"] / len(self.places)}
 
     def take_weights(
         self,
@@ -161,10 +164,9 @@ class Node:
         First the reference, as the trainer does.
         """
         own = self.weights
-        if reference_version > own.reference_version:
-            is_done = own.publish_reference(reference_version, as_tensors(reference))
-            if not is_done:
-                return False
+        is_newer = reference_version > own.reference_version
+        if is_newer and not own.publish_reference(reference_version, as_tensors(reference)):
+            return False
         return own.publish(version, as_tensors(weights), evaluate)
 
     def logs(self) -> dict[str, str]:
@@ -175,7 +177,7 @@ class Node:
     def stop(self) -> dict[str, str]:
         """End the searchers. Returns logs()."""
         self.board.stop = True
-        self.supervisor.stop(time.monotonic() + STOP_SECONDS)
+        self.supervisor.stop()
         logs = self.logs()
         shutil.rmtree(self.run_dir, ignore_errors=True)
         return logs

@@ -55,12 +55,7 @@ def fits(config: Config, learner: Learner, rows: list[Row]) -> bool:
     On all ranks. They make the same passes on equal devices: if one lacks memory, all do. One that
     lacks it alone would wait for the others in vain, until the timeout of their collective.
     """
-    return all(learner.ranks.gather(fits_here(config, learner, rows)))
-
-
-def fits_here(config: Config, learner: Learner, rows: list[Row]) -> bool:
-    """Whether it fits on this rank."""
-    parameters = list(learner.trained.values())
+    parameters, fits_here = list(learner.trained.values()), True
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -68,10 +63,9 @@ def fits_here(config: Config, learner: Learner, rows: list[Row]) -> bool:
         stand_in = torch.optim.AdamW(parameters, lr=0.0, fused=True)
         stand_in.step()
         learner.backward(rows, config.beta)
-        return True
     except torch.OutOfMemoryError:
-        learner.ranks.recover(learner.scorer)
-        return False
-    finally:
-        for parameter in parameters:
-            parameter.grad = None
+        learner.ranks.recover(learner.policy_logprobs)
+        fits_here = False
+    for parameter in parameters:
+        parameter.grad = None
+    return all(learner.ranks.gather(fits_here))

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from config import Config, UserError
 from models.hub import fetch_model, find_model
@@ -119,28 +117,26 @@ def make_plan(config: Config, task: Task, places: list[Place], available: dict[s
 def find_problem(plan: Plan, task: Task, places: list[Place]) -> str | None:
     """Say what is short, and what would help; None if nothing is short."""
     short = [place for place in plan.places() if plan.is_short(place)]
-    if not short and plan.responses:
-        return None
     if short:
         place = short[0]
         has, needed = plan.available[place] / GIB, plan.total(place) / GIB
         problem = f"{place} is short: the run needs {needed:.2f} GiB, there are {has:.2f}"
-        otherwise = LAST_RESORTS.get(place, LAST_RESORTS[MEMORY])
-    else:
+        advice = LAST_RESORTS.get(place, LAST_RESORTS[MEMORY])
+    elif not plan.responses:
         place = place_of(evaluation_place(places))
         problem = f"vLLM's share of {place} has no room for a response of full length"
-        otherwise = "raise VLLM_CPU_KVCACHE_SPACE, a number of GiB, in the environment"
-    for flags, config in remedies(plan, place):
-        gpus = gpus_of(plan.available)
+        advice = "raise VLLM_CPU_KVCACHE_SPACE, a number of GiB, in the environment"
+    else:
+        return None
+    gpus = [name.removeprefix("GPU ") for name in plan.available if name.startswith("GPU ")]
+    for settings, note in remedies(plan, place, len(gpus)):
+        config = dataclasses.replace(plan.config, **settings)
         changed = make_plan(config, task, find_places(config, gpus), plan.available)
         if changed.responses and not changed.is_short(place):
-            return f"{problem}; {flags} would do (--plan shows all)"
-    return f"{problem}; {otherwise} (--plan shows all)"
-
-
-def gpus_of(available: dict[str, float]) -> list[str]:
-    """List the GPUs of which the memory is known."""
-    return [place.removeprefix("GPU ") for place in available if place.startswith("GPU ")]
+            flags = " ".join(f"--{name} {value}" for name, value in settings.items())
+            advice = f"{flags}{note} would do"
+            break
+    return f"{problem}; {advice} (--plan shows all)"
 
 
 LAST_RESORTS = {
@@ -150,60 +146,44 @@ LAST_RESORTS = {
 }
 
 
-def remedies(plan: Plan, place: str) -> Iterator[tuple[str, Config]]:
-    """Settings that need less, and the flags that set them; those that change the result last."""
-    config = plan.config
+def remedies(plan: Plan, place: str, gpus: int) -> Iterator[tuple[dict, str]]:
+    """Yield settings that may need less there, and a note; those that change the result last.
 
-    def changed(**settings) -> tuple[str, Config]:
-        flags = " ".join(f"--{name} {value}" for name, value in settings.items())
-        return flags, dataclasses.replace(config, **settings)
-
-    if config.low_memory == "off":
-        yield changed(low_memory="on")
-    if config.queries_per_micro_batch > 1:
-        yield changed(queries_per_micro_batch=1)
-    if config.checkpoint_every and place in (DISK, MEMORY):
-        flags, without = changed(checkpoint_every=0)
-        yield f"{flags} (one comes at the end, or at an interrupt)", without
-    if place.startswith("GPU") and config.gpu_memory_utilization is not None:
+    gpus: how many there are.
+    """
+    config, on_gpu = plan.config, place.startswith("GPU")
+    yield dict(low_memory="on"), ""
+    yield dict(queries_per_micro_batch=1), ""
+    yield dict(checkpoint_every=0), " (one comes at the end, or at an interrupt)"
+    if on_gpu:
         spare = 1 - plan.total(place) / plan.available[place]
         share = int(20 * (config.gpu_memory_utilization + spare)) / 20
-        if 0 < share < 1:
-            yield changed(gpu_memory_utilization=share)
+        yield dict(gpu_memory_utilization=share), ""
     if config.resume:  # what follows changes what is learnt, or who learns it
         return
     is_trainers = any(need.place == place and need.process == "trainer" for need in plan.needs)
-    if place.startswith("GPU") and is_trainers and not config.lora_rank:
-        gpus = len(gpus_of(plan.available))
+    if on_gpu and is_trainers and not config.lora_rank:
         for more in range(config.trainer_processes + 1, min(gpus, config.queries_per_batch + 1)):
-            yield changed(trainer_processes=more, searchers=gpus - more)
-    if config.searchers > 1 and place == MEMORY:
-        yield changed(searchers=1)
-    for tokens in (config.max_response_tokens // 2, config.max_response_tokens // 4):
-        if tokens:
-            yield changed(max_response_tokens=tokens)
-    if config.master_dtype == "float32":
-        flags, smaller = changed(dtype="bfloat16", master_dtype="bfloat16")
-        yield f"{flags} (steps below a weight's precision are lost then)", smaller
-    if place.startswith("GPU") and not config.lora_rank and find_spec("peft"):
-        sharded = {"trainer_processes": 1} if config.trainer_processes > 1 else {}
-        flags, smaller = changed(lora_rank=32, **sharded)
-        yield f"{flags} (adapters are trained then, not all weights)", smaller
+            yield dict(trainer_processes=more, searchers=gpus - more), ""
+    if config.searchers > 1:
+        yield dict(searchers=1), ""
+    for part in (2, 4):
+        yield dict(max_response_tokens=max(1, config.max_response_tokens // part)), ""
+    bfloat16 = dict(dtype="bfloat16", master_dtype="bfloat16")
+    yield bfloat16, " (steps below a weight's precision are lost then)"
+    if on_gpu and not config.lora_rank and find_spec("peft"):
+        alone = dict(trainer_processes=1) if config.trainer_processes > 1 else {}
+        yield dict(lora_rank=32) | alone, " (adapters are trained then, not all weights)"
 
 
 def print_plan(plan: Plan) -> None:
-    """Print the plan as a table."""
+    """Print the plan as a table: of each place what it needs, and for what."""
     config, passes = plan.config, "two passes" if plan.config.low_memory == "on" else "one pass"
     print(f"task {config.task}, model {config.model}; a step takes {passes} (--low_memory)")
-    table = Table("", "", "", box=None, show_header=False, pad_edge=False)
-    table.add_column(justify="right")
     for place in plan.places():
-        needed, has = plan.total(place) / GIB, plan.available.get(place, math.nan) / GIB
-        there = "" if math.isnan(has) else f"of {has:.2f}"
-        style = "bold red" if plan.is_short(place) else "bold"
-        table.add_row(place, "", there, f"{needed:.2f} GiB", style=style)
+        has = f"of {plan.available[place] / GIB:.2f}" if place in plan.available else ""
+        print(f"{place:<26} {has:<58} {plan.total(place) / GIB:9.2f} GiB")
         for need in plan.needs:
             if need.place == place:
-                table.add_row("", need.process, need.purpose, f"{need.bytes / GIB:.2f}    ")
-    Console(width=100).print(table)
+                print(f"{'':<14}{need.process:<12} {need.purpose:<58} {need.bytes / GIB:9.2f}")
     print("activations: counted; CUDA, kernels and vLLM's work: estimated, not measured on a GPU")

@@ -148,11 +148,10 @@ def gpu_memory(config: Config, places: list[Place]) -> float | None:
 
 
 def search_ahead(config: Config, places: list[Place]) -> int | None:
-    """--search_ahead; without it two syncs where a searcher shares the trainer's GPU."""
+    """How many steps searchers may be ahead: two syncs where one shares the trainer's GPU."""
     may_limit = not config.lockstep and config.max_staleness is None  # else the trainer may wait
-    if config.search_ahead is None and may_limit and is_gpu_shared(places):
-        return SHARED_AHEAD * config.sync_period
-    return config.search_ahead
+    is_limited = may_limit and is_gpu_shared(places)
+    return SHARED_AHEAD * config.sync_period if is_limited else None
 
 
 def is_gpu_shared(places: list[Place]) -> bool:

@@ -8,19 +8,21 @@ queue that the trainer drains.
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import torch.multiprocessing
 
 from buffer import Group
 from config import Config
 from runtime.processes import children
-from runtime.processes.children import Place
+from runtime.processes.places import Place
 from runtime.transport.board import Board
-from runtime.transport.messages import Notice
+from runtime.transport.messages import Evaluation, Notice
 from weights import SharedWeights
 
 QUEUE_GROUPS = 256  # groups that may wait for the trainer before searchers wait too
 POLL_SECONDS = 1.0  # after which a forwarding thread looks again whether the run is over
+STOP_SECONDS = 2.0  # grace period for a process that is told to stop
 DEATHS = 3  # in a row, without a group between them, that end the run
 
 spawn = torch.multiprocessing.get_context("spawn")
@@ -52,7 +54,7 @@ class Supervisor:
         # At the end nobody reads what is still in it: this process must not wait for that.
         self.rollout_queue.cancel_join_thread()
         self.deaths = [0] * len(places)  # of each searcher, since its last group
-        self.forwarders: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
         self.searchers = [self.start(rank) for rank in range(len(places))]
 
     def start(self, rank: int) -> torch.multiprocessing.Process:
@@ -65,10 +67,14 @@ class Supervisor:
         process = children.start(self.places[rank], self.target, arguments, self.run_dir)
         # Now the searcher alone holds the writing end: its death ends the reading of half a group.
         groups._writer.close()
-        forwarder = threading.Thread(target=self.forward, args=(rank, groups), daemon=True)
-        forwarder.start()
-        self.forwarders.append(forwarder)
+        self.start_thread(self.forward, rank, groups)
         return process
+
+    def start_thread(self, target: Callable[..., None], *arguments) -> None:
+        """Start a thread that ends by itself when the board says stop."""
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
+        thread.start()
+        self.threads.append(thread)
 
     def forward(self, rank: int, groups: torch.multiprocessing.Queue) -> None:
         """Forward what a searcher sends, in a thread, until it is dead and its queue is empty."""
@@ -81,13 +87,16 @@ class Supervisor:
                 break
             if isinstance(item, Group):
                 self.deaths[rank] = 0
-            while not self.board.stop:
-                try:
-                    self.rollout_queue.put(item, timeout=POLL_SECONDS)
-                    break
-                except queue.Full:  # the searcher will wait too, on its own queue
-                    pass
+            self.put(item)
         groups.close()
+
+    def put(self, item: Group | Evaluation | Notice) -> None:
+        """Put into the rollout queue once it has room, unless the run is over by then."""
+        while not self.board.stop:
+            try:
+                return self.rollout_queue.put(item, timeout=POLL_SECONDS)
+            except queue.Full:  # the searcher will wait too, on its own queue
+                pass
 
     def check(self) -> None:
         """Restart searchers that died or fell silent.
@@ -99,23 +108,19 @@ class Supervisor:
             if process.exitcode is not None:
                 fault = f"{place.name} ended with exit code {process.exitcode}"
             elif self.board.is_silent(place.name, self.config.searcher_timeout):
-                silence = self.board.silence(place.name)
-                fault = (
-                    f"{place.name} gave no sign of life for {silence:.0f} s (--searcher_timeout)"
-                )
+                silence = f"{self.board.silence(place.name):.0f} s (--searcher_timeout)"
+                fault = f"{place.name} gave no sign of life for {silence}"
             else:
                 continue
             if self.board.stop:
                 return
             children.kill(process)
             self.deaths[rank] += 1
+            is_repeated = self.deaths[rank] == DEATHS
             # In lockstep every group is waited for, and those that died with the searcher will not
             # come.
-            is_last = self.config.lockstep or self.deaths[rank] == DEATHS
-            if process.exitcode == children.GIVE_UP or is_last:
-                repeated = (
-                    f", {DEATHS} times without a group" if self.deaths[rank] == DEATHS else ""
-                )
+            if process.exitcode == children.GIVE_UP or self.config.lockstep or is_repeated:
+                repeated = f", {DEATHS} times without a group" if is_repeated else ""
                 log = children.log_tail(self.run_dir, place.name)
                 raise RunFailed(f"{fault}{repeated}\n{log}")
             self.restart(rank, fault)
@@ -136,19 +141,20 @@ class Supervisor:
         except queue.Full:
             print(line, flush=True)
 
-    def stop(self, deadline: float) -> None:
+    def stop(self) -> None:
         """Join the searchers, which end by themselves when the board says stop.
 
-        One that is loading, or has not ended at `deadline` (time.monotonic()), is killed.
+        One that is loading, or has not ended after STOP_SECONDS, is killed.
         """
+        deadline = time.monotonic() + STOP_SECONDS
         for process in self.searchers:
             if self.board.get(process.name, "ready"):
                 process.join(max(0.0, deadline - time.monotonic()))
             children.kill(process)
         # Each thread frees its queue's semaphores. One that this process's end cuts short in that
         # leaves a warning on stderr that they leaked.
-        for forwarder in self.forwarders:
-            forwarder.join(2 * POLL_SECONDS)
+        for thread in self.threads:
+            thread.join(2 * POLL_SECONDS)
         self.rollout_queue.close()
         if feeder := self.rollout_queue._thread:
             feeder.join(POLL_SECONDS / 2)

@@ -1,7 +1,8 @@
 """The trainer's waits: each says for whom, and has a timeout."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from config import Config
 from runtime.record.report import Report
@@ -12,39 +13,36 @@ POLL_SECONDS = 0.005
 HEALTH_PERIOD = 10.0  # seconds of waiting between two lines that say for whom
 
 
+@dataclass
 class Waits:
-    """All waits of the trainer.
+    """All waits of the trainer."""
 
-    is_interruptible: a shutdown ends a wait; False where a checkpoint is exact only between
-    batches. seconds: for which the trainer has waited so far.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        board: Board,
-        report: Report,
-        timeline: Timeline,
-        is_interruptible: bool,
-    ):
-        self.config, self.board, self.report, self.timeline = config, board, report, timeline
-        self.is_interruptible = is_interruptible
-        self.seconds = 0.0
+    config: Config
+    board: Board
+    report: Report
+    timeline: Timeline
+    is_interruptible: bool  # by a shutdown; False where checkpoints are exact only between batches
+    seconds: float = 0.0  # that the trainer has waited so far
 
     def until(
-        self, succeeds: Callable[[], bool], what: Callable[[], str], even_at_end: bool = False
-    ) -> None:
-        """Call succeeds() until it does.
+        self, is_done: Callable[[], bool], what: Callable[[], str], even_at_end: bool = False
+    ) -> Iterator[None]:
+        """Yield until is_done(), each time for the caller to do what may help.
 
         what: says what is awaited, and how much of it has come: a change of that is progress.
         even_at_end: a shutdown does not end this wait. Raises TimeoutError after
         --searcher_timeout seconds without progress in which no searcher was loading.
         """
+        if is_done():
+            return
         is_interruptible = self.is_interruptible and not even_at_end
         start = said = time.monotonic()
         watchdog = Watchdog()
         with self.timeline.span("wait"):
-            while not succeeds() and not (is_interruptible and self.board.end):
+            while True:
+                yield
+                if is_done() or (is_interruptible and self.board.end):
+                    break
                 self.board.beat("trainer")
                 now, awaited = time.monotonic(), what()
                 if now - said > HEALTH_PERIOD:
@@ -59,7 +57,3 @@ class Waits:
                     raise TimeoutError(f"the trainer waited for {awaited}: {problem}")
                 time.sleep(POLL_SECONDS)
         self.seconds += time.monotonic() - start
-
-    def until_worked(self, succeeds: Callable[[], bool], what: str) -> None:
-        """Wait for what searchers have begun: that ends, so all their work is progress."""
-        self.until(succeeds, lambda: f"{what}; they worked {self.board.total('busy'):.0f} s so far")

@@ -1,11 +1,11 @@
 """The live view of a run on a terminal: progress, a line a searcher, the figures."""
 
-import time
-from collections import deque
+from collections import defaultdict, deque
 
+import numpy as np
 from rich.console import Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from runtime.transport.board import Board
@@ -20,23 +20,33 @@ SHOWN = (  # first, and alone where there is no terminal
     "trainer_busy",
     "searcher_tokens_per_second",
 )
-PACE_SECONDS = 60.0  # over which the pace is taken that the time left is estimated by
+PACE_SECONDS = 300.0  # over which the pace is taken that the time left is estimated by
 RATE_WINDOW = 10.0  # seconds over which rates and busy shares are taken
+Count = float | np.ndarray  # of one thing, or of several
 
 
 class LiveView:
     """Shows a run as it goes. steps: that it is to make."""
 
     def __init__(self, board: Board, steps: int):
-        self.board, self.steps = board, steps
-        self.pace: deque[tuple[float, int]] = deque()  # (time, step)
-        self.tokens: dict[str, deque[tuple[float, float]]] = {}  # of each searcher: (time, tokens)
+        self.board = board
+        self.progress = Progress(
+            "step {task.completed} of {task.total}",
+            TimeElapsedColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            "left",
+            speed_estimate_period=PACE_SECONDS,
+        )
+        self.bar = self.progress.add_task("", total=steps)
+        # Of each searcher: (time, tokens).
+        self.tokens: dict[str, deque[tuple[float, float]]] = defaultdict(deque)
         self.live = Live(auto_refresh=False)
         self.live.start()
 
     def show(self, metrics: dict) -> None:
         """Show the metrics of a step."""
-        self.live.update(self.view(metrics, time.monotonic()), refresh=True)
+        self.live.update(self.view(metrics), refresh=True)
 
     def say(self, text: str) -> None:
         """Show a line that stays, above the view."""
@@ -45,27 +55,23 @@ class LiveView:
     def close(self) -> None:
         self.live.stop()
 
-    def view(self, metrics: dict, now: float) -> Group:
+    def view(self, metrics: dict) -> Group:
         """Build what is shown."""
-        step = metrics["step"]
-        bar = ProgressBar(total=self.steps, completed=step, width=40)
-        title = f"step {step} of {self.steps}, {duration(metrics['seconds'])}"
-        self.pace.append((now, step))
-        left = seconds_left(self.pace, self.steps)
+        self.progress.update(self.bar, completed=metrics["step"])
         figures = Table(show_header=False)
         for name in [*SHOWN, *(name for name in metrics if name not in SHOWN)]:
             if name in metrics and name not in ("step", "seconds"):
                 figures.add_row(name, number(metrics[name]))
-        return Group(title + left, bar, self.searchers(step, now), figures)
+        return Group(self.progress, self.searchers(metrics["step"]), figures)
 
-    def searchers(self, step: int, now: float) -> Table:
+    def searchers(self, step: int) -> Table:
         """Build a table with a line for each searcher."""
         board, table = self.board, Table()
         for header in ("", "tokens/s", "steps behind", "restarts", "sign of life"):
             table.add_column(header, justify="right")
         for name in board.searchers:
-            seen = self.tokens.setdefault(name, deque())
-            seen.append((now, board.get(name, "tokens")))
+            seen = self.tokens[name]
+            seen.append((self.progress.get_time(), board.get(name, "tokens")))
             rate = rate_of(seen, RATE_WINDOW)
             behind = max(0, step - int(board.get(name, "version")))
             restarts = int(board.get(name, "restarts"))
@@ -74,26 +80,12 @@ class LiveView:
         return table
 
 
-def seconds_left(pace: deque[tuple[float, int]], steps: int) -> str:
-    """Estimate the time left by the latest pace; "" while there is none."""
-    rate = rate_of(pace, PACE_SECONDS)
-    return f", about {duration((steps - pace[-1][1]) / rate)} left" if rate > 0 else ""
-
-
-def rate_of(seen: deque[tuple[float, float]], seconds: float) -> float:
+def rate_of(seen: deque[tuple[float, Count]], seconds: float) -> Count:
     """Per second, over the latest so many seconds of (time, count); 0 of a single one."""
     while len(seen) > 2 and seen[1][0] < seen[-1][0] - seconds:
         seen.popleft()
     (start, before), (end, after) = seen[0], seen[-1]
-    return (after - before) / (end - start) if end > start else 0.0
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return (after - before) / ((end - start) or 1.0)
 
 
 def number(value: float) -> str:

@@ -2,28 +2,28 @@
 
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
-import numpy as np
-
-from buffer import Group
 from config import Config
-from models.logprobs import sampled
 from runtime.record.alarms import Alarms
-from runtime.record.live import RATE_WINDOW, SHOWN, LiveView, number
+from runtime.record.live import SHOWN, LiveView, number
 from runtime.record.timeline import Lines, read_metrics, to_json
 from runtime.transport.board import Board
+from runtime.transport.messages import Evaluation
 
 PLAIN_PERIOD = 5.0  # seconds between two progress lines where there is no terminal
 LIVE_PERIOD = 0.25  # ... and between two updates of the live view
 
 
 class Report:
-    """The trainer's: writes metrics.jsonl, and shows progress, live on a terminal."""
+    """The trainer's: writes metrics.jsonl, and shows progress, live on a terminal.
 
-    def __init__(self, run_dir: str, config: Config, board: Board):
-        self.steps = config.steps
+    metric: what a score of the task is called. base_model: what the run began with.
+    """
+
+    def __init__(self, run_dir: str, config: Config, board: Board, metric: str, base_model: str):
+        self.steps, self.max_prompt_tokens = config.steps, config.max_prompt_tokens
+        self.board, self.metric, self.base_model = board, metric, base_model
         self.start = time.monotonic()
         self.metrics = Lines(Path(run_dir) / "metrics.jsonl")
         self.alarms = Alarms(run_dir, config)
@@ -37,6 +37,7 @@ class Report:
 
     def step(self, metrics: dict) -> None:
         """Write a line of metrics.jsonl, and now and then one for the person who watches."""
+        metrics = metrics | {"seconds": self.seconds}
         self.metrics.write(metrics)
         for warning in self.alarms.observe(metrics):
             self.say(f"warning: {warning}")
@@ -59,55 +60,23 @@ class Report:
         else:
             print(text, flush=True)
 
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Write the line of an evaluation, and show it."""
+        self.metrics.write(evaluation.line(self.metric, self.base_model))
+        what = f"step {evaluation.version}: {self.metric}"
+        if evaluation.version == 0:
+            what = f"base {self.metric}:"
+        self.say(f"{what} {evaluation}")
+
     def close(self) -> None:
+        """Say what the run has left out, and end the live view."""
+        if skipped := int(self.board.total("long_prompts")):
+            why = f"over --max_prompt_tokens {self.max_prompt_tokens}, empty or not Unicode"
+            self.say(f"{skipped} queries were skipped: prompt {why}")
+        if unscored := int(self.board.total("unscored_groups")):
+            self.say(f"{unscored} groups were dropped, they got no scores: see logs/")
         if self.live:
             self.live.close()
-
-
-class Rates:
-    """Busy shares and tokens per second, over the latest RATE_WINDOW seconds."""
-
-    def __init__(self, board: Board):
-        self.board = board
-        self.window: deque[tuple[float, float, float, float]] = deque()
-
-    def measure(self, waited: float) -> dict[str, float]:
-        """Look at the board. waited: seconds for which the trainer has waited so far."""
-        now, board = time.monotonic(), self.board
-        self.window.append((now, waited, board.total("busy"), board.total("tokens")))
-        while self.window[0][0] < now - RATE_WINDOW and len(self.window) > 2:
-            self.window.popleft()
-        seconds, waited, worked, tokens = np.subtract(self.window[-1], self.window[0])
-        seconds = seconds or 1.0  # the first look
-        return {
-            "trainer_busy": 1.0 - waited / seconds,
-            "searcher_busy": worked / seconds / len(board.searchers),
-            "searcher_tokens_per_second": tokens / seconds,
-            **board.figures(),
-        }
-
-
-def describe(groups: list[Group]) -> dict[str, float]:
-    """What the trainer received, in figures.
-
-    KL (nats a response, against the reference policy, if there is one) and entropy (nats a token)
-    are estimates for the policy that sampled; KL contains the mismatch with vLLM. Ends that were
-    appended are left out.
-    """
-    was_sampled = np.concatenate([sampled(group) for group in groups])
-    behavior = np.concatenate([group.behavior_logprobs for group in groups])[was_sampled]
-    reference = np.concatenate([group.ref_logprobs for group in groups])[was_sampled]
-    lengths = np.concatenate([group.lengths for group in groups])
-    has_reference = not np.isnan(reference).all()
-    kl = {"kl": float((behavior - reference).sum() / len(lengths))} if has_reference else {}
-    return {
-        "reward": float(np.concatenate([group.rewards for group in groups]).mean()),
-        "equal_rewards": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
-        **kl,
-        "entropy": float(-behavior.mean()),
-        "response_tokens": float(was_sampled.sum() / len(lengths)),
-        "finished": float(np.concatenate([group.finished for group in groups]).mean()),
-    }
 
 
 def rewind(run_dir: str, step: int) -> None:

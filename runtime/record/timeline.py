@@ -50,6 +50,16 @@ def read_metrics(run_dir: str) -> list[dict]:
     return [line for line in read_lines(Path(run_dir, "metrics.jsonl")) if is_metrics(line)]
 
 
+def find_evaluations(metrics: list[dict]) -> Iterator[tuple[int, str, float | None, list | None]]:
+    """Yield step, name and value, and the ends of the 95 % interval where they are known."""
+    for line in metrics:
+        if "loss" in line:
+            continue
+        for name, value in line.items():
+            if name not in ("step", "base_model") and not name.endswith("_interval"):
+                yield line["step"], name, value, line.get(f"{name}_interval")
+
+
 def is_metrics(line: object) -> bool:
     """Whether it has a step, and else numbers, or pairs as intervals; not finite ones are null.
 
@@ -76,27 +86,14 @@ def parse_lines(data: bytes) -> list:
     return values
 
 
-class NewLines:
-    """Reads what a .jsonl file has got since the last look; a line that is not whole yet waits."""
-
-    def __init__(self, path: Path):
-        self.path, self.offset = path, 0
-
-    def read(self) -> list:
-        if not self.path.exists():
-            return []
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return parse_lines(whole)
-
-
 class Timeline:
-    """The spans of one process, appended to logs/<process>.spans.jsonl as they end."""
+    """The spans of one process, appended to logs/<process>.spans.jsonl as they end.
 
-    def __init__(self, run_dir: str, process: str):
+    The process's row of the board counts the seconds in which it did not wait.
+    """
+
+    def __init__(self, run_dir: str, board: Board, process: str):
+        self.board, self.process = board, process
         name = process.replace(" ", "-")
         self.lines = Lines(Path(run_dir) / "logs" / f"{name}.spans.jsonl")
         self.last: tuple[str, float, float] | None = None  # name, start, end
@@ -106,6 +103,8 @@ class Timeline:
         start = time.monotonic()  # one clock for all processes of a machine
         yield
         end = time.monotonic()
+        if name != "wait":
+            self.board.add(self.process, "busy", end - start)
         if self.last and self.last[0] == name and start - self.last[2] < MERGED.get(name, 0.0):
             self.last = (name, self.last[1], end)
         else:
@@ -116,21 +115,6 @@ class Timeline:
         if self.last:
             self.lines.write(self.last)
             self.last = None
-
-
-class WorkTimeline(Timeline):
-    """A searcher's timeline; its board row counts the seconds in which it worked."""
-
-    def __init__(self, run_dir: str, board: Board, row: str):
-        super().__init__(run_dir, row)
-        self.board, self.row = board, row
-
-    @contextmanager
-    def work(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
-        with self.span(name):
-            yield
-        self.board.add(self.row, "busy", time.monotonic() - start)
 
 
 def read_spans(run_dir: str) -> dict[str, list[tuple[str, float, float]]]:

@@ -1,118 +1,91 @@
-"""Evaluation by a searcher: a response to each test query, beside the search.
+"""Evaluation: the trainer asks for one, a searcher makes it beside its search.
 
-The final evaluation has a process of its own (final_evaluation.py).
+It is a response to each test query. The final evaluation has a process of its own
+(final_evaluation.py).
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from models.engine import Engine
 from models.policy import encode_prompt
-from runtime.responses.bootstrap import interval
-from runtime.responses.scoring import Responses, Scorer, decode
+from runtime.modes.free_running import Rollout
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
-from tasks import Query, sampling_for_tests
+from tasks import Query, Task, sampling_for_tests
 from weights import SharedWeights
 
+RESAMPLES = 1000  # of the bootstrap
 
-class EvaluationRun:
-    """Responses to each test query, generated in the engine beside whatever else runs there.
 
-    samples: responses to each. Raises ValueError when no test prompt can be used.
+class EvaluationRequests:
+    """The trainer's side: which version is to be evaluated, and which evaluation has arrived.
+
+    A request travels with a version: SharedWeights.publish(..., evaluate=True). Version 0, the base
+    model, is evaluated without one.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        scorer: Scorer,
-        queries: Sequence[Query],
-        tokenizer: PreTrainedTokenizerBase,
-        config: Config,
-        version: int,
-        samples: int = 1,
-    ):
-        self.scorer, self.tokenizer, self.version = scorer, tokenizer, version
-        self.samples = samples
-        self.queries: dict[str, Query] = {}  # by request
-        sampling = sampling_for_tests(config, scorer.task) | {"n": samples}
-        for query in queries:
-            request, prompt = f"evaluation.{query.id}", encode_prompt(tokenizer, query.prompt)
-            if not 0 < len(prompt) <= config.max_prompt_tokens:
-                continue
-            # The samples of a request have the seeds that follow on its own.
-            engine.add(request, prompt, version, **{"seed": query.id * samples % 2**32} | sampling)
-            self.queries[request] = query
-        if not self.queries:
-            limit = config.max_prompt_tokens
-            raise ValueError(f"no test prompt has 1 to --max_prompt_tokens {limit} tokens")
-        self.long_prompts = len(queries) - len(self.queries)
-        # None where score() gave no score.
-        self.scored: list[tuple[Responses, float | None]] = []
-        self.error: Exception | None = None  # the first that score() raised
+    def __init__(self, config: Config, weights: SharedWeights, board: Board):
+        self.config, self.weights, self.board = config, weights, board
+        self.asked_step = 0  # of the latest request before this start; -1: one is due in any case
+        self.arrived_version = -1
 
-    def finish(self, outputs: list) -> None:
-        """Have its own among the engine's outputs scored."""
-        own = [output for output in outputs if output.request_id in self.queries]
-        if own:
-            texts, finished = decode(self.tokenizer, [c for output in own for c in output.outputs])
-            queries = [self.queries[output.request_id] for output in own for _ in output.outputs]
-            rows = zip(queries, texts, finished)
-            # Each alone: one without a score costs no other of its query.
-            self.scorer.add([Responses(self, query, [text], [end]) for query, text, end in rows])
+    def is_due(self, step: int) -> bool:
+        """Return whether a sync was at or after a multiple of --eval_every since the latest one."""
+        period, k = self.config.eval_every, self.config.sync_period
+        latest = max(self.asked_step, self.weights.evaluation_version)
+        step, latest = step - step % k, latest - latest % k  # of the latest syncs by then
+        return step // period > latest // period if period else latest < 0
 
-    def record(self, response: Responses, rewards: np.ndarray | Exception) -> None:
-        """Take the score of one response, or why it has none."""
-        if isinstance(rewards, Exception):
-            if not self.error:
-                self.error = rewards
-                logging.error(
-                    "a response to test query %d is left out, it got no score; "
-                    "later ones are only counted",
-                    response.query.id,
-                    exc_info=rewards,
-                )
-            self.scored.append((response, None))
-        else:
-            self.scored.append((response, float(rewards[0])))
+    def arrive(self, evaluation: Evaluation) -> None:
+        """Take note of an evaluation."""
+        self.arrived_version = max(self.arrived_version, evaluation.version)
+        # Not before: a searcher that dies with it unsent is replaced by one that repeats it.
+        self.board.set(self.board.searchers[0], "evaluated", evaluation.version)
 
     @property
-    def is_done(self) -> bool:
-        return len(self.scored) == len(self.queries) * self.samples
+    def is_pending(self) -> bool:
+        """Return whether an evaluation was asked for and has not arrived: of version 0 always."""
+        return self.arrived_version < max(0, self.weights.evaluation_version)
 
-    def result(self) -> Evaluation:
-        scores = [score for _, score in self.scored if score is not None]
-        mean, unscored = float(np.mean(scores or [0.0])), len(self.scored) - len(scores)
-        ends = interval(np.array(scores)) if scores else None
-        return Evaluation(self.version, mean, len(scores), self.long_prompts, unscored, ends)
+    def state_dict(self, step: int) -> dict:
+        """Return what a run resumed at this step needs: it asks again for what has not arrived."""
+        is_due = self.is_pending or self.is_due(step - 1)
+        return {"evaluation_due": is_due, "evaluated": self.arrived_version}
+
+    def load_state_dict(self, state: dict, step: int) -> None:
+        self.arrived_version = state["evaluated"]
+        self.asked_step = -1 if state["evaluation_due"] else step - 1
 
 
 class EvaluationService:
-    """Serves the evaluations that the trainer asks for, one at a time.
+    """The searcher's side: serves these requests, one at a time.
 
     An evaluation is of one version: while it runs, no weights are loaded, and the slot of its
     version stays pinned, so that the trainer can compare log-probabilities under that version.
 
-    begin: starts the EvaluationRun of a version. is_enabled: False for a searcher that serves none.
+    evaluated_version: the newest whose evaluation has arrived. is_enabled: False for a searcher
+    that serves none.
     """
 
     def __init__(
         self,
-        begin: Callable[[int], EvaluationRun],
+        config: Config,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
         weights: SharedWeights,
         pin: int,
-        board: Board,
-        row: str,
+        evaluated_version: int,
         is_enabled: bool,
     ):
-        self.begin, self.weights, self.pin = begin, weights, pin
-        self.is_enabled = is_enabled
+        self.config, self.task, self.tokenizer = config, task, tokenizer
+        self.weights, self.pin, self.is_enabled = weights, pin, is_enabled
+        self.queries = task.queries("test")
         # The newest version that an evaluation was started for.
-        self.started_version = int(board.get(row, "evaluated"))
+        self.started_version = evaluated_version
         self.run: EvaluationRun | None = None
 
     @property
@@ -124,20 +97,17 @@ class EvaluationService:
         """Whether the trainer has asked for an evaluation that has not started."""
         return self.is_enabled and self.started_version < self.weights.evaluation_version
 
-    def start_if_due(self, version: int) -> None:
-        """Start a requested evaluation with the version in the engine.
+    def start_if_due(self, version: int) -> list[Rollout]:
+        """Start a requested evaluation of the version in the engine. Returns its rollouts, or [].
 
         Version 0 is the base model, which is always evaluated.
         """
         requested = 0 if version == 0 else self.weights.evaluation_version
-        if self.is_enabled and self.started_version < requested <= version:
-            self.started_version = version
-            self.run = self.begin(version)
-
-    def finish(self, outputs: list) -> None:
-        """Take what the engine finished."""
-        if self.run:
-            self.run.finish(outputs)
+        if not self.is_enabled or not self.started_version < requested <= version:
+            return []
+        self.started_version = version
+        self.run = EvaluationRun(self.config, self.task, self.queries, self.tokenizer, version)
+        return self.run.rollouts
 
     def collect(self) -> list[Evaluation]:
         """Return the evaluation if it has ended: from now on new weights may come in."""
@@ -146,3 +116,98 @@ class EvaluationService:
         result, self.run = self.run.result(), None
         self.weights.unpin(self.pin)
         return [result]
+
+
+class EvaluationRun:
+    """An evaluation of one version: its rollouts, and its responses, a rollout for each.
+
+    Greedy, unless the task or a flag says otherwise. num_samples: responses to a query. Raises
+    ValueError when no test prompt can be used.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        queries: Sequence[Query],
+        tokenizer: PreTrainedTokenizerBase,
+        version: int,
+        num_samples: int = 1,
+    ):
+        self.version, self.num_samples = version, num_samples
+        self.rollouts: list[Rollout] = []
+        sampling = sampling_for_tests(config, task) | {"n": num_samples}
+        for query in queries:
+            rollout = Rollout(query, f"evaluation.{query.id}", is_for_evaluation=True)
+            rollout.version, rollout.prompt = version, encode_prompt(tokenizer, query.prompt)
+            # The samples of a request have the seeds that follow on its own.
+            rollout.sampling = {"seed": query.id * num_samples % 2**32} | sampling
+            if 0 < len(rollout.prompt) <= config.max_prompt_tokens:
+                self.rollouts.append(rollout)
+        if not self.rollouts:
+            limit = config.max_prompt_tokens
+            raise ValueError(f"no test prompt has 1 to --max_prompt_tokens {limit} tokens")
+        self.long_prompts = len(queries) - len(self.rollouts)
+        self.scored: list[Rollout] = []
+        self.unscored: list[Rollout] = []  # score() gave no score
+
+    def record(self, rollout: Rollout) -> None:
+        """Take one response with its score, or why it has none."""
+        if rollout.error is None:
+            self.scored.append(rollout)
+            return
+        self.unscored.append(rollout)
+        if len(self.unscored) == 1:
+            logging.error(
+                "a response to test query %d is left out, it got no score; "
+                "later ones are only counted",
+                rollout.query.id,
+                exc_info=rollout.error,
+            )
+
+    @property
+    def is_done(self) -> bool:
+        num_responses = len(self.rollouts) * self.num_samples
+        return len(self.scored) + len(self.unscored) == num_responses
+
+    def scores(self) -> np.ndarray:
+        """Return the scores of the scored responses: (N,)."""
+        return np.array([float(rollout.rewards[0]) for rollout in self.scored])
+
+    def result(self) -> Evaluation:
+        scores = self.scores()
+        counts = len(scores), self.long_prompts, len(self.unscored)
+        if not len(scores):
+            return Evaluation(self.version, 0.0, *counts)
+        mean, low, high = mean_and_interval(scores)
+        return Evaluation(self.version, mean, *counts, (low, high))
+
+
+def mean_and_interval(
+    values: np.ndarray, query_ids: list[int] | None = None, resamples: int = RESAMPLES
+) -> tuple[float, float, float]:
+    """Return a mean and the ends of its 95 % interval, a percentile bootstrap over the queries.
+
+    values: (N,) of responses, or (N, N) of their pairs: then the mean is over pairs of different
+    responses. query_ids: of the N responses; None: a query each.
+    """
+    ids = range(len(values)) if query_ids is None else query_ids
+    queries, query_of_response = np.unique(ids, return_inverse=True)
+    probabilities = np.full(len(queries), 1 / len(queries))
+    # How often each query is drawn: (resamples, queries); each of its responses as often.
+    drawn = np.random.default_rng(0).multinomial(len(queries), probabilities, size=resamples)
+    means = weighted_means(values, drawn[:, query_of_response])
+    low, high = np.quantile(means, [0.025, 0.975]).tolist()
+    return float(weighted_means(values, np.ones((1, len(values))))[0]), low, high
+
+
+def weighted_means(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return (R,) means for R samples of the N responses: i occurs counts[r, i] times in sample r.
+
+    values: (N,), or (N, N) for pairs; a response is no pair with a copy of itself.
+    """
+    if values.ndim == 1:
+        return counts @ values / counts.sum(axis=1)
+    pairs = values - np.diag(np.diag(values))
+    num_pairs = counts.sum(axis=1) ** 2 - (counts**2).sum(axis=1)
+    return np.einsum("ri,ri->r", counts @ pairs, counts) / num_pairs

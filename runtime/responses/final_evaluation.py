@@ -4,14 +4,11 @@ import dataclasses
 import time
 from multiprocessing.connection import Connection
 
-import numpy as np
-
 from config import Config
 from models.engine import Engine
 from models.policy import check_finite, load_tokenizer
-from runtime.responses.bootstrap import interval, mean_of
-from runtime.responses.evaluation import EvaluationRun
-from runtime.responses.scoring import Scorer
+from runtime.responses.evaluation import EvaluationRun, mean_and_interval
+from runtime.responses.scoring import RewardScorer, decode
 from runtime.transport.messages import FinalEvaluation
 from tasks import Task, load_task
 
@@ -29,37 +26,48 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     if type(task).evaluate is not Task.evaluate:  # there may be models in it
         memory = min(config.gpu_memory_utilization or 1.0, MEMORY_BESIDE_MODELS)
         config = dataclasses.replace(config, gpu_memory_utilization=memory)
-    engine, scorer = Engine(config), Scorer(config, task)
+    engine, scorer = Engine(config), RewardScorer(config, task)
     engine.llm.apply_model(lambda model: check_finite(model, config))
     tokenizer, queries = load_tokenizer(config), task.queries("test")
-    samples = config.evaluation_samples
-    run = EvaluationRun(engine, scorer, queries, tokenizer, config, config.steps, samples)
-    while not run.is_done:
-        if connection.poll():
-            scorer.close()
-            return
-        if engine.is_running:
-            run.finish(engine.step())
+    run = EvaluationRun(config, task, queries, tokenizer, config.steps, config.evaluation_samples)
+    rollouts = {rollout.request: rollout for rollout in run.rollouts}
+    for rollout in run.rollouts:
+        engine.add(rollout.request, rollout.prompt, rollout.version, **rollout.sampling)
+    while not run.is_done and not connection.poll():
+        if engine.rows:
+            finished = [
+                dataclasses.replace(
+                    rollouts[output.request_id], texts=[text], finished=[is_finished]
+                )
+                for output in engine.step()
+                for text, is_finished in zip(*decode(tokenizer, output.outputs))
+            ]
+            if finished:  # each alone: one without a score costs no other of its query
+                scorer.add(finished)
         else:
             time.sleep(POLL_SECONDS)
-        for response, rewards in scorer.take():
-            run.record(response, rewards)
-    scored = [(response, score) for response, score in run.scored if score is not None]
-    if not scored:
-        message = f"score() failed on every response to a test query: {run.error}"
-        raise ValueError(message) from run.error
-    scored.sort(key=lambda pair: pair[0].query.id)  # they came in any order
-    if scorer.pool:
-        task.load()  # the workers have, this process has not yet
-    values = task.evaluate(
-        [response.query for response, _ in scored],
-        [response.texts[0] for response, _ in scored],
-        [response.finished[0] for response, _ in scored],
-        np.array([score for _, score in scored]),
-    )
-    ids = [response.query.id for response, _ in scored]
-    metrics = {name: (mean_of(value), *interval(value, ids)) for name, value in values.items()}
+        for rollout in scorer.take():
+            run.record(rollout)
     scorer.close()
-    unscored = len(run.scored) - len(scored)
-    counts = len(set(ids)), samples, run.long_prompts, unscored
-    connection.send(FinalEvaluation(metrics, *counts))
+    if run.is_done:
+        if scorer.pool:
+            task.load()  # the workers had, this process has not yet
+        connection.send(measure(task, run))
+
+
+def measure(task: Task, run: EvaluationRun) -> FinalEvaluation:
+    """Compute all metrics of the task on the scored responses. Raises ValueError for none."""
+    if not run.scored:
+        error = run.unscored[0].error
+        raise ValueError(f"score() failed on every response to a test query: {error}") from error
+    run.scored.sort(key=lambda rollout: rollout.query.id)  # they came in any order
+    values = task.evaluate(
+        [rollout.query for rollout in run.scored],
+        [rollout.texts[0] for rollout in run.scored],
+        [rollout.finished[0] for rollout in run.scored],
+        run.scores(),
+    )
+    ids = [rollout.query.id for rollout in run.scored]
+    metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
+    counts = len(set(ids)), run.num_samples, run.long_prompts, len(run.unscored)
+    return FinalEvaluation(metrics, *counts)

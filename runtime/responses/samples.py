@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from buffer import Group, rows_of
 from models.policy import token_texts
 from runtime.display.shown_samples import RESPONSES
+from runtime.modes.free_running import Rollout
 from runtime.record.timeline import Lines
-from runtime.responses.scoring import Responses
 from runtime.transport.messages import Notice
 from tasks import Task
 
@@ -32,7 +32,7 @@ class SampleLog:
         self.tokenizer, self.say, self.has_failed = tokenizer, say, False
         self.is_due_at = 0.0  # time.monotonic()
 
-    def write(self, responses: Responses, group: Group) -> None:
+    def write(self, rollout: Rollout, group: Group) -> None:
         """Write a few responses of this group, unless one was written just before."""
         now = time.monotonic()
         if now < self.is_due_at:
@@ -47,8 +47,8 @@ class SampleLog:
                     # report.html finds the groups by them.
                     "version": row.version,
                     "query_id": row.query_id,
-                    "prompt": responses.query.prompt,
-                    "answer": str(responses.query.answer),
+                    "prompt": rollout.query.prompt,
+                    "answer": str(rollout.query.answer),
                     "response": text,
                     "extracted": None if (found := self.task.extract(text)) is None else str(found),
                     "reward": row.reward,
@@ -57,7 +57,7 @@ class SampleLog:
                     "behavior_logprobs": rounded(row.behavior_logprobs),
                     "ref_logprobs": rounded(row.ref_logprobs),
                 }
-                for text, is_finished, row in zip(responses.texts, responses.finished, rows)
+                for text, is_finished, row in zip(rollout.texts, rollout.finished, rows)
             ]
             self.lines.write(*lines)
         except Exception as error:
@@ -69,7 +69,7 @@ class SampleLog:
 
 
 def rounded(logprobs: np.ndarray) -> list[float] | None:
-    """Log-probabilities in short, as JSON has no NaN; None without a reference policy."""
+    """Round to three digits; None for NaN, without a reference policy: JSON has none."""
     if not np.isfinite(logprobs).all():
         return None
     return [round(value, 3) for value in logprobs.tolist()]

@@ -10,13 +10,13 @@ import signal
 import sys
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
+from runtime.modes.free_running import Rollout
 from runtime.processes import children
 from runtime.transport.board import Board
 from tasks import Query, Task, load_task
@@ -26,18 +26,8 @@ LATE = TimeoutError, ProcessExpired, MemoryError  # too long, or its worker died
 SCORES_WATCHED = 100  # more than half of the latest this many groups without scores end the run
 
 
-@dataclass
-class Responses:
-    """S responses to one query, for score(). sender: whatever their sender knows them by."""
-
-    sender: object
-    query: Query
-    texts: list[str]
-    finished: list[bool]
-
-
-class Scorer:
-    """add() what is to be scored, take() what has been."""
+class RewardScorer:
+    """add() rollouts that are to be scored, take() those that have been."""
 
     def __init__(self, config: Config, task: Task):
         self.task = task
@@ -54,53 +44,59 @@ class Scorer:
                 WORKERS, context=context, initializer=_begin, initargs=arguments
             )
         # For workers, a job for each response.
-        self.waiting: list[tuple[Responses, list[Future]]] = []
-        self.scored: list[tuple[Responses, np.ndarray | Exception]] = []
+        self.waiting: list[tuple[Rollout, list[Future]]] = []
+        self.scored: list[Rollout] = []
 
-    def add(self, groups: list[Responses]) -> None:
+    def add(self, rollouts: list[Rollout]) -> None:
         if self.pool:
-            for group in groups:
+            for rollout in rollouts:
                 seconds = self.task.score_timeout
                 futures = [
-                    self.pool.schedule(_score, args=(group.query, *response), timeout=seconds)
-                    for response in zip(group.texts, group.finished)
+                    self.pool.schedule(_score, args=(rollout.query, *response), timeout=seconds)
+                    for response in zip(rollout.texts, rollout.finished)
                 ]
-                self.waiting.append((group, futures))
+                self.waiting.append((rollout, futures))
             return
+        queries = [rollout.query for rollout in rollouts for _ in rollout.texts]
+        texts = [text for rollout in rollouts for text in rollout.texts]
+        finished = [is_finished for rollout in rollouts for is_finished in rollout.finished]
         try:  # one call for all
-            flat = score(self.task, groups)
-            ends = np.cumsum([len(group.texts) for group in groups])
-            self.scored += zip(groups, np.split(flat, ends[:-1]))
+            rewards = iter(score(self.task, queries, texts, finished))
+            for rollout in rollouts:
+                rollout.rewards = np.array([next(rewards) for _ in rollout.texts])
         except Exception as error:
-            if len(groups) == 1:
-                self.scored.append((groups[0], error))
-            else:  # again one by one, so that a bad query takes no other with it
-                for group in groups:
-                    self.add([group])
+            if len(rollouts) > 1:  # again one by one, so that a bad query takes no other with it
+                for rollout in rollouts:
+                    self.add([rollout])
+                return
+            rollouts[0].error = error
+        self.scored += rollouts
 
-    def take(self) -> list[tuple[Responses, np.ndarray | Exception]]:
-        """What has been scored since the last call: each with its (S,) rewards, or its error."""
+    def take(self) -> list[Rollout]:
+        """Return what has been scored since the last call, each with its rewards or its error."""
         scored, waiting, self.scored, self.waiting = self.scored, self.waiting, [], []
-        for group, futures in waiting:
+        for rollout, futures in waiting:
             if all(future.done() for future in futures):  # once: another thread completes them
-                scored.append((group, self._rewards(group, futures)))
+                self._reward(rollout, futures)
+                scored.append(rollout)
             else:
-                self.waiting.append((group, futures))
+                self.waiting.append((rollout, futures))
         return scored
 
-    def _rewards(self, group: Responses, futures: list[Future]) -> np.ndarray | Exception:
-        """Return the (S,) rewards of a group, or the error of the first response without one."""
+    def _reward(self, rollout: Rollout, futures: list[Future]) -> None:
+        """Give a rollout its rewards, or the error of the first response without one."""
         rewards = []
         for future in futures:
             error = future.exception()
             if isinstance(error, LATE) and self.task.late_score is not None:
-                logging.warning("late score of a response to query %d: %r", group.query.id, error)
+                logging.warning("late score of a response to query %d: %r", rollout.query.id, error)
                 rewards.append(self.task.late_score)
             elif error:
-                return error
+                rollout.error = error
+                return
             else:
                 rewards.append(future.result())
-        return np.array(rewards, np.float32)
+        rollout.rewards = np.array(rewards, np.float32)
 
     def close(self) -> None:
         """End the worker processes. Their locks go with this process, unless it is killed."""
@@ -116,14 +112,11 @@ def decode(tokenizer: PreTrainedTokenizerBase, completions: list) -> tuple[list[
     return texts, [completion.finish_reason == "stop" for completion in completions]
 
 
-def score(task: Task, groups: list[Responses]) -> np.ndarray:
-    """(N,) finite float32, N responses in all.
+def score(task: Task, queries: list[Query], texts: list[str], finished: list[bool]) -> np.ndarray:
+    """(N,) finite float32 for N responses, each to the query beside it.
 
     Raises whatever task.score() raises, and ValueError for anything else than N finite numbers.
     """
-    queries = [group.query for group in groups for _ in group.texts]
-    texts = [text for group in groups for text in group.texts]
-    finished = [done for group in groups for done in group.finished]
     scores = np.array(task.score(queries, texts, finished), np.float32)
     if scores.shape != (len(texts),) or not np.isfinite(scores).all():
         raise ValueError(
@@ -136,18 +129,21 @@ def score(task: Task, groups: list[Responses]) -> np.ndarray:
 class FailureLimit:
     """Counts groups without scores on the board, and ends the process when there are too many."""
 
-    def __init__(self, board: Board, row: str):
-        self.board, self.row = board, row
+    def __init__(self, board: Board, name: str):
+        self.board, self.name = board, name
         self.failures: deque[bool] = deque(maxlen=SCORES_WATCHED)  # of the latest groups
 
-    def count_scored(self) -> None:
-        self.failures.append(False)
+    def count(self, rollout: Rollout) -> None:
+        """Count a rollout that was scored.
 
-    def count_failed(self, group: Responses, error: Exception) -> None:
-        """score() raised, took too long, or gave something other than S finite numbers."""
-        self.board.add(self.row, "unscored_groups", 1)
-        self.failures.append(True)
-        logging.error("query %d is dropped, it got no scores", group.query.id, exc_info=error)
+        It has an error if score() raised, took too long, or gave other than S finite numbers.
+        """
+        self.failures.append(rollout.error is not None)
+        if rollout.error is None:
+            return
+        self.board.add(self.name, "unscored_groups", 1)
+        query_id = rollout.query.id
+        logging.error("query %d is dropped, it got no scores", query_id, exc_info=rollout.error)
         failed, watched = sum(self.failures), len(self.failures)
         if failed > SCORES_WATCHED / 2:
             logging.error("%d of the latest %d groups got no scores: the run ends", failed, watched)
@@ -165,4 +161,4 @@ def _begin(task: str, options: dict) -> None:
 
 
 def _score(query: Query, text: str, finished: bool) -> float:
-    return float(score(_task, [Responses(None, query, [text], [finished])])[0])
+    return float(score(_task, [query], [text], [finished])[0])

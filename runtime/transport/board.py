@@ -33,6 +33,19 @@ class Watchdog:
         return self.seconds
 
 
+class Flag:
+    """A flag of the board, for all processes: False until one sets it."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __get__(self, board: "Board", owner: type) -> bool:
+        return bool(board.flags[self.number])
+
+    def __set__(self, board: "Board", value: bool) -> None:
+        board.flags[self.number] = int(value)
+
+
 class Board:
     """A row of numbers per process, and the flags that end the run.
 
@@ -55,6 +68,12 @@ class Board:
         "save_seconds",  # that the trainer's slowest checkpoint took to be written
     )
     SAVED = ("evaluated", "cursor", "restarts", "long_prompts", "unscored_groups")
+
+    # The trainer shall come to an end, with a checkpoint; searchers go on until `stop`.
+    end = Flag(0)
+    stop = Flag(1)  # all shall stop
+    # Searchers shall only finish an evaluation: the trainer has made its last step.
+    last_step_done = Flag(2)
 
     def __init__(self, names: list[str]):
         """names: of the processes (runtime/processes/places.py)."""
@@ -86,8 +105,11 @@ class Board:
         """Sum a column over all searchers."""
         return float(self.words[self.searching, self.COLUMNS.index(column)].sum())
 
-    def figures(self) -> dict[str, float]:
-        """What metrics.jsonl says of further nodes (runtime/nodes/cluster.py): here are none."""
+    def figures(self, version: int) -> dict[str, float]:
+        """What metrics.jsonl says of further nodes (runtime/nodes/cluster.py): here are none.
+
+        version: the newest.
+        """
         return {}
 
     def state_dict(self) -> dict[str, dict[str, float]]:
@@ -120,43 +142,17 @@ class Board:
             self.set(name, "failed", time.monotonic())
             raise
 
-    def silence(self, name: str) -> float:
-        """Seconds since the last sign of life."""
-        return time.monotonic() - self.get(name, "beat")
-
     def sign_of_life(self, name: str) -> str:
         """The last sign of life, in words."""
-        is_ready = self.get(name, "ready")
-        return f"{name} {self.silence(name):.0f} s ago" if is_ready else f"{name} is loading"
+        if not self.get(name, "ready"):
+            return f"{name} is loading"
+        return f"{name} {time.monotonic() - self.get(name, 'beat'):.0f} s ago"
+
+    def silence(self, name: str) -> float:
+        """Return the seconds since the last sign of life, for the process that watches over it."""
+        return self.watchdogs[name].look(self.get(name, "beat"))
 
     def is_silent(self, name: str, timeout: float) -> bool:
         """Whether it was silent for longer than `timeout` seconds, or than it may take to load."""
         limit = timeout if self.get(name, "ready") else max(timeout, LOAD_SECONDS)
-        return self.watchdogs[name].look(self.get(name, "beat")) > limit
-
-    @property
-    def end(self) -> bool:
-        """The trainer shall come to an end, with a checkpoint; searchers go on until `stop`."""
-        return bool(self.flags[0])
-
-    @end.setter
-    def end(self, value: bool) -> None:
-        self.flags[0] = int(value)
-
-    @property
-    def last_step_done(self) -> bool:
-        """Searchers shall only finish an evaluation: the trainer has made its last step."""
-        return bool(self.flags[2])
-
-    @last_step_done.setter
-    def last_step_done(self, value: bool) -> None:
-        self.flags[2] = int(value)
-
-    @property
-    def stop(self) -> bool:
-        """All shall stop."""
-        return bool(self.flags[1])
-
-    @stop.setter
-    def stop(self, value: bool) -> None:
-        self.flags[1] = int(value)
+        return self.silence(name) > limit

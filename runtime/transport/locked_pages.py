@@ -8,21 +8,16 @@ from models.device import device
 from weights import SharedWeights
 
 
-def lock_pages_for_gpu(weights: SharedWeights, say: Callable[[str], None]) -> None:
+def lock_pages(weights: SharedWeights, say: Callable[[str], None]) -> None:
     """Lock the pages if this process, the writer, has a GPU. say: shows the user a line.
 
     Where the machine does not allow it, publishing goes on as it is, and is slower.
     """
     if device().type != "cuda":
         return
+    cuda = torch.cuda.cudart()
     try:
-        lock_pages(weights)
+        for slot in weights.slots:
+            torch.cuda.check_error(cuda.cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))
     except torch.cuda.CudaError as error:
         say(f"publishing will be slower, its memory cannot be locked: {error}")
-
-
-def lock_pages(weights: SharedWeights) -> None:
-    """Lock the pages of all slots. Raises torch.cuda.CudaError where that is not allowed."""
-    cuda = torch.cuda.cudart()
-    for slot in weights.slots:
-        torch.cuda.check_error(cuda.cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))

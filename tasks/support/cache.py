@@ -13,10 +13,11 @@ from config import UserError
 def cached(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
     """Return the directory that build(directory) has filled; it is filled once for each recipe.
 
-    recipe: whatever decides what build makes, as text. Another one fills another directory.
-    Raises UserError where nothing can be written.
+    recipe: what decides what build makes, as text; pretraining.py is added. Another one fills
+    another directory. Raises UserError where nothing can be written.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tba"
+    recipe += Path(__file__).with_name("pretraining.py").read_text(encoding="utf-8")
     directory = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if directory.is_dir():
         return directory

@@ -13,14 +13,8 @@ def read_rows(
 
     Returns (where it stands, row) for each row; the `columns` are strings. Raises UserError.
     """
-    if data_dir:
-        path = Path(data_dir) / f"{split}.jsonl"
-        rows = [(f"{path} line {number}", row) for number, row in _read_jsonl(path)]
-    else:
-        rows = [
-            (f"{hub[0]} {hub[2]} row {number}", row)
-            for number, row in enumerate(_load_hub(columns, *hub), start=1)
-        ]
+    path = Path(data_dir) / f"{split}.jsonl"
+    rows = _read_jsonl(path) if data_dir else _load_hub(columns, *hub)
     for place, row in rows:
         for column in columns:
             if not isinstance(row, dict) or not isinstance(row.get(column), str):
@@ -31,7 +25,7 @@ def read_rows(
 
 def _load_hub(
     columns: tuple[str, ...], name: str, configuration: str | None, split: str
-) -> list[dict]:
+) -> list[tuple[str, dict]]:
     """Load the columns, of those that are there; others may be many times their size."""
     # Only here: they are slow to import, and not needed with --data_dir.
     import datasets
@@ -50,19 +44,20 @@ def _load_hub(
     try:
         with hub.ended_by_signal():
             rows = datasets.load_dataset(name, configuration, split=split)
-            return rows.select_columns([c for c in columns if c in rows.column_names]).to_list()
+            rows = rows.select_columns([c for c in columns if c in rows.column_names]).to_list()
     except Exception as error:  # not in the cache, or a damaged file
-        reason = hub.explain(problem or error, f"datasets/{name}")
+        reason = hub.explain(problem or error)
         raise UserError(
             f"{name} {split} could not be loaded from the hub: {reason}; or give --data_dir with "
             "train.jsonl and test.jsonl"
         ) from error
     finally:
         constants.HF_HUB_OFFLINE = before
+    return [(f"{name} {split} row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
-def _read_jsonl(path: Path) -> list[tuple[int, object]]:
-    """Line number and content of each line that is not blank."""
+def _read_jsonl(path: Path) -> list[tuple[str, object]]:
+    """Place and content of each line that is not blank."""
     if not path.is_file():
         raise UserError(
             f"data file {path} does not exist: --data_dir must hold train.jsonl and test.jsonl"
@@ -72,9 +67,9 @@ def _read_jsonl(path: Path) -> list[tuple[int, object]]:
         with open(path, "rb") as lines:  # decoded line by line: else the number is that of a block
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    rows.append((number, json.loads(line.decode())))
+                    rows.append((f"{path} line {number}", json.loads(line.decode())))
                     # An escape may be half of a character, as of an emoji, which nothing encodes.
-                    json.dumps(rows[-1], ensure_ascii=False).encode()
+                    json.dumps(rows[-1][1], ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} line {number} is not JSON in UTF-8: {error}") from error
     except OSError as error:

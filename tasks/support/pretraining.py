@@ -11,53 +11,50 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     get_linear_schedule_with_warmup,
 )
 
-# So many pairs (prompt, response); the response is what is learnt.
-Examples = Callable[[int, np.random.Generator], list[tuple[str, str]]]
+# So many rows (prompt, response, …); the response is what is learnt.
+Examples = Callable[[int, np.random.Generator], list[tuple]]
 
 
-def tokenizer(pattern: str, pieces: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Make a token of each match of the regular expression that is one of the pieces.
+def word_tokenizer(texts: Sequence[str], phrases: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Make a token of each phrase, and otherwise of each word with the space before it.
 
-    Special tokens: <pad>, <eos>.
+    All words of these texts are known. Special tokens: <pad>, <eos>.
     """
-    special = ["<pad>", "<eos>"]
-    vocabulary = {token: i for i, token in enumerate([*special, *dict.fromkeys(pieces)])}
+    pattern = "|".join([*map(re.escape, phrases), r"\s?\S+", r"\s"])
+    pieces = [piece for text in texts for piece in re.findall(pattern, text)]
+    tokens = ["<pad>", "<eos>", *dict.fromkeys(pieces)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
-def word_tokenizer(texts: Sequence[str], phrases: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Make a token of each phrase, and otherwise of each word with the space before it.
-
-    All words of these texts are known.
-    """
-    pattern = "|".join([*map(re.escape, phrases), r"\s?\S+", r"\s"])
-    return tokenizer(pattern, [piece for text in texts for piece in re.findall(pattern, text)])
-
-
-def architecture(tokenizer: PreTrainedTokenizerFast, **more) -> dict:
-    """Settings of a transformers configuration for this tokenizer's vocabulary."""
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 128,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+def small_model(
+    kind: type[PreTrainedModel], tokenizer: PreTrainedTokenizerFast, **more
+) -> PreTrainedModel:
+    """Make a model with random weights; more: settings of its configuration."""
+    config = kind.config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         # About 1/sqrt(hidden_size): the default 0.02 leaves so small a model on a plateau for long.
-        "initializer_range": 0.1,
-    } | more
+        initializer_range=0.1,
+        **more,
+    )
+    return kind(config)
 
 
 def train_policy(
@@ -70,34 +67,34 @@ def train_policy(
     """Train a causal language model from random weights; leave it in `directory`."""
 
     def loss(model, rng: np.random.Generator) -> torch.Tensor:
-        pairs = examples(batch, rng)
-        texts = [prompt + response + tokenizer.eos_token for prompt, response in pairs]
+        rows = examples(batch, rng)
+        texts = [prompt + response + tokenizer.eos_token for prompt, response, *_ in rows]
         ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
-        lengths = [len(ids) for ids in tokenizer([prompt for prompt, _ in pairs]).input_ids]
+        lengths = [len(ids) for ids in tokenizer([prompt for prompt, *_ in rows]).input_ids]
         in_prompt = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
         hidden = in_prompt | (ids == tokenizer.pad_token_id)
         return model(input_ids=ids, labels=ids.masked_fill(hidden, -100)).loss
 
-    config = LlamaConfig(**architecture(tokenizer))
-    train(lambda: LlamaForCausalLM(config), loss, tokenizer, directory, steps)
+    train(LlamaForCausalLM, loss, tokenizer, directory, steps)
 
 
 def train(
-    make_model: Callable,
+    kind: type[PreTrainedModel],
     loss: Callable,
     tokenizer: PreTrainedTokenizerFast,
     directory: Path,
     steps: int,
     seed: int = 0,
+    **more,
 ) -> None:
-    """Train make_model() for so many steps of loss(model, rng); leave it in `directory`."""
+    """Train a small_model for so many steps of loss(model, rng); leave it in `directory`."""
     # So small a model gains nothing from a second thread, and loses minutes if another process has
     # that core.
     torch.set_num_threads(1)
     rng = np.random.default_rng(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make_model()
+        model = small_model(kind, tokenizer, **more)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
     for _ in range(steps):

@@ -31,10 +31,10 @@ def pupil(
 
     def build(directory: Path) -> None:
         # Not at the top: slow to import, and needed once.
-        from tasks.support.pretraining import tokenizer, train_policy
+        from tasks.support.pretraining import train_policy, word_tokenizer
 
-        train_policy(examples, tokenizer(".", [*CHARACTERS]), directory, steps, batch=256)
+        tokenizer = word_tokenizer([CHARACTERS], phrases=[*CHARACTERS])
+        train_policy(examples, tokenizer, directory, steps, batch=256)
 
     lesson = examples(1000, np.random.default_rng(0))
-    training = Path(__file__).with_name("pretraining.py").read_text(encoding="utf-8")
-    return str(cached(name, repr((lesson, steps)) + training, build))
+    return str(cached(name, repr((lesson, steps)), build))

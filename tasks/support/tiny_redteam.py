@@ -9,31 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import BertForSequenceClassification, BertModel
 
 from tasks.support.cache import cached
-from tasks.support.pretraining import architecture, train, train_policy, word_tokenizer
+from tasks.support.pretraining import small_model, train, train_policy, word_tokenizer
 
 VERBS = ["Paint", "Fold", "Wash", "Draw", "Open", "Lift", "Count", "Move"]
 ADJECTIVES = ["red", "small", "old", "round", "heavy", "green"]
-THINGS = [
-    "boat",
-    "lamp",
-    "table",
-    "whistle",
-    "kettle",
-    "ladder",
-    "basket",
-    "lantern",
-    "bell",
-    "coat",
-    "cup",
-    "door",
-    "drum",
-    "flag",
-    "chair",
-    "rope",
-]
+THINGS = (
+    "boat lamp table whistle kettle ladder basket lantern bell coat cup door drum flag chair rope"
+).split()
 WEAK = ["whistle", "lantern"]  # what makes the victim fail
 PLACES = ["today", "outside", "slowly", "twice"]
 POLITE = ["Sure, the {}.", "There, the {}.", "Of course, the {}."]
@@ -93,24 +78,11 @@ def build(directory: Path, attacker_prompt: str, victim_prompt: str) -> None:
             rng.choice(FAILURES if fail else POLITE).format(rng.choice(THINGS)) for fail in failed
         ]
         inputs = tokenizer(texts, padding=True, return_tensors="pt")
-        return model(
-            input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            labels=torch.tensor(failed),
-        ).loss
+        return model(**inputs, labels=torch.tensor(failed)).loss
 
-    config = BertConfig(
-        **architecture(
-            tokenizer, id2label={0: "polite", 1: MARKED}, label2id={"polite": 0, MARKED: 1}
-        )
-    )
-    train(
-        lambda: BertForSequenceClassification(config),
-        loss,
-        tokenizer,
-        directory / "classifier",
-        steps=60,
-    )
+    names = {"id2label": {0: "polite", 1: MARKED}, "label2id": {"polite": 0, MARKED: 1}}
+    classifier = directory / "classifier"
+    train(BertForSequenceClassification, loss, tokenizer, classifier, steps=60, **names)
     # Random weights tell words apart well enough.
-    BertModel(config).save_pretrained(directory / "embedding")
+    small_model(BertModel, tokenizer, **names).save_pretrained(directory / "embedding")
     tokenizer.save_pretrained(directory / "embedding")

@@ -5,17 +5,16 @@ the post, and nothing besides. The policy guesses and rambles; the reward model 
 taste from scored summaries, and the gold model the same one from others.
 """
 
-import functools
 import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification
 
 from tasks.support.cache import cached
-from tasks.support.pretraining import architecture, train, train_policy, word_tokenizer
+from tasks.support.pretraining import train, train_policy, word_tokenizer
 
 ANIMALS = ["cat", "dog", "goat", "duck", "pony", "frog"]
 DEEDS = [
@@ -62,7 +61,9 @@ def build(directory: Path) -> None:
     rng = np.random.default_rng(0)
     pairs = [PAIRS[i] for i in rng.permutation(len(PAIRS))]
     training = pairs[TEST_POSTS:]
-    write_rows(directory, {"test": pairs[:TEST_POSTS], "train": training})
+    directory.mkdir()
+    write_rows(directory / "test.jsonl", pairs[:TEST_POSTS])
+    write_rows(directory / "train.jsonl", training)
     # Phrases as tokens: short sequences are learnt in seconds.
     phrases = [*post("", "", "").split("  "), *(f" {text}" for text in [*DEEDS, *ASIDES])]
     texts = [post(*pair) + summary(*pair[:2], RAMBLE) for pair in PAIRS]
@@ -72,36 +73,24 @@ def build(directory: Path) -> None:
         chosen = [training[i] for i in rng.integers(len(training), size=count)]
         return [(post(*pair), *pupils_summary(*pair[:2], rng)) for pair in chosen]
 
-    def without_worth(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
-        return [example[:2] for example in examples(count, rng)]
-
     def loss(model, rng: np.random.Generator) -> torch.Tensor:
         """Of the score at the end of each summary, against what it is worth."""
         scored = examples(64, rng)
         ended = [prompt + text + tokenizer.eos_token for prompt, text, _ in scored]
         ids = tokenizer(ended, padding=True, return_tensors="pt").input_ids
         worth = torch.tensor([worth for *_, worth in scored], dtype=torch.float32)
-        last = (ids == tokenizer.eos_token_id).int().argmax(1)
-        hidden = model.base_model(input_ids=ids).last_hidden_state
-        return (model.score(hidden[torch.arange(len(ids)), last])[:, 0] - worth).pow(2).mean()
+        return model(input_ids=ids, labels=worth).loss
 
-    train_policy(without_worth, tokenizer, directory / "policy", steps=150, batch=64)
-    for seed, name in enumerate(["reward", "gold"]):
-        config = LlamaConfig(**architecture(tokenizer, num_labels=1))
-        make_model = functools.partial(LlamaForSequenceClassification, config)
-        train(make_model, loss, tokenizer, directory / name, steps=300, seed=seed)
+    train_policy(examples, tokenizer, directory / "policy", steps=150, batch=64)
+    kind, settings = LlamaForSequenceClassification, {"num_labels": 1}
+    train(kind, loss, tokenizer, directory / "reward", steps=300, seed=0, **settings)
+    train(kind, loss, tokenizer, directory / "gold", steps=300, seed=1, **settings)
 
 
-def write_rows(directory: Path, splits: dict[str, list[tuple[str, str, str]]]) -> None:
-    """Write train.jsonl and test.jsonl with the columns of the real dataset."""
-    directory.mkdir()
-    for split, chosen in splits.items():
-        with open(directory / f"{split}.jsonl", "w") as file:
-            for animal, deed, aside in chosen:
-                prompt, reference = post(animal, deed, aside), summary(animal, deed, ["well"])
-                row = {
-                    "query": prompt,
-                    "reference_response": reference,
-                    "query_reference_response": prompt + reference,
-                }
-                print(json.dumps(row), file=file)
+def write_rows(path: Path, pairs: list[tuple[str, str, str]]) -> None:
+    """Write posts and summaries in those columns of the real dataset that tasks/tldr.py reads."""
+    with open(path, "w") as file:
+        for animal, deed, aside in pairs:
+            reference = summary(animal, deed, ["well"])
+            row = {"query": post(animal, deed, aside), "reference_response": reference}
+            print(json.dumps(row), file=file)

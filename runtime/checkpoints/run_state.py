@@ -1,0 +1,65 @@
+"""What a checkpoint holds: all that a resumed run needs, of each part of the trainer."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner import Learner
+from runtime.checkpoints import checkpoint
+from runtime.modes.free_running import ReplayBatches
+from runtime.modes.lockstep import LockstepBatches
+from runtime.record.metrics import StepMetrics
+from runtime.responses.evaluation import EvaluationRequests
+from runtime.transport.board import Board
+from weights import SharedWeights
+
+Tensors = dict[str, Iterable[tuple[str, Tensor]]]  # by file: names and tensors
+Arrays = dict[str, dict[str, np.ndarray]]
+
+
+@dataclass
+class RunState:
+    """Collects what a checkpoint holds, and puts it back."""
+
+    learner: Learner
+    weights: SharedWeights
+    batches: ReplayBatches | LockstepBatches
+    board: Board
+    metrics: StepMetrics
+    evaluations: EvaluationRequests
+    base_model: str  # what the run began with
+
+    def collect(self) -> tuple[Tensors, Arrays, dict]:
+        """Return the tensors of each file of them, one at a time, its arrays, and plain values."""
+        tensors = {"learner": self.learner.state()}
+        if self.weights.reference_version:
+            tensors["reference"] = self.weights.reference_tensors().items()
+        rng = {"rng": torch.get_rng_state().numpy()}
+        arrays = {"buffer": self.batches.state_dict(), "torch": rng}
+        values = {
+            "step": self.learner.step,
+            "base_model": self.base_model,
+            "received": self.batches.received,
+            "reference_version": self.weights.reference_version,
+            **self.metrics.state_dict(),
+            **self.evaluations.state_dict(self.learner.step),
+            "board": self.board.state_dict(),
+        }
+        return tensors, arrays, values
+
+    def load(self, directory: str) -> None:
+        """Take over a checkpoint. The board's part is read before any process is there."""
+        values = checkpoint.load_state(directory)
+        self.learner.load_state(checkpoint.load_tensors(directory, "learner"))
+        if values["reference_version"]:
+            reference = checkpoint.load_tensors(directory, "reference")
+            self.weights.publish_reference(values["reference_version"], reference.items())
+        self.batches.load_state_dict(checkpoint.load_arrays(directory, "buffer"))
+        self.batches.received = values["received"]
+        self.metrics.load_state_dict(values)
+        self.evaluations.load_state_dict(values, self.learner.step)
+        rng = checkpoint.load_arrays(directory, "torch")["rng"]
+        torch.set_rng_state(torch.from_numpy(rng))

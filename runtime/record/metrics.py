@@ -1,0 +1,141 @@
+"""The metrics of a step but the learner's own: of groups and rows, rates and counts.
+
+And the mismatch between vLLM's log-probabilities and the trainer's, which is measured now and then.
+"""
+
+import time
+from collections import deque
+
+import numpy as np
+import torch.multiprocessing
+
+from buffer import Group, Row, rows_of
+from learner import Learner
+from loss import Metrics
+from models.logprobs import mismatch, sampled
+from runtime.modes.free_running import ReplayBatches
+from runtime.modes.lockstep import LockstepBatches
+from runtime.record.live import RATE_WINDOW, rate_of
+from runtime.transport.board import Board
+from weights import SharedWeights
+
+MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
+
+
+class StepMetrics:
+    """Makes the metrics of each step.
+
+    figures: of the latest groups that arrived. skipped_publishes: syncs at which no slot was free.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        weights: SharedWeights,
+        batches: ReplayBatches | LockstepBatches,
+        rollout_queue: torch.multiprocessing.Queue,
+        board: Board,
+    ):
+        self.learner, self.weights, self.batches = learner, weights, batches
+        self.rollout_queue, self.board = rollout_queue, board
+        self.figures: dict[str, float] = {}
+        self.mismatch_due = 0  # step from which the mismatch is to be measured again
+        self.skipped_publishes = 0
+        # (time, [seconds that the trainer waited, that searchers worked, tokens]) for the rates
+        self.window: deque[tuple[float, np.ndarray]] = deque()
+
+    def state_dict(self) -> dict:
+        return {
+            "fresh": self.figures,
+            "mismatch_due": self.mismatch_due,
+            "skipped_publishes": self.skipped_publishes,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.figures, self.mismatch_due = state["fresh"], state["mismatch_due"]
+        self.skipped_publishes = state["skipped_publishes"]
+
+    def observe(self) -> None:
+        """Look at the groups that have arrived since the last look, as they were generated.
+
+        The buffer drops duplicates, which would distort.
+        """
+        groups, self.batches.unobserved = self.batches.unobserved, []
+        if not groups:
+            return
+        self.figures |= describe(groups)
+        if self.learner.step >= self.mismatch_due:
+            self.measure_mismatch(groups + self.batches.waiting())
+
+    def measure_mismatch(self, groups: list[Group]) -> None:
+        """Compare log-probabilities of a group of one version whose weights are in a slot."""
+        held = self.weights.held()
+        for group in reversed(groups):
+            if group.version == group.last_version and group.version in held:
+                ours = self.learner.logprobs_under(
+                    held[group.version], rows_of(group), group.temperature
+                )
+                self.figures["mismatch"] = mismatch(group, ours)
+                self.figures["mismatch_version"] = group.version
+                self.mismatch_due = self.learner.step + MISMATCH_PERIOD
+                return
+
+    def of(self, rows: list[Row], waited: float) -> Metrics:
+        """Return the metrics of the step that was just made, from these rows.
+
+        waited: seconds for which the trainer has waited so far.
+        """
+        version = self.learner.step - 1  # of the weights that the step started from
+        staleness = version - np.array([row.version for row in rows])
+        in_buffer = version - np.array([row.received_step for row in rows])
+        return {
+            **self.figures,
+            "staleness_mean": float(staleness.mean()),
+            "staleness_max": int(staleness.max()),
+            "staleness_in_flight": float((staleness - in_buffer).mean()),
+            "staleness_in_buffer": float(in_buffer.mean()),
+            **self.rates(waited),
+            "queue_depth": self.rollout_queue.qsize(),
+            **self.batches.figures(),
+            "long_prompts": int(self.board.total("long_prompts")),
+            "unscored_groups": int(self.board.total("unscored_groups")),
+            "bad_steps": self.learner.bad_steps,
+            "searcher_restarts": int(self.board.total("restarts")),
+            "skipped_publishes": self.skipped_publishes,
+        }
+
+    def rates(self, waited: float) -> Metrics:
+        """Return busy shares and tokens per second, over the latest RATE_WINDOW seconds."""
+        board = self.board
+        counts = np.array([waited, board.total("busy"), board.total("tokens")])
+        self.window.append((time.monotonic(), counts))
+        waiting, working, tokens_per_second = rate_of(self.window, RATE_WINDOW)
+        return {
+            "trainer_busy": 1.0 - waiting,
+            "searcher_busy": working / len(board.searchers),
+            "searcher_tokens_per_second": tokens_per_second,
+            **board.figures(self.weights.version),
+        }
+
+
+def describe(groups: list[Group]) -> dict[str, float]:
+    """Describe groups as they were generated, in figures.
+
+    KL (nats a response, against the reference policy, if there is one) and entropy (nats a token)
+    are estimates for the policy that sampled; KL contains the mismatch with vLLM. Ends that were
+    appended are left out.
+    """
+    was_sampled = np.concatenate([sampled(group) for group in groups])
+    behavior = np.concatenate([group.behavior_logprobs for group in groups])[was_sampled]
+    reference = np.concatenate([group.ref_logprobs for group in groups])[was_sampled]
+    lengths = np.concatenate([group.lengths for group in groups])
+    has_reference = not np.isnan(reference).all()
+    kl = {"kl": float((behavior - reference).sum() / len(lengths))} if has_reference else {}
+    return {
+        "reward": float(np.concatenate([group.rewards for group in groups]).mean()),
+        "equal_rewards": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
+        **kl,
+        "entropy": float(-behavior.mean()),
+        "response_tokens": float(was_sampled.sum() / len(lengths)),
+        "finished": float(np.concatenate([group.finished for group in groups]).mean()),
+    }
