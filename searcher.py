@@ -3,7 +3,8 @@
 Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine
 steps the searcher looks for newer weights and loads them while responses are being generated. A
 response may so span several versions, which is fine: trajectory balance does not ask who sampled
-it. A free-running searcher waits for the trainer only if its queue is full.
+it. A free-running searcher waits for the trainer only if its queue is full, or if it shares the
+trainer's GPU.
 """
 
 import hashlib
@@ -66,8 +67,8 @@ class Searcher:
         seeds = np.random.SeedSequence((config.seed, share, cursor))
         self.engine = Engine(config, seed=int(seeds.generate_state(1)[0]))
         self.version = 0  # of the weights in the engine: config.model is the trainer's version 0
-        # Kept here to spare the trainer's memory. Loaded after vLLM, which reserves a share of what
-        # is free.
+        # The reference policy is here to spare the trainer's memory. Loaded after vLLM, which
+        # reserves a share of what is free.
         self.reference = Reference(config, weights, pin)
         self.scorer = RewardScorer(config, self.task)
         self.failures = FailureLimit(board, name)
@@ -223,7 +224,7 @@ class Searcher:
         return scored
 
     def add_reference_logprobs(self, scored: list[Rollout]) -> list[Group]:
-        """Compute log pi_ref of all tokens in one pass, and make the groups for the trainer."""
+        """Compute log pi_ref of all tokens, and make the groups for the trainer."""
         if not scored:
             return []
         prompts = [np.array(rollout.prompt, np.int32) for rollout in scored for _ in rollout.texts]
@@ -239,9 +240,9 @@ class Searcher:
         return groups
 
     def send(self, groups: list[Group]) -> None:
-        """Send groups and evaluations to the trainer, as far as the queue has room.
+        """Send groups, evaluations and notices to the trainer, as far as the queue has room.
 
-        D_local is what waits here and in the queue until the trainer's next sync.
+        D_local is what waits here and in the queue until Trainer.receive().
         """
         self.outbox.extend(groups)
         self.outbox.extend(self.evaluation.collect())

@@ -38,7 +38,7 @@ class Trainer:
     """The trainer process.
 
     rollout_queue: of groups, evaluations and notices. resume: directory of a checkpoint to go
-    on from. ranks: of the trainer's processes, this one the first.
+    on from. ranks: the trainer's processes, of which this is the first (models/sharding.py).
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done; the version of the weights."""
+        """Batches trained on; the version of the weights."""
         return self.learner.step
 
     def train(self) -> None:
-        """Learn off-policy without pause; sync with the searchers every k steps (section 4.1)."""
+        """Learn off-policy; sync with the searchers every k steps, seldom wait (section 4.1)."""
         self.board.loaded("trainer")
-        self.publish()  # a resumed run's searchers wait for that
+        self.publish()  # version 0, or what a resumed run's searchers wait for
         while self.step < self.config.steps and not self.board.end:
             if self.step % self.config.sync_period == 0:
                 self.sync()
@@ -103,7 +103,7 @@ class Trainer:
         self.metrics.skipped_publishes += not self.publish()
 
     def receive(self) -> None:
-        """Drain the rollout queue: groups to the batch source, the rest to whoever watches."""
+        """Drain the rollout queue: groups to `batches`, the rest to who watches the run."""
         groups: list[Group] = []
         with suppress(queue.Empty):
             # Use qsize(): the feeder thread may hold items while the pipe is empty.
@@ -131,16 +131,16 @@ class Trainer:
     def publish(self) -> bool:
         """Copy the weights of this step into shared memory, where searchers look for them.
 
-        Returns False if slow readers hold all three copies. The next sync publishes newer weights;
-        an evaluation and a reference reset stay due until then.
+        Returns False if slow readers hold both copies but the newest. The next sync publishes newer
+        weights; an evaluation stays due until then.
         """
         newest = self.weights.version
         if newest == self.step:
             return True
-        # In lockstep each version makes a batch.
+        # In lockstep each version makes a batch, so none may be passed over.
         what = f"the searchers to take version {newest}"
         self.receive_until(lambda: self.batches.is_taken(newest), what)
-        # First the reference: whoever sees a new version finds the reference that goes with it.
+        # First the reference: who loads a new version loads a reset first. Due until nobody reads.
         self.resets.publish_if_due(self.step)
         is_asked = self.evaluations.is_due(self.step)
         with self.timeline.span("publish"):
@@ -161,7 +161,7 @@ class Trainer:
         return rows
 
     def save_checkpoint_if_due(self) -> None:
-        self.checkpoints.note_written()  # of the one before
+        self.checkpoints.note_written()  # the one before, if it has been
         period = self.config.checkpoint_every
         if period and self.step % period == 0:
             self.save_checkpoint()
@@ -174,13 +174,13 @@ class Trainer:
             lambda: self.batches.is_settled(self.step, self.evaluations.is_pending),
             "the searchers to finish what a checkpoint is to hold",
         )
-        is_kept = is_last and self.learner.ranks.size == 1  # what is gathered is gone with its copy
+        is_kept = is_last and self.learner.ranks.size == 1  # gathered tensors do not stay: a copy
         with self.timeline.span("checkpoint"):
             self.checkpoints.begin(self.step, *self.state.collect(), is_kept)
         self.board.beat("trainer")
 
     def finish(self) -> None:
-        """Save a checkpoint and the model. At the last step the searchers stop to search."""
+        """Save the model and a checkpoint. At the last step the searchers stop searching."""
         self.board.last_step_done = self.step == self.config.steps
         try:  # first the model: it is not lost where a wait for a checkpoint fails
             self.checkpoints.save_model(self.learner.save_model)
@@ -192,7 +192,7 @@ class Trainer:
                 self.save_checkpoint(is_last=True)
                 self.checkpoints.wait()
         if self.board.last_step_done:
-            # Of the base model, in a short run. The last version is evaluated from the saved model
+            # One that has not ended. The last version's own is made from the saved model
             # (runtime/responses/final_evaluation.py).
             self.receive()
             self.receive_until(lambda: not self.evaluations.is_pending, "the evaluation asked for")

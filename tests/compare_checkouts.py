@@ -120,6 +120,7 @@ def read_run(run_dir: Path) -> dict[str, object]:
     model = load_file(run_dir / "model" / "model.safetensors")
     for row in state["board"].values():
         row.pop("restarts", None)
+    state["fresh"].pop("mismatch", None)
     return {"metrics": figures, "state": state, "model": model, **arrays, **tensors}
 
 
