@@ -377,6 +377,8 @@ class Rehearsal:
 
 def main() -> None:
     options = arguments(__doc__, ("--data_dir", ""), ("--layers", 24))
+    # Also where it is ignored, as in the background of a script, and by what runs inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     shape = SHAPE_QUICK if options.quick else SHAPE
     parts, rows = {}, []
     for dtype, layers in RUNS:
