@@ -159,6 +159,10 @@ class SearchSettings:
     """A query with a longer prompt is skipped and counted."""
     max_response_tokens: PositiveInt = 512
     """A response is cut off here, and counts as unfinished."""
+    max_turns: PositiveInt = 10
+    """Of an episode, where the task has some: turns of the model, at most."""
+    max_episode_tokens: PositiveInt | None = None
+    """Of an episode: prompt, turns and replies together. None: the task has no episodes."""
     constant_staleness: NonNegativeInt | None = None
     """No buffer: one version makes each batch, which is trained on exactly so many steps later.
     Then k = 1, S = K, and duplicates are kept."""
@@ -271,6 +275,13 @@ class Config(
     def lockstep(self) -> bool:
         """Whether each batch is made by one version, and the trainer waits for it."""
         return self.constant_staleness is not None
+
+    @property
+    def longest_row(self) -> tuple[int, int]:
+        """Tokens of prompt and response of the row that takes most memory."""
+        if self.max_episode_tokens is None:
+            return self.max_prompt_tokens, self.max_response_tokens
+        return 1, self.max_episode_tokens - 1  # a short prompt, and many turns
 
     @property
     def queries_per_pass(self) -> int:

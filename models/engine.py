@@ -48,7 +48,7 @@ class Engine:
             seed=seed,
             dtype=str(compute_dtype(config)).removeprefix("torch."),
             trust_remote_code=config.trust_remote_code,
-            max_model_len=config.max_prompt_tokens + config.max_response_tokens,
+            max_model_len=sum(config.longest_row),
             max_num_seqs=ENGINE_ROWS,
             # No worker process: nothing to orphan, and weights go in without serialisation.
             distributed_executor_backend="uni",
@@ -96,19 +96,20 @@ class Engine:
 
 def completion_arrays(
     completion: CompletionOutput, final_token: int | None
-) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return a response's token ids (T,) int32 and behaviour log-probabilities (T,) float32.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return token ids, behaviour log-probabilities, in_loss and sampled: (T,), as buffer.Group.
 
-    The third value says whether final_token was appended, as it is where the length limit cut the
-    response off. Nothing else can stand there, so its behaviour log-probability is 0.
+    final_token is appended where the length limit cut the response off. It was not sampled: nothing
+    else can stand there, so its behaviour log-probability is 0.
     """
     tokens = list(completion.token_ids)
     logprobs = [row[token].logprob for token, row in zip(tokens, completion.logprobs)]
-    is_appended = final_token is not None and completion.finish_reason == "length"
-    if is_appended:
+    if final_token is not None and completion.finish_reason == "length":
         tokens.append(final_token)
         logprobs.append(0.0)
-    return np.array(tokens, np.int32), np.array(logprobs, np.float32), is_appended
+    sampled = np.arange(len(tokens)) < len(completion.token_ids)
+    in_loss = np.ones_like(sampled)
+    return np.array(tokens, np.int32), np.array(logprobs, np.float32), in_loss, sampled
 
 
 def cpu_settings(config: Config) -> dict:
@@ -126,9 +127,7 @@ def cpu_settings(config: Config) -> dict:
         # Prompts enter whole: for a prompt in chunks vLLM rewinds the request's generator, which a
         # CPU generator cannot.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(
-            CPU_BATCHED_TOKENS, config.max_prompt_tokens + config.max_response_tokens
-        ),
+        "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, sum(config.longest_row)),
         # The responses to a query share the cache blocks that its prompt fills. Most prompts fill
         # none of the default size, 128.
         "block_size": CPU_BLOCK,

@@ -16,6 +16,7 @@ from models.hub import cached_model
 from models.logprobs import check_architecture
 
 CHARACTER_BYTES = 4  # at most, in UTF-8
+TURN = "<think>\na turn\n</think>\n\nof the model"  # stands for one in a chat template
 
 
 def load_policy(
@@ -108,6 +109,30 @@ def encode_prompt(
         return []
 
 
+def encode_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[dict[str, str]],
+    reply: str,
+    last_token: int,
+) -> list[int]:
+    """Return the token ids between a turn of the model and its next one: what a reply adds.
+
+    Of messages that is what the chat template writes after the turn; last_token, with which the
+    model has ended that itself, is not repeated. Raises UnicodeError for what is no text, and
+    ValueError for a template that changes a turn once another one follows, such as one that drops
+    old thinking: the next turn would see something else than was sampled.
+    """
+    if isinstance(prompt, str):
+        return tokenizer(reply, add_special_tokens=False).input_ids
+    messages = [*prompt, {"role": "assistant", "content": TURN}, {"role": "user", "content": reply}]
+    before = tokenizer.apply_chat_template(messages[:-1], tokenize=False).rstrip()
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if TURN not in before or not whole.startswith(before):
+        raise ValueError("it changes a turn of the model once another one follows")
+    ids = tokenizer(whole.partition(TURN)[2], add_special_tokens=False).input_ids
+    return ids[ids[:1] == [last_token] :]
+
+
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
     """Return the text that each token adds to those before it, special tokens included.
 
@@ -176,12 +201,13 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     Raises UserError for a model that cannot be had, or has fewer positions than the run needs.
     """
     model = policy_without_weights(config)
-    tokens = config.max_prompt_tokens + config.max_response_tokens
+    tokens = sum(config.longest_row)
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit:
+        prompt, response = config.max_prompt_tokens, config.max_response_tokens
+        flags = f"--max_prompt_tokens {prompt} + --max_response_tokens {response}"
         raise UserError(
-            f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens "
-            f"{config.max_response_tokens} is {tokens}, more than the {limit} positions of "
-            f"--model {config.model!r}"
+            f"{'--max_episode_tokens' if config.max_episode_tokens else flags} is {tokens}, more "
+            f"than the {limit} positions of --model {config.model!r}"
         )
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -136,7 +136,7 @@ def pass_bytes(
         kept, beyond = _count(settings, tuple(passes), dtype, has_gradient)
     except Exception:  # a model may look at numbers, and here are none: that must not stop a run
         is_counted = False
-        prompts, responses = config.max_prompt_tokens, config.max_response_tokens
+        prompts, responses = config.longest_row
         tokens = sum(one.rows * responses + one.queries * prompts for one in passes)
         layers = size.layers if has_gradient else 1
         kept, beyond = 2 * tokens * layers * size.layer_values_per_token * dtype.itemsize, 0
@@ -154,6 +154,7 @@ DECISIVE = (
     "lora_rank",
     "max_prompt_tokens",
     "max_response_tokens",
+    "max_episode_tokens",
 )
 
 
@@ -189,9 +190,9 @@ def _count(
             parameter.grad = torch.zeros_like(parameter)
         for shape, count in Counter(passes).items():
             before = live.peak = live.now
-            prompt = np.arange(config.max_prompt_tokens)
+            prompt = np.arange(config.longest_row[0])
             prompts = [prompt + row % shape.queries for row in range(shape.rows)]
-            ids = torch.zeros(shape.rows, max(2, config.max_response_tokens), dtype=torch.long)
+            ids = torch.zeros(shape.rows, max(2, config.longest_row[1]), dtype=torch.long)
             autocast = torch.autocast("cpu", dtype, enabled=masters != dtype)
             with torch.set_grad_enabled(has_gradient), autocast:
                 states = response_states(policy, prompts, ids).to(dtype)

@@ -54,8 +54,7 @@ def test_the_padded_variant_gives_the_same_log_probabilities(tied_model):
 
 def test_the_floor_counts_each_prompt_once_and_no_padding():
     def row(query: int, prompt: int, tokens: int) -> Row:
-        zeros = np.zeros(tokens)
-        return Row(query, 0, 0, np.zeros(prompt), zeros, zeros, zeros, 0.0)
+        return Row(query, 0, 0, np.zeros(prompt), *np.zeros((5, tokens)), 0.0)
 
     shape = dict(
         hidden_size=8,

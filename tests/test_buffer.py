@@ -251,6 +251,8 @@ def test_a_row_carries_what_its_group_said_of_it():
             tokens=sent.tokens[part],
             ref_logprobs=sent.ref_logprobs[part],
             behavior_logprobs=sent.behavior_logprobs[part],
+            in_loss=sent.in_loss[part],
+            sampled=sent.sampled[part],
             reward=float(sent.rewards[i]),
             received_step=8,
         )

@@ -8,7 +8,8 @@ from config import Config
 from models.engine import Engine
 from models.policy import check_finite, load_tokenizer
 from runtime.responses.evaluation import EvaluationRun, mean_and_interval
-from runtime.responses.scoring import RewardScorer, decode
+from runtime.responses.generation import Generation
+from runtime.responses.scoring import RewardScorer
 from runtime.transport.messages import FinalEvaluation
 from tasks import Task, load_task
 
@@ -30,20 +31,13 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     engine.llm.apply_model(lambda model: check_finite(model, config))
     tokenizer, queries = load_tokenizer(config), task.queries("test")
     run = EvaluationRun(config, task, queries, tokenizer, config.steps, config.evaluation_samples)
-    rollouts = {rollout.request: rollout for rollout in run.rollouts}
+    generation = Generation(config, task, tokenizer, engine, scorer)
     for rollout in run.rollouts:
-        engine.add(rollout.request, rollout.prompt, rollout.version, **rollout.sampling)
+        generation.start(rollout)
     while not run.is_done and not connection.poll():
-        if engine.rows:
-            finished = [
-                dataclasses.replace(
-                    rollouts[output.request_id], texts=[text], finished=[is_finished]
-                )
-                for output in engine.step()
-                for text, is_finished in zip(*decode(tokenizer, output.outputs))
-            ]
-            if finished:  # each alone: one without a score costs no other of its query
-                scorer.add(finished)
+        if generation.responses:
+            if generated := generation.step(config.steps):
+                scorer.add(generated)
         else:
             time.sleep(POLL_SECONDS)
         for rollout in scorer.take():

@@ -72,6 +72,18 @@ class RewardScorer:
             rollouts[0].error = error
         self.scored += rollouts
 
+    def reply(self, query: Query, turns: list[str]) -> Future:
+        """Ask the environment for its reply, where score() runs, with the same limit of time."""
+        if self.pool:
+            seconds = self.task.score_timeout
+            return self.pool.schedule(_reply, args=(query, turns), timeout=seconds)
+        future = Future()
+        try:
+            future.set_result(reply(self.task, query, turns))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
     def take(self) -> list[Rollout]:
         """Return what has been scored since the last call, each with its rewards or its error."""
         scored, waiting, self.scored, self.waiting = self.scored, self.waiting, [], []
@@ -126,6 +138,14 @@ def score(task: Task, queries: list[Query], texts: list[str], finished: list[boo
     return scores
 
 
+def reply(task: Task, query: Query, turns: list[str]) -> str | None:
+    """Raises whatever task.reply() raises, and TypeError for anything but a string or None."""
+    said = task.reply(query, turns)
+    if not isinstance(said, str | None):
+        raise TypeError(f"reply() must give a string or None, it gave {said!r}")
+    return said
+
+
 class FailureLimit:
     """Counts groups without scores on the board, and ends the process when there are too many."""
 
@@ -136,7 +156,7 @@ class FailureLimit:
     def count(self, rollout: Rollout) -> None:
         """Count a rollout that was scored.
 
-        It has an error if score() raised, took too long, or gave other than S finite numbers.
+        It has an error if score() or reply() raised, took too long, or gave something else.
         """
         self.failures.append(rollout.error is not None)
         if rollout.error is None:
@@ -162,3 +182,7 @@ def _begin(task: str, options: dict) -> None:
 
 def _score(query: Query, text: str, finished: bool) -> float:
     return float(score(_task, [query], [text], [finished])[0])
+
+
+def _reply(query: Query, turns: list[str]) -> str | None:
+    return reply(_task, query, turns)
