@@ -78,7 +78,7 @@ class Searcher:
         self.evaluation = EvaluationService(
             config, self.task, self.tokenizer, weights, pin, evaluated, is_enabled=share == 0
         )
-        self.generation = Generation(config, self.task, self.tokenizer, self.engine, self.scorer)
+        self.generation = Generation(config, self.tokenizer, self.engine, self.scorer)
 
     def search(self) -> None:
         """Explore with a delayed copy of the policy until the run ends (section 4.1)."""

@@ -7,13 +7,11 @@ import gc
 import threading
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams, _custom_ops
 from vllm.model_executor.layers import utils as layers
 from vllm.model_executor.models.transformers.base import Base
-from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor import uniproc_executor
 
@@ -92,24 +90,6 @@ class Engine:
         log-probabilities with transformers' after a load.
         """
         self.llm.apply_model(lambda model: model.load_weights(tensors))
-
-
-def completion_arrays(
-    completion: CompletionOutput, final_token: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return token ids, behaviour log-probabilities, in_loss and sampled: (T,), as buffer.Group.
-
-    final_token is appended where the length limit cut the response off. It was not sampled: nothing
-    else can stand there, so its behaviour log-probability is 0.
-    """
-    tokens = list(completion.token_ids)
-    logprobs = [row[token].logprob for token, row in zip(tokens, completion.logprobs)]
-    if final_token is not None and completion.finish_reason == "length":
-        tokens.append(final_token)
-        logprobs.append(0.0)
-    sampled = np.arange(len(tokens)) < len(completion.token_ids)
-    in_loss = np.ones_like(sampled)
-    return np.array(tokens, np.int32), np.array(logprobs, np.float32), in_loss, sampled
 
 
 def cpu_settings(config: Config) -> dict:

@@ -13,7 +13,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from buffer import Group, rows_of
 from config import Config
-from models.engine import ENGINE_ROWS, Engine, completion_arrays
+from models.engine import ENGINE_ROWS, Engine
 from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
 from runtime.modes.free_running import Rollout
@@ -71,23 +71,25 @@ def drain(engine) -> dict:
     return outputs
 
 
-def sample_group(
+def generate(
     engine: Engine, prompt: list[int], version: int, final_token: int | None = None, **sampling
-) -> Group:
-    """Sample one query's responses, and put them into a group as a searcher does."""
-    engine.add("group", prompt, version=version, **sampling)
-    completions = drain(engine)["group"].outputs
-    rollout = Rollout(
-        Query(0, "", ""),
-        "group",
-        prompt=prompt,
-        version=version,
-        sampling=sampling,
-        finished=[completion.finish_reason == "stop" for completion in completions],
-        arrays=[completion_arrays(completion, final_token) for completion in completions],
-        rewards=np.zeros(len(completions), np.float32),
-    )
-    num_tokens = sum(len(ids) for ids, *_ in rollout.arrays)
+) -> Rollout:
+    """Have one query's responses generated as a searcher does."""
+    scorer = RewardScorer(Config(), Task())
+    generation = Generation(Config(), byte_tokenizer(), engine, scorer)
+    generation.final_token = final_token
+    query = Query(0, "", "")
+    generation.start(Rollout(query, "group", prompt=prompt, version=version, sampling=sampling))
+    while not (generated := generation.step(version)):
+        pass
+    return generated[0]
+
+
+def sample_group(engine: Engine, prompt: list[int], version: int, **options) -> Group:
+    """The same, put into a group."""
+    rollout = generate(engine, prompt, version, **options)
+    rollout.rewards = np.zeros(len(rollout.arrays), np.float32)
+    num_tokens = sum(len(tokens) for tokens, *_ in rollout.arrays)
     return rollout.to_group(np.zeros(num_tokens, np.float32), reference_version=0)
 
 
@@ -223,22 +225,18 @@ def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probab
 
 def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine, version):
     end = 256  # byte_tokenizer's
-    sampling = dict(n=32, temperature=1.0, seed=0, logit_bias={end: 5.0})
-    engine.add("0", [70, 71], version=version, max_tokens=3, **sampling)
-    completions = drain(engine)["0"].outputs
-    finished = [completion.finish_reason == "stop" for completion in completions]
-    assert {True, False} == set(finished), "both kinds"
-    for completion, is_finished in zip(completions, finished):
-        tokens, logprobs, _, sampled = completion_arrays(completion, final_token=None)
-        assert tokens.tolist() == list(completion.token_ids) and len(logprobs) == len(tokens)
-        assert sampled.all() and len(sampled) == len(tokens)
-        ended, behavior, _, sampled = completion_arrays(completion, final_token=end)
+    sampling = dict(n=32, temperature=1.0, max_tokens=3, seed=0, logit_bias={end: 5.0})
+    plain, ended = (generate(engine, [70, 71], version, final, **sampling) for final in (None, end))
+    assert plain.finished == ended.finished and {True, False} == set(plain.finished), "both kinds"
+    for is_finished, one, other in zip(plain.finished, plain.arrays, ended.arrays):
+        (tokens, logprobs, *masks), (longer, behavior, in_loss, sampled) = one, other
+        assert is_finished == (tokens[-1] == end) and np.all(masks) and in_loss.all()
         added = 0 if is_finished else 1
-        assert sampled.tolist() == [True] * len(tokens) + [False] * added
-        assert len(ended) == len(behavior) == len(tokens) + added and ended[-1] == end
+        assert longer.tolist() == tokens.tolist() + [end] * added
         assert behavior.tolist() == logprobs.tolist() + [0.0] * added, (
             "nothing else can stand there"
         )
+        assert sampled.tolist() == [True] * len(tokens) + [False] * added
 
 
 def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, version, tied_model):
@@ -366,7 +364,7 @@ def play(engine, model: str, version: int, task: Task, queries=1, ends=64, **set
     limits = dict(max_prompt_tokens=20, max_response_tokens=12, max_episode_tokens=200)
     config = Config(model=model, **limits | settings)
     tokenizer, scorer = load_tokenizer(config), RewardScorer(config, task)
-    episodes, rollouts = Generation(config, task, tokenizer, engine, scorer), []
+    episodes, rollouts = Generation(config, tokenizer, engine, scorer), []
     for number in range(queries):
         rollout = Rollout(Query(number, "ab", None), f"q{number}", prompt=[70, 71 + number])
         rollout.version, rollout.rewards = version, np.zeros(4, np.float32)

@@ -31,7 +31,7 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     engine.llm.apply_model(lambda model: check_finite(model, config))
     tokenizer, queries = load_tokenizer(config), task.queries("test")
     run = EvaluationRun(config, task, queries, tokenizer, config.steps, config.evaluation_samples)
-    generation = Generation(config, task, tokenizer, engine, scorer)
+    generation = Generation(config, tokenizer, engine, scorer)
     for rollout in run.rollouts:
         generation.start(rollout)
     while not run.is_done and not connection.poll():

@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-from vllm.outputs import CompletionOutput
 
 from config import Config
-from models.engine import Engine, completion_arrays
+from models.engine import Engine
 from models.policy import encode_reply
 from runtime.modes.free_running import Rollout
-from runtime.responses.scoring import RewardScorer, decode
-from tasks import Task
+from runtime.responses.scoring import RewardScorer
 
 POLL_SECONDS = 0.001  # while all responses wait for replies
 
@@ -36,6 +34,10 @@ class Response:
     pieces: list[tuple[np.ndarray, ...]] = field(default_factory=list)
     reply: Future | None = None  # to the latest turn
 
+    def append(self, tokens: list[int], logprobs: list[float], *masks: np.ndarray) -> None:
+        """Append a turn or a reply. masks: in_loss and sampled, as in buffer.Group."""
+        self.pieces.append((np.array(tokens, np.int32), np.array(logprobs, np.float32), *masks))
+
     @property
     def tokens(self) -> list[int]:
         return [token for tokens, *_ in self.pieces for token in tokens.tolist()]
@@ -50,14 +52,13 @@ class Generation:
     def __init__(
         self,
         config: Config,
-        task: Task,
         tokenizer: PreTrainedTokenizerBase,
         engine: Engine,
         scorer: RewardScorer,
     ):
         self.config, self.tokenizer, self.engine, self.scorer = config, tokenizer, engine, scorer
         # Appended to responses that were cut off, where the task wants that.
-        self.final_token = tokenizer.eos_token_id if task.append_eos else None
+        self.final_token = tokenizer.eos_token_id if scorer.task.append_eos else None
         self.generating: dict[str, list[Response]] = {}  # by request
         self.replying: list[Response] = []  # it is the environment's turn
         self.generated: list[Rollout] = []  # in this step
@@ -113,11 +114,16 @@ class Generation:
             rollout.last_version = version
         return self.generated
 
-    def end_turn(self, response: Response, completion: CompletionOutput) -> None:
+    def end_turn(self, response: Response, completion) -> None:
         """Take what the model has generated: a turn to which the environment replies, or all."""
-        (text,), (has_ended,) = decode(self.tokenizer, [completion])
-        response.turns.append(text)
-        response.pieces.append(completion_arrays(completion, self.final_token))
+        tokens, has_ended = list(completion.token_ids), completion.finish_reason == "stop"
+        response.turns.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        logprobs = [row[token].logprob for token, row in zip(tokens, completion.logprobs)]
+        if self.final_token is not None and completion.finish_reason == "length":
+            tokens.append(self.final_token)
+            logprobs.append(0.0)  # it was not sampled: nothing else can stand there
+        sampled = np.arange(len(tokens)) < len(completion.token_ids)
+        response.append(tokens, logprobs, np.ones_like(sampled), sampled)
         if has_ended and self.config.max_episode_tokens:
             response.reply = self.scorer.reply(response.rollout.query, response.turns)
             self.replying.append(response)
@@ -136,8 +142,10 @@ class Generation:
             reply = response.reply.result()
             if reply is None:
                 return self.end(response, is_finished=True)
-            prompt, end = rollout.query.prompt, response.pieces[-1][0][-1]
-            tokens = np.array(encode_reply(self.tokenizer, prompt, reply, end), np.int32)
+            if not isinstance(reply, str):
+                raise TypeError(f"reply() must give a string or None, it gave {reply!r}")
+            end = response.pieces[-1][0][-1]
+            tokens = encode_reply(self.tokenizer, rollout.query.prompt, reply, end)
         except Exception as error:  # a user's code: it costs the group, and is counted
             rollout.error = error
             self.scorer.scored.append(rollout)
@@ -146,8 +154,7 @@ class Generation:
         if length >= self.config.max_episode_tokens or len(response.turns) == self.config.max_turns:
             self.end(response, is_finished=False)
             return
-        in_none = np.zeros(len(tokens), bool)
-        response.pieces.append((tokens, np.zeros(len(tokens), np.float32), in_none, in_none))
+        response.append(tokens, [0.0] * len(tokens), *np.zeros((2, len(tokens)), bool))
         self.begin_turn(response, version)
 
     def end(self, response: Response, is_finished: bool) -> None:

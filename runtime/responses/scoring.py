@@ -13,7 +13,6 @@ from concurrent.futures import Future
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
-from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from runtime.modes.free_running import Rollout
@@ -79,7 +78,7 @@ class RewardScorer:
             return self.pool.schedule(_reply, args=(query, turns), timeout=seconds)
         future = Future()
         try:
-            future.set_result(reply(self.task, query, turns))
+            future.set_result(self.task.reply(query, turns))
         except Exception as error:
             future.set_exception(error)
         return future
@@ -117,13 +116,6 @@ class RewardScorer:
             self.pool.join()
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, completions: list) -> tuple[list[str], list[bool]]:
-    """Return the texts of vLLM's completions, and whether each ended by itself."""
-    tokens = [completion.token_ids for completion in completions]
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return texts, [completion.finish_reason == "stop" for completion in completions]
-
-
 def score(task: Task, queries: list[Query], texts: list[str], finished: list[bool]) -> np.ndarray:
     """(N,) finite float32 for N responses, each to the query beside it.
 
@@ -136,14 +128,6 @@ def score(task: Task, queries: list[Query], texts: list[str], finished: list[boo
             f"it gave {scores!r}"
         )
     return scores
-
-
-def reply(task: Task, query: Query, turns: list[str]) -> str | None:
-    """Raises whatever task.reply() raises, and TypeError for anything but a string or None."""
-    said = task.reply(query, turns)
-    if not isinstance(said, str | None):
-        raise TypeError(f"reply() must give a string or None, it gave {said!r}")
-    return said
 
 
 class FailureLimit:
@@ -185,4 +169,4 @@ def _score(query: Query, text: str, finished: bool) -> float:
 
 
 def _reply(query: Query, turns: list[str]) -> str | None:
-    return reply(_task, query, turns)
+    return _task.reply(query, turns)
