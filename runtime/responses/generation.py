@@ -125,7 +125,7 @@ class Generation:
         sampled = np.arange(len(tokens)) < len(completion.token_ids)
         response.append(tokens, logprobs, np.ones_like(sampled), sampled)
         if has_ended and self.config.max_episode_tokens:
-            response.reply = self.scorer.reply(response.rollout.query, response.turns)
+            response.reply = self.scorer.reply(response.rollout.query, [*response.turns])
             self.replying.append(response)
         else:
             self.end(response, is_finished=has_ended)
@@ -141,7 +141,8 @@ class Generation:
         try:
             reply = response.reply.result()
             if reply is None:
-                return self.end(response, is_finished=True)
+                self.end(response, is_finished=True)
+                return
             if not isinstance(reply, str):
                 raise TypeError(f"reply() must give a string or None, it gave {reply!r}")
             end = response.pieces[-1][0][-1]
