@@ -119,18 +119,23 @@ def encode_reply(
 
     Of messages that is what the chat template writes after the turn; last_token, with which the
     model has ended that itself, is not repeated. Raises UnicodeError for what is no text, and
-    ValueError for a template that changes a turn once another one follows, such as one that drops
-    old thinking: the next turn would see something else than was sampled.
+    ValueError for a template that changes what stands before a reply, such as one that drops old
+    thinking: the next turn would see something else than was sampled.
     """
     if isinstance(prompt, str):
         return tokenizer(reply, add_special_tokens=False).input_ids
     messages = [*prompt, {"role": "assistant", "content": TURN}, {"role": "user", "content": reply}]
-    before = tokenizer.apply_chat_template(messages[:-1], tokenize=False).rstrip()
-    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    if TURN not in before or not whole.startswith(before):
-        raise ValueError("it changes a turn of the model once another one follows")
-    ids = tokenizer(whole.partition(TURN)[2], add_special_tokens=False).input_ids
-    return ids[ids[:1] == [last_token] :]
+    asked, whole = (
+        tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=True)
+        for some in (prompt, messages)
+    )
+    turn = whole.removeprefix(asked).lstrip()
+    if not turn.startswith(TURN):
+        raise ValueError("it changes what stands before a reply, the prompt or the model's turn")
+    text, end = turn.removeprefix(TURN), tokenizer.decode([last_token])
+    if text.lstrip().startswith(end):
+        text = text.lstrip().removeprefix(end)
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
@@ -206,8 +211,8 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     if limit is not None and tokens > limit:
         prompt, response = config.max_prompt_tokens, config.max_response_tokens
         flags = f"--max_prompt_tokens {prompt} + --max_response_tokens {response}"
+        flags = "--max_episode_tokens" if config.max_episode_tokens else flags
         raise UserError(
-            f"{'--max_episode_tokens' if config.max_episode_tokens else flags} is {tokens}, more "
-            f"than the {limit} positions of --model {config.model!r}"
+            f"{flags} is {tokens}, more than the {limit} positions of --model {config.model!r}"
         )
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -103,7 +103,7 @@ def check_tokenizer(config: Config, chats: list[Messages]) -> None:
         for messages in chats:
             encode_prompt(tokenizer, messages)
             if config.max_episode_tokens:
-                encode_reply(tokenizer, messages, "?", last_token=-1)
+                encode_reply(tokenizer, messages, "?", last_token=0)
     except Exception as error:  # a template may refuse in words of its own
         raise UserError(
             f"the chat template of --model {config.model!r} does not take the prompts of task "

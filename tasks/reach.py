@@ -6,7 +6,7 @@ left for reinforcement learning is to plan.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import reduce
 
 import numpy as np
 
@@ -28,32 +28,33 @@ class Reach(Task):
     """Reward: the fewest moves that reach the goal, divided by those that did; 0 if none did."""
 
     def queries(self, split: str) -> Sequence[Query]:
-        pairs = [
-            (start, goal)
+        found = [
+            (start, goal, moves)  # the answer
             for start in STARTS
-            for goal in GOALS
-            if FEWEST <= distances(start).get(goal, 0) <= MOST
+            for goal, moves in sorted(distances(start).items())
+            if goal in GOALS and FEWEST <= moves <= MOST
         ]
-        order = np.random.default_rng(0).permutation(len(pairs))
+        order = np.random.default_rng(0).permutation(len(found))
         chosen = order[:TEST_QUERIES] if split == "test" else order[TEST_QUERIES:]
-        return [Query(int(i), "{}>{}".format(*pairs[i]), answer=pairs[i]) for i in chosen]
+        return [Query(int(i), "{}>{}".format(*found[i]), found[i]) for i in chosen]
 
     def reply(self, query: Query, turns: list[str]) -> str | None:
-        number, goal = walk(query, turns), query.answer[1]
+        start, goal, _ = query.answer
+        number = reduce(move, turns, start)
         return None if number == goal else f"{number}>{goal}"
 
     def score(
         self, queries: list[Query], responses: list[list[str]], finished: list[bool]
     ) -> list[float]:
         return [
-            fewest(query) / len(turns) if done else 0.0
-            for query, turns, done in zip(queries, responses, finished)
+            query.answer[2] / len(turns) if has_reached else 0.0
+            for query, turns, has_reached in zip(queries, responses, finished)
         ]
 
     def evaluate(self, queries, responses, finished, scores) -> dict[str, np.ndarray]:
-        moves, fewest_moves = [len(turns) for turns in responses], map(fewest, queries)
-        figures = dict(solved=finished, moves=moves, fewest_moves=[*fewest_moves])
-        return {self.metric: scores} | {name: np.array(v, float) for name, v in figures.items()}
+        moves = np.array([float(len(turns)) for turns in responses])
+        fewest = np.array([float(query.answer[2]) for query in queries])
+        return {self.metric: scores, "solved": np.array(finished), "moves": moves, "fewest": fewest}
 
     def base_model(self) -> str:
         return pupil("reach", self.queries("train"), homework, characters="0123456789+*->")
@@ -65,15 +66,6 @@ def move(number: int, turn: str) -> int:
     return moved if 1 <= moved <= LARGEST else number
 
 
-def walk(query: Query, turns: list[str]) -> int:
-    """The number that these turns reach."""
-    number = query.answer[0]
-    for turn in turns:
-        number = move(number, turn)
-    return number
-
-
-@cache
 def distances(start: int) -> dict[int, int]:
     """Fewest moves from a number to each that can be reached: a breadth-first search."""
     found, latest = {start: 0}, [start]
@@ -84,19 +76,14 @@ def distances(start: int) -> dict[int, int]:
     return found
 
 
-def fewest(query: Query) -> int:
-    start, goal = query.answer
-    return distances(start)[goal]
-
-
 def homework(query: Query, rng: np.random.Generator) -> str:
     """The pupil's episode: random moves, until the goal is reached or TURNS are made."""
-    text, turns = "", []
-    while True:
-        legal = [turn for turn in MOVES if move(walk(query, turns), turn) != walk(query, turns)]
-        turns.append(str(rng.choice(legal)))
-        text += turns[-1]
-        reply = Reach().reply(query, turns)
-        if reply is None or len(turns) == TURNS:
-            return text
-        text += f"<eos>{reply}"
+    number, goal, _ = query.answer
+    text = ""
+    for _ in range(TURNS):
+        turn = str(rng.choice([turn for turn in MOVES if move(number, turn) != number]))
+        number, text = move(number, turn), text + turn
+        if number == goal:
+            break
+        text += f"<eos>{number}>{goal}"
+    return text

@@ -42,11 +42,9 @@ def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
     num_queries, group_size = config.queries_per_pass, config.responses_per_query
     size = num_queries * group_size
     prompt_tokens, response_tokens = config.longest_row
-    rng, numbers = np.random.default_rng(0), np.zeros(response_tokens, np.float32)
+    rng, arrays = np.random.default_rng(0), np.ones((4, response_tokens), np.float32)
     prompts = rng.integers(vocabulary, size=(num_queries, prompt_tokens))
     responses = rng.integers(vocabulary, size=(size, response_tokens))
-    everything = np.ones(len(numbers), bool)
-    arrays = numbers, numbers, everything, everything
     return [
         Row(-1, 0, 0, prompts[i // group_size], responses[i], *arrays, 0.0) for i in range(size)
     ]

@@ -93,10 +93,12 @@ class Alarms:
                 f"{config.most_on_policy_prob:g})",
             )
         if self.mean("finished") == 0.0:
+            limits = f"--max_response_tokens (now {config.max_response_tokens})"
+            if config.max_episode_tokens:
+                limits += f", --max_turns ({config.max_turns}) or --max_episode_tokens"
             yield (
                 "unfinished",
-                "no response ends before --max_response_tokens (now "
-                f"{config.max_response_tokens}): raise it, or see in samples.jsonl whether the "
+                f"no response ends before {limits}: raise it, or see in samples.jsonl whether the "
                 "policy has learned not to end",
             )
 

@@ -142,10 +142,12 @@ class EvaluationRun:
             if not 0 < len(prompt) <= config.max_prompt_tokens:
                 self.long_prompts += 1
                 continue
-            for number in range(query.id * num_samples, (query.id + 1) * num_samples):
-                rollout = Rollout(query, f"evaluation.{number}", is_for_evaluation=True)
+            seed = sampling.get("seed", query.id * num_samples)
+            for i in range(num_samples):
+                number = query.id * num_samples + i
+                rollout = Rollout(query, f"evaluation.{number}", number, is_for_evaluation=True)
                 rollout.version, rollout.prompt = version, prompt
-                rollout.sampling = {"seed": number % 2**32} | sampling
+                rollout.sampling = sampling | {"seed": (seed + i) % 2**32}
                 self.rollouts.append(rollout)
         if not self.rollouts:
             limit = config.max_prompt_tokens

@@ -54,7 +54,7 @@ def measure(task: Task, run: EvaluationRun) -> FinalEvaluation:
     if not run.scored:
         error = run.unscored[0].error
         raise ValueError(f"score() failed on every response to a test query: {error}") from error
-    run.scored.sort(key=lambda rollout: rollout.query.id)  # they came in any order
+    run.scored.sort(key=lambda rollout: rollout.index)  # they came in any order
     values = task.evaluate(
         [rollout.query for rollout in run.scored],
         [rollout.texts[0] for rollout in run.scored],

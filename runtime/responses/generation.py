@@ -8,7 +8,7 @@ whoever played.
 """
 
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,7 +88,8 @@ class Generation:
         rollout, turn = response.rollout, len(response.turns)
         sampling, prompt = rollout.sampling | {"n": 1}, rollout.prompt + response.tokens
         room = self.config.max_episode_tokens - len(prompt)
-        sampling["max_tokens"] = min(room, sampling["max_tokens"])
+        for limit in ("max_tokens", "min_tokens"):
+            sampling[limit] = min(room, sampling.get(limit, 0))
         if "seed" in sampling:
             seeds = np.random.SeedSequence((sampling["seed"], response.number, turn))
             sampling["seed"] = int(seeds.generate_state(1)[0])
@@ -108,6 +109,8 @@ class Generation:
             for response, turn in zip(self.generating.pop(output.request_id, []), output.outputs):
                 self.end_turn(response, turn)
         replying, self.replying = self.replying, []
+        if self.config.lockstep:  # where the same turns are to share each step of the engine
+            wait([response.reply for response in replying])
         for response in replying:
             self.take_reply(response, version)
         for rollout in self.generated:
@@ -116,6 +119,8 @@ class Generation:
 
     def end_turn(self, response: Response, completion) -> None:
         """Take what the model has generated: a turn to which the environment replies, or all."""
+        if response.rollout.error:  # of another of its responses: the group is dropped
+            return
         tokens, has_ended = list(completion.token_ids), completion.finish_reason == "stop"
         response.turns.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
         logprobs = [row[token].logprob for token, row in zip(tokens, completion.logprobs)]
@@ -133,7 +138,8 @@ class Generation:
     def take_reply(self, response: Response, version: int) -> None:
         """Append a reply if it has come, and begin the next turn unless the episode has ended."""
         rollout = response.rollout
-        if rollout.error:  # of another of its episodes
+        if rollout.error:
+            response.reply.cancel()
             return
         if not response.reply.done():
             self.replying.append(response)
