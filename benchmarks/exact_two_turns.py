@@ -28,7 +28,7 @@ IN_LOSS = torch.tensor([1.0, 0.0, 1.0]).double()  # the environment's letter is 
 STEPS, LEARNING_RATE, SEEDS = 2000, 0.03, range(20)
 KINDS = "deterministic", "stochastic", "hidden seed"
 # Whose fixed point is the best policy whoever sampled.
-ANYWHERE = ("tb", "tba_prime")
+ANYWHERE = ("tb", "tba_prime", "tba_prime_ratio")
 
 
 class Problem:

@@ -80,15 +80,15 @@ def test_a_buffer_saved_before_there_were_masks_is_taken_up():
     assert [row.in_loss.tolist() for row in pool.shelves[0].rows] == [[True, True], [True]]
 
 
-REACH = ["reach", "--synchronous", "--steps", 6, "--queries_per_batch", 4, "--eval_every", 3]
+REACH = ["reach", "--steps", 6, "--queries_per_batch", 4, "--eval_every", 3]
 REACH += ["--queries_per_micro_batch", 4, "--checkpoint_every", 2, "--seed", 1]
 
 
 @pytest.mark.faults
 def test_a_run_killed_in_the_midst_of_episodes_comes_to_the_same_end(tmp_path):
-    whole = tba(*REACH, "--output_dir", tmp_path / "whole")
+    whole = tba(*REACH, "--synchronous", "--output_dir", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
-    with Run(tmp_path / "killed", *REACH) as run:
+    with Run(tmp_path / "killed", *REACH, "--synchronous") as run:
         run.is_at(3)
         run.process.kill()
     resumed = tba("--resume", tmp_path / "killed")
@@ -104,6 +104,19 @@ def test_a_run_killed_in_the_midst_of_episodes_comes_to_the_same_end(tmp_path):
     (sample, *_) = read(tmp_path / "whole", "samples.jsonl")
     assert isinstance(sample["response"], list) and 0 in sample["ref_logprobs"]
     assert "moves" in (tmp_path / "whole" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    "flags",
+    [("--lora_rank", 4), ("--trainer_processes", 2), ("--searchers", 2)],
+)
+def test_episodes_are_played_and_learnt_in_other_kinds_of_runs(flags, tmp_path):
+    result = tba(*REACH, *flags, "--output_dir", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    *_, last_step, final = read(tmp_path / "run", "metrics.jsonl")
+    assert last_step["step"] == 6 and last_step["mismatch"] < 1e-4
+    assert final["final_moves"] >= final["final_fewest"] > 0
 
 
 @pytest.mark.parametrize(
