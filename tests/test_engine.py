@@ -2,6 +2,7 @@
 
 import gc
 import queue
+import time
 from collections.abc import Iterator
 from itertools import count
 
@@ -23,7 +24,7 @@ from runtime.responses.scoring import RewardScorer
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
 from searcher import Searcher
-from tasks import Query, Task
+from tasks import Query, Task, load_task
 from weights import SharedWeights
 
 BLOCK = 32  # tokens in a block of vLLM's prefix cache on a CPU
@@ -374,6 +375,7 @@ def play(engine, model: str, version: int, task: Task, queries=1, ends=64, **set
     while len(rollouts) < queries:
         rollouts += episodes.step(version) + scorer.take()
     drain(engine)
+    scorer.close()
     return sorted(rollouts, key=lambda rollout: rollout.query.id)
 
 
@@ -421,3 +423,25 @@ def test_a_reply_that_raises_or_is_no_text_costs_its_group_alone(
     bad, good = play(engine, str(tied_model), version, task, queries=2)
     assert isinstance(bad.error, ValueError | TypeError)
     assert good.error is None and len(good.arrays) == 4
+
+
+HANGING = """
+import time
+from tasks import Task
+class Hanging(Task):
+    score_timeout = 2.0
+    def queries(self, split): return []
+    def score(self, queries, responses, finished): return [0.0 for _ in queries]
+    def reply(self, query, turns):
+        while query.id == 0: time.sleep(1)
+"""
+
+
+def test_a_reply_that_hangs_costs_its_group_alone(engine, version, tied_model, tmp_path):
+    path = tmp_path / "hanging.py"
+    path.write_text(HANGING)
+    began = time.monotonic()
+    settings = dict(queries=2, ends=255, task=str(path))  # a turn is a token
+    bad, good = play(engine, str(tied_model), version, load_task(str(path)), **settings)
+    assert isinstance(bad.error, TimeoutError) and good.finished == [True] * 4
+    assert time.monotonic() - began < 10, "its other episodes are not waited for"
