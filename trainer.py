@@ -140,7 +140,7 @@ class Trainer:
         # In lockstep each version makes a batch, so none may be passed over.
         what = f"the searchers to take version {newest}"
         self.receive_until(lambda: self.batches.is_taken(newest), what)
-        # First the reference: who loads a new version loads a reset first. Due until nobody reads.
+        # First the reference: who finds a new version takes the reset first, if it could be made.
         self.resets.publish_if_due(self.step)
         is_asked = self.evaluations.is_due(self.step)
         with self.timeline.span("publish"):

@@ -377,7 +377,7 @@ class Rehearsal:
 
 def main() -> None:
     options = arguments(__doc__, ("--data_dir", ""), ("--layers", 24))
-    # Also where it is ignored, as in the background of a script, and by what runs inherit.
+    # In the background of a script it is ignored, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     shape = SHAPE_QUICK if options.quick else SHAPE
     parts, rows = {}, []
