@@ -91,11 +91,13 @@ def test_where_no_reference_is_read_none_is_loaded_reset_or_planned_for(tmp_path
 
 @pytest.mark.runs
 @pytest.mark.parametrize("loss", sorted(WITHOUT_REFERENCE))
-def test_a_run_without_a_reference_policy_learns_and_has_no_kl(loss, tmp_path):
-    with Run(tmp_path / "run", "arithmetic", "--loss", loss, *FOREVER) as run:
-        run.is_at(120)
+def test_a_run_without_a_reference_policy_learns_and_has_no_kl(loss, tmp_path, record_property):
+    flags = ["--loss", loss, "--learning_rate", 2e-4, *FOREVER]
+    with Run(tmp_path / "run", "arithmetic", *flags) as run:
+        run.is_at(240)
     lines = run.steps()
     assert not any("kl" in line for line in lines)
     assert all(math.isfinite(line[name]) for line in lines for name in ("loss", "grad_norm"))
     assert all(0 < line["ess_responses"] <= 1 for line in lines)
-    assert np.mean([line["reward"] for line in lines[-30:]]) > 0.4, "it begins at 0.29"
+    record_property("reward after 240 steps", found := np.mean([x["reward"] for x in lines[-30:]]))
+    assert found > 0.6, "of the base model's samples 0.45 are right"
