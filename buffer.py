@@ -9,7 +9,7 @@ many queries the buffer holds.
 import json
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,10 +32,16 @@ class Group:
     ref_logprobs: np.ndarray  # (sum of lengths,) float32, reference policy
     behavior_logprobs: np.ndarray  # (sum of lengths,) float32, as vLLM sampled
     rewards: np.ndarray  # (S,) float32
-    finished: np.ndarray  # (S,) bool, False where the length limit cut the response off
+    finished: np.ndarray  # (S,) bool, False where a limit cut the response off
     temperature: float  # that the responses were sampled at
-    # (S,) bool, True where the last token was appended and not sampled; empty: nowhere.
-    appended: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    # (sum of lengths,) bool; None: all of them.
+    in_loss: np.ndarray | None = None  # tokens whose log-probabilities the objective sums
+    sampled: np.ndarray | None = None  # tokens that the policy chose: not an appended end
+
+    def __post_init__(self) -> None:
+        everything = np.ones(len(self.tokens), bool)
+        self.in_loss = everything if self.in_loss is None else self.in_loss
+        self.sampled = everything if self.sampled is None else self.sampled
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +55,8 @@ class Row:
     tokens: np.ndarray  # (T,)
     ref_logprobs: np.ndarray  # (T,)
     behavior_logprobs: np.ndarray  # (T,)
+    in_loss: np.ndarray  # (T,) bool, as in Group
+    sampled: np.ndarray  # (T,) bool
     reward: float
     received_step: int = 0  # trainer step at which it arrived
 
@@ -66,6 +74,8 @@ def rows_of(group: Group, step: int = 0) -> list[Row]:
             group.tokens[start:end],
             group.ref_logprobs[start:end],
             group.behavior_logprobs[start:end],
+            group.in_loss[start:end],
+            group.sampled[start:end],
             reward,
             step,
         )
@@ -156,7 +166,8 @@ class Shelf:
 class Pool:
     """Responses by query, and the deck that the queries are drawn from."""
 
-    ARRAYS = ("prompt", "tokens", "ref_logprobs", "behavior_logprobs")  # of a row
+    # Of a row.
+    ARRAYS = ("prompt", "tokens", "ref_logprobs", "behavior_logprobs", "in_loss", "sampled")
 
     def __init__(self):
         self.shelves: dict[int, Shelf] = {}  # by query id
@@ -220,6 +231,9 @@ class Pool:
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Go on exactly where the pool that gave `state` was."""
+        for mask in ("in_loss", "sampled"):  # a checkpoint from before there were masks
+            state.setdefault(f"{mask}_lengths", state["tokens_lengths"])
+            state.setdefault(mask, np.ones(len(state["tokens"]), bool))
         columns = {
             name: np.split(state[name], np.cumsum(state[f"{name}_lengths"])[:-1])
             for name in self.ARRAYS

@@ -16,6 +16,13 @@ class UserError(Exception):
     """Something the user can put right. Shown as one line; exit code 2."""
 
 
+def first_line(error: Exception) -> str:
+    """Say in one line what an error says; of one without a text, its type."""
+    if "trust_remote_code" in str(error):
+        return "it brings code of its own: --trust_remote_code lets that of --model run"
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 LOAD_SECONDS = 600.0  # that a process may take to load its model, a node to import the project
 
 
@@ -158,7 +165,11 @@ class SearchSettings:
     max_prompt_tokens: PositiveInt = 512
     """A query with a longer prompt is skipped and counted."""
     max_response_tokens: PositiveInt = 512
-    """A response is cut off here, and counts as unfinished."""
+    """A response, or a turn of an episode, is cut off here, and counts as unfinished."""
+    max_turns: PositiveInt = 10
+    """Of an episode, where the task has some: turns of the model, at most."""
+    max_episode_tokens: PositiveInt | None = None
+    """Of an episode: prompt, turns and replies together. None: the task has no episodes."""
     constant_staleness: NonNegativeInt | None = None
     """No buffer: one version makes each batch, which is trained on exactly so many steps later.
     Then k = 1, S = K, and duplicates are kept."""
@@ -271,6 +282,13 @@ class Config(
     def lockstep(self) -> bool:
         """Whether each batch is made by one version, and the trainer waits for it."""
         return self.constant_staleness is not None
+
+    @property
+    def longest_row(self) -> tuple[int, int]:
+        """Tokens of prompt and response of the row that takes most memory."""
+        if self.max_episode_tokens is None:
+            return self.max_prompt_tokens, self.max_response_tokens
+        return 1, self.max_episode_tokens - 1  # a short prompt, and many turns
 
     @property
     def queries_per_pass(self) -> int:

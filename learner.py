@@ -189,13 +189,13 @@ class Learner:
             logprobs=logprobs,
             ref_logprobs=padded([row.ref_logprobs for row in rows]) / reference_temperature,
             behavior_logprobs=padded([row.behavior_logprobs for row in rows]),
-            # By length, not by token id: end-of-sequence may equal padding.
-            mask=padded([np.ones(len(row.tokens)) for row in rows]),
+            mask=padded([row.in_loss for row in rows]),
             rewards=torch.tensor([row.reward for row in rows], device=logprobs.device),
             group_size=self.config.responses_per_query,
             beta=beta,
-            max_response_length=self.config.max_response_tokens,
+            max_response_length=self.config.longest_row[1],
             prompt_lengths=torch.tensor([len(row.prompt) for row in rows], device=logprobs.device),
+            sampled=padded([row.sampled for row in rows]),
         )
 
     def state(self) -> Iterator[tuple[str, Tensor]]:

@@ -30,7 +30,8 @@ class LossInputs:
     ref_logprobs: Tensor
     # (N, T) of the same tokens under the policy that sampled them, as vLLM reported it.
     behavior_logprobs: Tensor | None
-    # (N, T) 1 on response tokens, end-of-sequence included, 0 on padding; any dtype.
+    # (N, T) 1 on the tokens of the response, end-of-sequence included, 0 on padding and on what the
+    # policy is not to learn, such as an environment's answer; any dtype.
     mask: Tensor
     rewards: Tensor  # (N,)
     group_size: int  # K, responses per query; divides N
@@ -40,6 +41,8 @@ class LossInputs:
     max_response_length: int = 1
     # (N,) tokens of each row's prompt, for objectives that divide by the length of both. None: 0.
     prompt_lengths: Tensor | None = None
+    # (N, T) 1 on tokens that the policy chose, for figures of importance sampling. None: as mask.
+    sampled: Tensor | None = None
 
 
 Metrics = dict[str, float | Tensor]

@@ -17,15 +17,16 @@ import torch.multiprocessing
 
 from buffer import Group
 from config import Config
-from models.engine import ENGINE_ROWS, Engine, completion_arrays
+from models.engine import ENGINE_ROWS, Engine
 from models.policy import encode_prompt, load_tokenizer
 from runtime.modes.free_running import Rollout, Workload
 from runtime.modes.lockstep import LockstepWorkload
 from runtime.modes.reference import Reference
 from runtime.record.timeline import Timeline
 from runtime.responses.evaluation import EvaluationService
+from runtime.responses.generation import Generation
 from runtime.responses.samples import SampleLog
-from runtime.responses.scoring import FailureLimit, RewardScorer, decode
+from runtime.responses.scoring import FailureLimit, RewardScorer
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation, Notice
 from tasks import load_task
@@ -58,8 +59,6 @@ class Searcher:
         self.timeline = Timeline(run_dir, board, name)
         self.task = load_task(config.task, **config.options)
         self.tokenizer = load_tokenizer(config)
-        # Appended to responses that were cut off, where the task wants that.
-        self.final_token = self.tokenizer.eos_token_id if self.task.append_eos else None
         cursor = int(board.get(name, "cursor"))
         kind = LockstepWorkload if config.lockstep else Workload
         self.workload = kind(config, self.task.queries("train"), share, cursor, weights)
@@ -79,7 +78,7 @@ class Searcher:
         self.evaluation = EvaluationService(
             config, self.task, self.tokenizer, weights, pin, evaluated, is_enabled=share == 0
         )
-        self.rollouts: dict[str, Rollout] = {}  # in the engine, by request
+        self.generation = Generation(config, self.tokenizer, self.engine, self.scorer)
 
     def search(self) -> None:
         """Explore with a delayed copy of the policy until the run ends (section 4.1)."""
@@ -139,28 +138,20 @@ class Searcher:
                 continue
             num_skipped = 0
             rollout.version, rollout.sampling = self.version, self.sampling(rollout)
-            self.start(rollout)
+            self.generation.start(rollout)
         self.board.set(self.name, "cursor", self.workload.cursor)
 
     def start_evaluation(self) -> None:
         """Start a requested evaluation; no weights are loaded until it ends."""
         for rollout in self.evaluation.start_if_due(self.version):
-            self.start(rollout)
-
-    def start(self, rollout: Rollout) -> None:
-        """Have the engine generate the responses of a rollout.
-
-        It takes the version for the sake of its cache of prefixes.
-        """
-        self.engine.add(rollout.request, rollout.prompt, rollout.version, **rollout.sampling)
-        self.rollouts[rollout.request] = rollout
+            self.generation.start(rollout)
 
     def has_room(self) -> bool:
         """Return whether a query may start: the run needs it, engine and scoring have room."""
         if self.board.last_step_done or self.outbox:
             return False
         groups_in_engine = ENGINE_ROWS // self.config.samples_per_query + 1
-        return self.engine.rows < ENGINE_ROWS and len(self.scorer.waiting) < groups_in_engine
+        return self.generation.rows < ENGINE_ROWS and len(self.scorer.waiting) < groups_in_engine
 
     def skip(self, rollout: Rollout, num_skipped: int) -> None:
         """Drop a query whose prompt is empty or too long. Raises ValueError if all of them are."""
@@ -185,19 +176,13 @@ class Searcher:
     def step_engine(self) -> list[Rollout]:
         """Generate one token of every response. Returns the rollouts that finished with it."""
         is_over = self.board.last_step_done and not self.evaluation.is_running
-        if self.outbox or is_over or not self.engine.rows:  # a full queue, or no work
+        if self.outbox or is_over or not self.generation.rows:  # a full queue, or no work
             with self.timeline.span("wait"):
                 time.sleep(POLL_SECONDS)
             return []
-        with self.timeline.span("eval" if self.evaluation.is_running else "search"):
-            generated = []
-            for output in self.engine.step():
-                if rollout := self.rollouts.pop(output.request_id, None):
-                    rollout.last_version, completions = self.version, output.outputs
-                    rollout.texts, rollout.finished = decode(self.tokenizer, completions)
-                    rollout.arrays = [completion_arrays(c, self.final_token) for c in completions]
-                    generated.append(rollout)
-        return generated
+        work = "eval" if self.evaluation.is_running else "search"
+        with self.timeline.span(work if self.engine.rows else "wait"):  # for replies
+            return self.generation.step(self.version)
 
     def score(self, generated: list[Rollout]) -> list[Rollout]:
         """Hand generated rollouts to the task's score(). Returns those that have rewards by now.
@@ -228,14 +213,14 @@ class Searcher:
         if not scored:
             return []
         prompts = [np.array(rollout.prompt, np.int32) for rollout in scored for _ in rollout.texts]
-        responses = [tokens for rollout in scored for tokens, _, _ in rollout.arrays]
+        responses = [tokens for rollout in scored for tokens, *_ in rollout.arrays]
         with self.timeline.span("reference"):
             logprobs = iter(self.reference.logprobs(prompts, responses))
         groups = []
         for rollout in scored:
             ref_logprobs = np.concatenate([next(logprobs) for _ in rollout.texts])
-            self.board.add(self.name, "tokens", len(ref_logprobs))
             groups.append(rollout.to_group(ref_logprobs, self.reference.version))
+            self.board.add(self.name, "tokens", int(groups[-1].sampled.sum()))
             self.samples.write(rollout, groups[-1])
         return groups
 

@@ -190,7 +190,8 @@ def make_rows(data_dir: str, queries: int) -> list[Row]:
             tokens = np.array(tokenizer(solutions[solution] + "<eos>").input_ids[:LIMIT], np.int32)
             # About the log-probabilities that random weights give.
             logprobs = rng.normal(-10, 1, (2, len(tokens))).astype(np.float32)
-            rows.append(Row(query, 0, 0, prompt, tokens, *logprobs, float(rng.integers(2))))
+            arrays = prompt, tokens, *logprobs, *np.ones((2, len(tokens)), bool)
+            rows.append(Row(query, 0, 0, *arrays, float(rng.integers(2))))
     return rows
 
 

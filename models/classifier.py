@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from config import UserError
+from config import UserError, first_line
 from models.device import device
 from models.hub import cached_model, fetch_model
 from models.logprobs import right_padded, split_rows
-from models.policy import first_line, read_tokenizer
+from models.policy import read_tokenizer
 
 TOKENS_PER_FORWARD = 16384
 

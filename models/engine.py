@@ -7,13 +7,11 @@ import gc
 import threading
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams, _custom_ops
 from vllm.model_executor.layers import utils as layers
 from vllm.model_executor.models.transformers.base import Base
-from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor import uniproc_executor
 
@@ -48,7 +46,7 @@ class Engine:
             seed=seed,
             dtype=str(compute_dtype(config)).removeprefix("torch."),
             trust_remote_code=config.trust_remote_code,
-            max_model_len=config.max_prompt_tokens + config.max_response_tokens,
+            max_model_len=sum(config.longest_row),
             max_num_seqs=ENGINE_ROWS,
             # No worker process: nothing to orphan, and weights go in without serialisation.
             distributed_executor_backend="uni",
@@ -94,23 +92,6 @@ class Engine:
         self.llm.apply_model(lambda model: model.load_weights(tensors))
 
 
-def completion_arrays(
-    completion: CompletionOutput, final_token: int | None
-) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return a response's token ids (T,) int32 and behaviour log-probabilities (T,) float32.
-
-    The third value says whether final_token was appended, as it is where the length limit cut the
-    response off. Nothing else can stand there, so its behaviour log-probability is 0.
-    """
-    tokens = list(completion.token_ids)
-    logprobs = [row[token].logprob for token, row in zip(tokens, completion.logprobs)]
-    is_appended = final_token is not None and completion.finish_reason == "length"
-    if is_appended:
-        tokens.append(final_token)
-        logprobs.append(0.0)
-    return np.array(tokens, np.int32), np.array(logprobs, np.float32), is_appended
-
-
 def cpu_settings(config: Config) -> dict:
     """What vLLM is told without a GPU besides."""
     # vLLM's CPU build would pack each matrix, for oneDNN or for the matrix tiles that some
@@ -126,9 +107,7 @@ def cpu_settings(config: Config) -> dict:
         # Prompts enter whole: for a prompt in chunks vLLM rewinds the request's generator, which a
         # CPU generator cannot.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(
-            CPU_BATCHED_TOKENS, config.max_prompt_tokens + config.max_response_tokens
-        ),
+        "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, sum(config.longest_row)),
         # The responses to a query share the cache blocks that its prompt fills. Most prompts fill
         # none of the default size, 128.
         "block_size": CPU_BLOCK,

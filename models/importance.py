@@ -14,13 +14,14 @@ from loss import LossInputs, Metrics, sequence_sum
 class LogWeights(NamedTuple):
     """log w of a micro-batch."""
 
-    tokens: Tensor  # of each response token, (sum of lengths,)
+    tokens: Tensor  # of each sampled token, (their number,)
     responses: Tensor  # the sum of these over each response, (rows,)
 
 
 def log_weights(x: LossInputs) -> LogWeights:
     """Compute log w of a micro-batch, on the CPU."""
-    log_w, mask = (x.logprobs.detach() - x.behavior_logprobs).double().cpu(), x.mask.cpu()  # (N, T)
+    log_w = (x.logprobs.detach() - x.behavior_logprobs).double().cpu()  # (N, T)
+    mask = (x.mask if x.sampled is None else x.sampled).cpu()
     return LogWeights(log_w[mask.bool()], sequence_sum(log_w, mask))
 
 

@@ -217,14 +217,6 @@ class PolicyLogprobs(torch.nn.Module):
         return response_logprobs(self.model, *arguments, keep_step=self.keep_step)
 
 
-def sampled(group: Group) -> np.ndarray:
-    """Mark the tokens that the policy sampled, all but appended ones: (sum of lengths,) bool."""
-    mask = np.ones(len(group.tokens), bool)
-    if len(group.appended):
-        mask[np.cumsum(group.lengths) - 1] = ~group.appended
-    return mask
-
-
 def mismatch(group: Group, ours: list[np.ndarray]) -> float:
     """Mean |difference| of a token's log-probability between vLLM and transformers, in nats.
 
@@ -232,7 +224,7 @@ def mismatch(group: Group, ours: list[np.ndarray]) -> float:
     what was published is what samples.
     """
     differences = np.abs(np.concatenate(ours) - group.behavior_logprobs)
-    return float(differences[sampled(group)].mean())
+    return float(differences[group.sampled].mean())
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from config import Config, UserError
-from models.policy import first_line, load_policy, load_tokenizer, policy_without_weights
+from config import Config, UserError, first_line
+from models.policy import load_policy, load_tokenizer, policy_without_weights
 
 if TYPE_CHECKING:
     from peft import PeftModel

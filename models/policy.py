@@ -11,11 +11,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from config import Config, UserError
+from config import Config, UserError, first_line
 from models.hub import cached_model
 from models.logprobs import check_architecture
 
 CHARACTER_BYTES = 4  # at most, in UTF-8
+TURN = "<think>\na turn\n</think>\n\nof the model"  # stands for one in a chat template
 
 
 def load_policy(
@@ -108,6 +109,35 @@ def encode_prompt(
         return []
 
 
+def encode_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[dict[str, str]],
+    reply: str,
+    last_token: int,
+) -> list[int]:
+    """Return the token ids between a turn of the model and its next one: what a reply adds.
+
+    Of messages that is what the chat template writes after the turn; last_token, with which the
+    model has ended that itself, is not repeated. Raises UnicodeError for what is no text, and
+    ValueError for a template that changes what stands before a reply, such as one that drops old
+    thinking: the next turn would see something else than was sampled.
+    """
+    if isinstance(prompt, str):
+        return tokenizer(reply, add_special_tokens=False).input_ids
+    messages = [*prompt, {"role": "assistant", "content": TURN}, {"role": "user", "content": reply}]
+    asked, whole = (
+        tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=True)
+        for some in (prompt, messages)
+    )
+    turn = whole.removeprefix(asked).lstrip()
+    if not turn.startswith(TURN):
+        raise ValueError("it changes what stands before a reply, the prompt or the model's turn")
+    text, end = turn.removeprefix(TURN), tokenizer.decode([last_token])
+    if end and text.lstrip().startswith(end):
+        text = text.lstrip().removeprefix(end)
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
     """Return the text that each token adds to those before it, special tokens included.
 
@@ -150,13 +180,6 @@ def policy_without_weights(config: Config) -> torch.nn.Module:
         raise UserError(f"--model {config.model!r} cannot be used: {first_line(error)}") from error
 
 
-def first_line(error: Exception) -> str:
-    """Say in one line what an error says; of one without a text, its type."""
-    if "trust_remote_code" in str(error):
-        return "it brings code of its own: --trust_remote_code lets that of --model run"
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
 def linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
     """List the linear layers of a model, an output embedding that is the input's aside."""
     embedding = model.get_input_embeddings().weight
@@ -176,12 +199,12 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     Raises UserError for a model that cannot be had, or has fewer positions than the run needs.
     """
     model = policy_without_weights(config)
-    tokens = config.max_prompt_tokens + config.max_response_tokens
+    tokens = sum(config.longest_row)
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit:
+        flags = "--max_prompt_tokens {} + --max_response_tokens {}".format(*config.longest_row)
+        flags = "--max_episode_tokens" if config.max_episode_tokens else flags
         raise UserError(
-            f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens "
-            f"{config.max_response_tokens} is {tokens}, more than the {limit} positions of "
-            f"--model {config.model!r}"
+            f"{flags} is {tokens}, more than the {limit} positions of --model {config.model!r}"
         )
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

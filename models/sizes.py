@@ -13,17 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModel
 
-from config import Config, UserError
+from config import Config, UserError, first_line
 from models.hub import fetch_model
 from models.logprobs import response_states
 from models.lora import add_adapters, trained_parameters
-from models.policy import (
-    decoder_layers,
-    first_line,
-    hold_as_multiplied,
-    linear_layers,
-    policy_without_weights,
-)
+from models.policy import decoder_layers, hold_as_multiplied, linear_layers, policy_without_weights
 
 ENGINE_ROWS = 256  # responses that vLLM generates at a time
 
@@ -136,7 +130,7 @@ def pass_bytes(
         kept, beyond = _count(settings, tuple(passes), dtype, has_gradient)
     except Exception:  # a model may look at numbers, and here are none: that must not stop a run
         is_counted = False
-        prompts, responses = config.max_prompt_tokens, config.max_response_tokens
+        prompts, responses = config.longest_row
         tokens = sum(one.rows * responses + one.queries * prompts for one in passes)
         layers = size.layers if has_gradient else 1
         kept, beyond = 2 * tokens * layers * size.layer_values_per_token * dtype.itemsize, 0
@@ -154,6 +148,7 @@ DECISIVE = (
     "lora_rank",
     "max_prompt_tokens",
     "max_response_tokens",
+    "max_episode_tokens",
 )
 
 
@@ -189,9 +184,9 @@ def _count(
             parameter.grad = torch.zeros_like(parameter)
         for shape, count in Counter(passes).items():
             before = live.peak = live.now
-            prompt = np.arange(config.max_prompt_tokens)
+            prompt = np.arange(config.longest_row[0])
             prompts = [prompt + row % shape.queries for row in range(shape.rows)]
-            ids = torch.zeros(shape.rows, max(2, config.max_response_tokens), dtype=torch.long)
+            ids = torch.zeros(shape.rows, max(2, config.longest_row[1]), dtype=torch.long)
             autocast = torch.autocast("cpu", dtype, enabled=masters != dtype)
             with torch.set_grad_enabled(has_gradient), autocast:
                 states = response_states(policy, prompts, ids).to(dtype)

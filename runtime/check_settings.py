@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Union, get_args, get_origin, get_type_hints
 
 from config import Bound, Config, UserError
+from tasks import Task, find_task
 
 PLAIN_TYPES = {int, float, bool, str, dict, types.NoneType}  # of a setting; a task may have others
 
@@ -20,6 +21,7 @@ def check(config: Config) -> None:
     check_batch(config)
     check_schedules(config)
     check_modes(config)
+    check_episodes(config)
 
 
 def check_types(values: dict[str, object], owner: type) -> None:
@@ -66,6 +68,19 @@ def check_batch(config: Config) -> None:
         raise UserError(
             f"--trainer_processes is {config.trainer_processes}, more than --queries_per_batch "
             f"{config.queries_per_batch}: each takes whole queries, for log Z of a query"
+        )
+
+
+def check_episodes(config: Config) -> None:
+    """Episodes need a bound that leaves room for a turn; there are some if the task has reply()."""
+    most, has_turns = config.max_episode_tokens, find_task(config.task).reply is not Task.reply
+    if has_turns == (most is None):
+        problem = "has episodes: give" if has_turns else "has no reply(), and so no use for"
+        raise UserError(f"task {config.task!r} {problem} --max_episode_tokens")
+    if has_turns and most <= config.max_prompt_tokens:
+        raise UserError(
+            f"--max_episode_tokens {most} leaves no room for a turn beside --max_prompt_tokens "
+            f"{config.max_prompt_tokens}"
         )
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from config import Config, UserError
+from config import Config, UserError, first_line
 from models.device import compute_dtype, device, onednn_multiplies
 from models.hub import fetch_model, find_model, identify_weights
-from models.policy import encode_prompt, first_line, load_tokenizer, policy_without_weights
+from models.policy import encode_prompt, encode_reply, load_tokenizer, policy_without_weights
 from objectives import LOSSES
 from runtime.checkpoints import checkpoint
 from tasks import Messages, Task, load_task, sampling_for_tests
@@ -96,6 +96,8 @@ def check_tokenizer(config: Config, chats: list[Messages]) -> None:
     try:
         for messages in chats:
             encode_prompt(tokenizer, messages)
+            if config.max_episode_tokens:
+                encode_reply(tokenizer, messages, "?", last_token=0)
     except Exception as error:  # a template may refuse in words of its own
         raise UserError(
             f"the chat template of --model {config.model!r} does not take the prompts of task "

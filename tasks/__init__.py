@@ -91,8 +91,18 @@ class Task:
         """The reward of each response to the query beside it.
 
         finished is False where the length limit cut the response off.
+        With reply(), a response is the list of the model's turns here, in evaluate() and extract();
+        finished is True where reply() ended the episode.
         """
         raise NotImplementedError
+
+    def reply(self, query: Query, turns: list[str]) -> str | None:
+        """What the environment says after the latest of the model's turns; None ends the episode.
+
+        A task that defines this has episodes of several turns. The same turns must give the same
+        reply, in any process: then nothing of it needs to be saved, and trajectory balance may
+        learn from old episodes. It runs where score() does, within score_timeout.
+        """
 
     def evaluate(
         self, queries: list[Query], responses: list[str], finished: list[bool], scores: np.ndarray

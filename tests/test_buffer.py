@@ -251,6 +251,8 @@ def test_a_row_carries_what_its_group_said_of_it():
             tokens=sent.tokens[part],
             ref_logprobs=sent.ref_logprobs[part],
             behavior_logprobs=sent.behavior_logprobs[part],
+            in_loss=sent.in_loss[part],
+            sampled=sent.sampled[part],
             reward=float(sent.rewards[i]),
             received_step=8,
         )
@@ -428,6 +430,7 @@ def test_a_response_that_another_begins_with_is_no_duplicate_of_it():
     short, long = group(0, [1]), group(0, [1])
     long.lengths, long.tokens = np.array([4], np.int32), np.array([1, 1, 1, 1], np.int32)
     long.ref_logprobs = long.behavior_logprobs = np.zeros(4, np.float32)
+    long.in_loss = long.sampled = np.ones(4, bool)
     buffer.add([short, long], step=0)
     assert buffer.responses == 2
 

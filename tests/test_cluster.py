@@ -157,6 +157,14 @@ def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, rec
     assert base["step"] == 0
 
 
+def test_a_node_plays_episodes(nodes, tmp_path):
+    nodes.add()
+    flags = [*nodes.flags, "--searchers", 0, "--steps", 50, "--initial_responses", 100]
+    result = tba("reach", *flags, "--output_dir", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    assert read(tmp_path / "run", "metrics.jsonl")[-1]["final_moves"] > 1
+
+
 def training(nodes: Nodes, run_dir: Path, *flags) -> Run:
     """A run that goes on for ever, once groups of all nodes are trained on."""
     settings = *SMALL, *FOREVER, *nodes.flags, *flags

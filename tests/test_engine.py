@@ -13,15 +13,17 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from buffer import Group, rows_of
 from config import Config
-from models.engine import ENGINE_ROWS, Engine, completion_arrays
+from models.engine import ENGINE_ROWS, Engine
 from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy, load_tokenizer, weight_shapes
 from runtime.modes.free_running import Rollout
 from runtime.record.metrics import describe
+from runtime.responses.generation import Generation
+from runtime.responses.scoring import RewardScorer
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
 from searcher import Searcher
-from tasks import Query
+from tasks import Query, Task, load_task
 from weights import SharedWeights
 
 BLOCK = 32  # tokens in a block of vLLM's prefix cache on a CPU
@@ -69,23 +71,25 @@ def drain(engine) -> dict:
     return outputs
 
 
-def sample_group(
+def generate(
     engine: Engine, prompt: list[int], version: int, final_token: int | None = None, **sampling
-) -> Group:
-    """Sample one query's responses, and put them into a group as a searcher does."""
-    engine.add("group", prompt, version=version, **sampling)
-    completions = drain(engine)["group"].outputs
-    rollout = Rollout(
-        Query(0, "", ""),
-        "group",
-        prompt=prompt,
-        version=version,
-        sampling=sampling,
-        finished=[completion.finish_reason == "stop" for completion in completions],
-        arrays=[completion_arrays(completion, final_token) for completion in completions],
-        rewards=np.zeros(len(completions), np.float32),
-    )
-    num_tokens = sum(len(ids) for ids, _, _ in rollout.arrays)
+) -> Rollout:
+    """Have one query's responses generated as a searcher does."""
+    scorer = RewardScorer(Config(), Task())
+    generation = Generation(Config(), byte_tokenizer(), engine, scorer)
+    generation.final_token = final_token
+    query = Query(0, "", "")
+    generation.start(Rollout(query, "group", prompt=prompt, version=version, sampling=sampling))
+    while not (generated := generation.step(version)):
+        pass
+    return generated[0]
+
+
+def sample_group(engine: Engine, prompt: list[int], version: int, **options) -> Group:
+    """The same, put into a group."""
+    rollout = generate(engine, prompt, version, **options)
+    rollout.rewards = np.zeros(len(rollout.arrays), np.float32)
+    num_tokens = sum(len(tokens) for tokens, *_ in rollout.arrays)
     return rollout.to_group(np.zeros(num_tokens, np.float32), reference_version=0)
 
 
@@ -221,22 +225,18 @@ def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probab
 
 def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine, version):
     end = 256  # byte_tokenizer's
-    sampling = dict(n=32, temperature=1.0, seed=0, logit_bias={end: 5.0})
-    engine.add("0", [70, 71], version=version, max_tokens=3, **sampling)
-    completions = drain(engine)["0"].outputs
-    finished = [completion.finish_reason == "stop" for completion in completions]
-    assert {True, False} == set(finished), "both kinds"
-    for completion, is_finished in zip(completions, finished):
-        tokens, logprobs, is_appended = completion_arrays(completion, final_token=None)
-        assert tokens.tolist() == list(completion.token_ids) and len(logprobs) == len(tokens)
-        assert not is_appended
-        ended, behavior, is_appended = completion_arrays(completion, final_token=end)
+    sampling = dict(n=32, temperature=1.0, max_tokens=3, seed=0, logit_bias={end: 5.0})
+    plain, ended = (generate(engine, [70, 71], version, final, **sampling) for final in (None, end))
+    assert plain.finished == ended.finished and {True, False} == set(plain.finished), "both kinds"
+    for is_finished, one, other in zip(plain.finished, plain.arrays, ended.arrays):
+        (tokens, logprobs, *masks), (longer, behavior, in_loss, sampled) = one, other
+        assert is_finished == (tokens[-1] == end) and np.all(masks) and in_loss.all()
         added = 0 if is_finished else 1
-        assert is_appended == (not is_finished)
-        assert len(ended) == len(behavior) == len(tokens) + added and ended[-1] == end
+        assert longer.tolist() == tokens.tolist() + [end] * added
         assert behavior.tolist() == logprobs.tolist() + [0.0] * added, (
             "nothing else can stand there"
         )
+        assert sampled.tolist() == [True] * len(tokens) + [False] * added
 
 
 def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, version, tied_model):
@@ -244,7 +244,7 @@ def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, v
     model = load_policy(config, torch.device("cpu"))
     sampling = dict(version=version, n=8, temperature=1.0, max_tokens=3, seed=0)
     group = sample_group(engine, [70, 71], final_token=256, **sampling)
-    assert (group.lengths == 4).all() and group.appended.all(), "all were cut off"
+    assert (group.lengths == 4).all() and (group.sampled.sum() == 8 * 3), "all were cut off"
     group.ref_logprobs = group.behavior_logprobs
     ours = logprobs_of(group, model, torch.float32)
     assert mismatch(group, ours) < 1e-4
@@ -252,7 +252,7 @@ def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, v
     assert figures["response_tokens"] == 3 and figures["kl"] == 0
     sampled = group.behavior_logprobs.reshape(8, 4)[:, :3]
     assert figures["entropy"] == pytest.approx(-sampled.mean()), "nor of the other figures"
-    group.appended = np.zeros(0, bool)
+    group.sampled = np.ones(len(group.tokens), bool)
     assert mismatch(group, ours) > 0.1
 
 
@@ -345,3 +345,100 @@ def test_the_base_model_is_evaluated_also_by_a_searcher_that_finds_newer_weights
     searcher.rollout_queue.put_nowait = stop_at_an_evaluation
     searcher.search()
     assert [item.version for item in items if isinstance(item, Evaluation)] == [0]
+
+
+class Counting(Task):
+    """Replies with the number of the turn; after `most` turns the episode has ended."""
+
+    def __init__(self, most: int, fault=None):
+        self.most, self.fault = most, fault
+
+    def reply(self, query: Query, turns: list[str]) -> str | None:
+        if self.fault and len(turns) == 2:
+            return self.fault(query)
+        return None if len(turns) == self.most else f" {len(turns)} "
+
+
+def play(engine, model: str, version: int, task: Task, /, queries=1, ends=64, **settings) -> list:
+    """Play episodes whose turns end at so many of the tokens. Returns the rollouts, by query."""
+    limits = dict(max_prompt_tokens=20, max_response_tokens=12, max_episode_tokens=200)
+    config = Config(model=model, **limits | settings)
+    tokenizer, scorer = load_tokenizer(config), RewardScorer(config, task)
+    episodes, rollouts = Generation(config, tokenizer, engine, scorer), []
+    for number in range(queries):
+        rollout = Rollout(Query(number, "ab", None), f"q{number}", prompt=[70, 71 + number])
+        rollout.version, rollout.rewards = version, np.zeros(4, np.float32)
+        rollout.sampling = dict(n=4, temperature=1.0, max_tokens=12, seed=5)
+        rollout.sampling["stop_token_ids"] = list(range(ends))
+        episodes.start(rollout)
+    while len(rollouts) < queries:
+        rollouts += episodes.step(version) + scorer.take()
+    drain(engine)
+    scorer.close()
+    return sorted(rollouts, key=lambda rollout: rollout.query.id)
+
+
+def test_turns_and_replies_are_one_response_of_which_the_turns_are_learnt(
+    engine, version, tied_model
+):
+    (rollout,) = play(engine, str(tied_model), version, Counting(3))
+    tokenizer = load_tokenizer(Config(model=str(tied_model)))
+    finished = [i for i in range(4) if rollout.finished[i]]
+    assert finished and all(len(rollout.texts[i]) == 3 for i in finished)
+    group = rollout.to_group(np.zeros(sum(len(a) for a, *_ in rollout.arrays), np.float32), 0)
+    for i, row in enumerate(rows_of(group)):
+        pieces = np.split(row.tokens, np.flatnonzero(np.diff(row.sampled)) + 1)
+        texts = tokenizer.batch_decode(pieces, skip_special_tokens=True)
+        turns, replies = texts[::2], texts[1::2]
+        assert turns == rollout.texts[i] and replies == [" 1 ", " 2 "][: len(turns) - 1]
+        assert (row.in_loss == row.sampled).all() and not row.behavior_logprobs[~row.sampled].any()
+        assert all(piece[-1] < 64 or piece[-1] == tokenizer.eos_token_id for piece in pieces[:-1:2])
+    # What the engine saw is what the trainer sees: token by token the same probabilities.
+    model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
+    assert mismatch(group, logprobs_of(group, model, torch.float32)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "limits, turns",
+    [({"max_turns": 2}, 2), ({"max_episode_tokens": 12}, None), ({"ends": 0}, 1)],
+)
+def test_an_episode_that_a_limit_ends_is_unfinished(limits, turns, engine, version, tied_model):
+    (rollout,) = play(engine, str(tied_model), version, Counting(50), **limits)
+    assert rollout.finished == [False] * 4
+    assert turns is None or {len(texts) for texts in rollout.texts} <= {1, turns}
+    if most := limits.get("max_episode_tokens"):
+        assert all(2 + len(tokens) <= most for tokens, *_ in rollout.arrays)
+
+
+def fail(query: Query):
+    raise ValueError("no such move")
+
+
+@pytest.mark.parametrize("fault", [fail, lambda query: 7])
+def test_a_reply_that_raises_or_is_no_text_costs_its_group_alone(
+    fault, engine, version, tied_model
+):
+    task = Counting(3, lambda query: fault(query) if query.id == 0 else " x ")
+    bad, good = play(engine, str(tied_model), version, task, queries=2)
+    assert isinstance(bad.error, ValueError | TypeError)
+    assert good.error is None and len(good.arrays) == 4
+
+
+HANGING = """
+import time
+from tasks import Task
+class Hanging(Task):
+    score_timeout = 2.0
+    def queries(self, split): return []
+    def score(self, queries, responses, finished): return [0.0 for _ in queries]
+    def reply(self, query, turns):
+        while query.id == 0: time.sleep(1)
+"""
+
+
+def test_a_reply_that_hangs_costs_its_group_alone(engine, version, tied_model, tmp_path):
+    path = tmp_path / "hanging.py"
+    path.write_text(HANGING)
+    settings = dict(queries=2, ends=255, task=str(path))  # a turn is a token
+    bad, good = play(engine, str(tied_model), version, load_task(str(path)), **settings)
+    assert isinstance(bad.error, TimeoutError) and good.finished == [True] * 4

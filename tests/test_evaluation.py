@@ -98,6 +98,6 @@ def test_without_json_it_is_a_table():
         "perplexity    1.1250   1.0000 to 1.2500",
         (
             "on 30 test queries; 2 left out, prompt over --max_prompt_tokens, empty or not "
-            "Unicode; 1 left out, score() failed"
+            "Unicode; 1 left out, they got no score"
         ),
     ]

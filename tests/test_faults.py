@@ -882,7 +882,7 @@ def test_queries_without_scores_are_dropped_and_counted_in_training_and_in_evalu
     assert "query 3 is dropped" in log and "no score for a 3" in log and "query 7 is dropped" in log
     samples = read(run_dir, "samples.jsonl")
     assert not [line for line in samples if line["query_id"] % 10 in (3, 7)]
-    assert "on 32 test queries; 8 left out, score() failed" in result.stdout
+    assert "on 32 test queries; 8 left out, they got no score" in result.stdout
 
 
 BAD_SCORES = """
@@ -938,7 +938,7 @@ def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_the
     record_property("responses in 60 s of the clean run and of the other's good queries", received)
     assert "no score for this one" in log and "finite numbers" in log and "TimeoutError" in log
     assert received["bad"] >= 0.5 * received["clean"]  # with one worker, held up: a third
-    assert " left out, score() failed)" in out
+    assert " left out, they got no score)" in out
 
 
 def has_evaluated_its_base(run: Run) -> bool:

@@ -416,7 +416,10 @@ def a_group(texts: list[str], reference: float = -2.0) -> tuple[Rollout, Group]:
         last_version=4,
         texts=texts,
         finished=[True] * len(texts),
-        arrays=[(ids, np.full(len(ids), -1 / 3, np.float32), False) for ids in tokens],
+        arrays=[
+            (ids, np.full(len(ids), -1 / 3, np.float32), *np.ones((2, len(ids)), bool))
+            for ids in tokens
+        ],
         rewards=np.arange(len(texts), dtype=np.float32),
     )
     ref_logprobs = np.full(sum(map(len, tokens)), reference, np.float32)

@@ -144,6 +144,7 @@ def uneven_rows(seed: int) -> list[Row]:
         row.tokens = rng.integers(0, 256, size=length).astype(np.int32)
         row.ref_logprobs = np.full(length, -5.0, np.float32)
         row.behavior_logprobs = np.full(length, -5.0, np.float32)
+        row.in_loss = row.sampled = np.ones(length, bool)
     return rows
 
 

@@ -52,7 +52,8 @@ def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Row]:
             ref_logprobs = -5 - rng.random(length).astype(np.float32)
             behavior_logprobs = -5 - rng.random(length).astype(np.float32)
             reward = float(rng.integers(0, 2))
-            row = Row(query, 0, 0, prompt, tokens, ref_logprobs, behavior_logprobs, reward)
+            arrays = prompt, tokens, ref_logprobs, behavior_logprobs, *np.ones((2, length), bool)
+            row = Row(query, 0, 0, *arrays, reward)
             rows.append(row)
     return rows
 

@@ -25,10 +25,16 @@ class Token:
     text: str
     behavior: float | None  # log b
     reference: float | None  # log pi_ref
+    is_sampled: bool  # False: appended, or an environment's
 
     @property
     def shade(self) -> str:
-        """The class of its colour: u1 to u4 where b is above pi_ref, d1 to d4 below; or none."""
+        """The class of its colour: u1 to u4 where b is above pi_ref, d1 to d4 below; or none.
+
+        "quiet" where it was not sampled.
+        """
+        if not self.is_sampled:
+            return "quiet"
         if self.behavior is None or self.reference is None:
             return ""
         difference = self.behavior - self.reference
@@ -117,11 +123,15 @@ def read_response(line: dict, beta: float) -> Response:
     log_z = None
     if behavior is not None and reference is not None:
         log_z = line["reward"] / beta + sum(reference) - sum(behavior)
-    return Response(line, list(merge_parts(texts, behavior, reference)), log_z)
+    sampled = line.get("sampled") or [True] * len(texts)
+    return Response(line, list(merge_parts(texts, behavior, reference, sampled)), log_z)
 
 
 def merge_parts(
-    texts: list[str], behavior: list[float] | None, reference: list[float] | None
+    texts: list[str],
+    behavior: list[float] | None,
+    reference: list[float] | None,
+    sampled: list[bool],
 ) -> Iterator[Token]:
     """Yield the tokens, those that have no text of their own together with the one that has it."""
     start = 0
@@ -131,5 +141,5 @@ def merge_parts(
                 None if values is None else sum(values[start:end])
                 for values in (behavior, reference)
             )
-            yield Token(text or NO_TEXT, *sums)
+            yield Token(text or NO_TEXT, *sums, sampled[start])
             start = end

@@ -35,17 +35,17 @@ class Rollout:
     sampling: dict = field(default_factory=dict)  # as in vllm.SamplingParams
     # Set when it ends:
     last_version: int = -1  # of the weights in the engine
-    texts: list[str] = field(default_factory=list)  # S of them
-    finished: list[bool] = field(default_factory=list)  # False: cut off by the length limit
-    # Of each response its token ids, its behaviour log-probabilities, whether its end was appended.
-    arrays: list[tuple[np.ndarray, np.ndarray, bool]] = field(default_factory=list)
+    texts: list[str | list[str]] = field(default_factory=list)  # S; of an episode its turns
+    finished: list[bool] = field(default_factory=list)  # False: a limit cut it off
+    # Of each response its tokens, behavior_logprobs, in_loss and sampled, as in Group.
+    arrays: list[tuple[np.ndarray, ...]] = field(default_factory=list)
     # One of these is set when it is scored:
     rewards: np.ndarray | None = None  # (S,) float32
     error: Exception | None = None  # why there are no rewards
 
     def to_group(self, ref_logprobs: np.ndarray, reference_version: int) -> Group:
         """Put it into the arrays that go through the queue. ref_logprobs: of all its tokens."""
-        tokens, behavior_logprobs, appended = zip(*self.arrays)
+        tokens, behavior_logprobs, in_loss, sampled = map(np.concatenate, zip(*self.arrays))
         return Group(
             query_id=self.query.id,
             version=self.version,
@@ -53,14 +53,16 @@ class Rollout:
             reference_version=reference_version,
             batch=self.batch,
             prompt=np.array(self.prompt, np.int32),
-            lengths=np.array([len(ids) for ids in tokens], np.int32),
-            tokens=np.concatenate(tokens),
-            ref_logprobs=ref_logprobs,
-            behavior_logprobs=np.concatenate(behavior_logprobs),
+            lengths=np.array([len(ids) for ids, *_ in self.arrays], np.int32),
+            tokens=tokens,
+            # Of what an environment said: as certain for both policies.
+            ref_logprobs=np.where(in_loss | sampled, ref_logprobs, np.float32(0)),
+            behavior_logprobs=behavior_logprobs,
             rewards=self.rewards,
             finished=np.array(self.finished),
             temperature=self.sampling["temperature"],
-            appended=np.array(appended),
+            in_loss=in_loss,
+            sampled=sampled,
         )
 
 

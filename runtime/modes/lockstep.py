@@ -143,5 +143,6 @@ def groups_of(arrays: dict[str, np.ndarray]) -> list[Group]:
     fields: dict[str, dict] = defaultdict(dict)  # by number of the group
     for key, value in arrays.items():
         i, name = key.split(".")
-        fields[i][name] = value if value.ndim else value.item()
+        if name != "appended":  # of a checkpoint from before there were masks
+            fields[i][name] = value if value.ndim else value.item()
     return [Group(**values) for values in fields.values()]

@@ -5,8 +5,7 @@ import socket
 import subprocess
 import sys
 
-from config import LOAD_SECONDS, Config, UserError
-from models.policy import first_line
+from config import LOAD_SECONDS, Config, UserError, first_line
 from runtime.nodes.node import describe_environment, find_difference
 
 try:

@@ -26,13 +26,14 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
                 "the largest batch does not fit into memory: a step takes two passes (--low_memory)"
             )
             return
-    smaller = "--max_response_tokens or --responses_per_query"
+    length = "--max_episode_tokens" if config.max_episode_tokens else "--max_response_tokens"
+    smaller = f"{length} or --responses_per_query"
     if config.queries_per_micro_batch > 1:
         smaller = "--queries_per_micro_batch"
     also = " or try --low_memory on" if config.low_memory == "off" else ""
     raise MemoryError(
-        f"{len(rows)} responses of {config.max_prompt_tokens} + {config.max_response_tokens} "
-        f"tokens do not fit into memory in one forward and backward pass: lower {smaller}{also}"
+        f"{len(rows)} responses of {len(rows[0].prompt)} + {len(rows[0].tokens)} tokens do not fit "
+        f"into memory in one forward and backward pass: lower {smaller}{also}"
     )
 
 
@@ -40,12 +41,12 @@ def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
     """Rows of full length, random, as equal rows would run once."""
     num_queries, group_size = config.queries_per_pass, config.responses_per_query
     size = num_queries * group_size
-    rng, numbers = np.random.default_rng(0), np.zeros(config.max_response_tokens, np.float32)
-    prompts = rng.integers(vocabulary, size=(num_queries, config.max_prompt_tokens))
-    responses = rng.integers(vocabulary, size=(size, config.max_response_tokens))
+    prompt_tokens, response_tokens = config.longest_row
+    rng, arrays = np.random.default_rng(0), np.ones((4, response_tokens), np.float32)
+    prompts = rng.integers(vocabulary, size=(num_queries, prompt_tokens))
+    responses = rng.integers(vocabulary, size=(size, response_tokens))
     return [
-        Row(-1, 0, 0, prompts[i // group_size], responses[i], numbers, numbers, 0.0)
-        for i in range(size)
+        Row(-1, 0, 0, prompts[i // group_size], responses[i], *arrays, 0.0) for i in range(size)
     ]
 
 

@@ -70,7 +70,7 @@ class Needs:
         resets = config.reference_reset_period > 0
         shapes = {"all": (size.parameters,)}
         self.shared = SharedWeights.required_bytes(shapes, self.dtype, resets)
-        # The buffer comes on top, which has 12 bytes of a token it holds, twice during a write.
+        # The buffer comes on top, which has 14 bytes of a token it holds, twice during a write.
         self.checkpoint = 3 * self.trained + resets * size.parameters * torch.float32.itemsize
 
     def count(self, models: list[str]) -> Iterator[Need]:
@@ -97,8 +97,8 @@ class Needs:
         """Split so many queries of so many responses of full length into forward passes."""
         config, rows = self.config, queries * responses
         groups = np.repeat(np.arange(queries), responses)
-        lengths = [np.zeros(config.max_prompt_tokens)], [np.zeros(config.max_response_tokens)]
-        split = split_rows(*(row * rows for row in lengths), most_tokens)
+        lengths = ([np.zeros(tokens)] * rows for tokens in config.longest_row)
+        split = split_rows(*lengths, most_tokens)
         return [Pass(len(few), len(set(groups[few]))) for few in split]
 
     def trainer(self) -> Parts:
@@ -120,11 +120,11 @@ class Needs:
             passes = passes[:1]  # a graph at a time; a pass of more rows without one takes less
         taken = sizes.pass_bytes(config, passes, self.dtype, has_gradient=True)
         what = "activations" if taken.is_counted else "activations (estimated)"
-        length = f"{config.max_prompt_tokens} + {config.max_response_tokens}"
+        length = "{} + {}".format(*config.longest_row)
         rows = responses(sum(one.rows for one in passes))
         yield f"{what}, {rows} of {length} tokens", taken.kept
         # Logits are there when all passes are kept; a layer's gradients, when logits are gone.
-        head = self.head(passes[0].rows * config.max_response_tokens, len(passes))
+        head = self.head(passes[0].rows * config.longest_row[1], len(passes))
         more = max(head, taken.beyond)
         yield "logits, and what the backward pass adds", more
         if config.lora_rank:
@@ -164,7 +164,7 @@ class Needs:
     def forward(self, one: Pass) -> int:
         """Bytes of a forward pass of a policy that is not trained."""
         taken = sizes.pass_bytes(self.config, [one], self.dtype, has_gradient=False)
-        head = self.head(one.rows * self.config.max_response_tokens, passes=0)
+        head = self.head(one.rows * self.config.longest_row[1], passes=0)
         return taken.kept + max(head, taken.beyond)
 
     def head(self, positions: int, passes: int) -> int:
@@ -207,9 +207,9 @@ class Needs:
 
     def responses(self, place: Place) -> int:
         """Responses of full length to which vLLM has keys and values at once."""
-        tokens = self.config.max_prompt_tokens + self.config.max_response_tokens
         _, room = self.vllm(place)
-        return int(room // (tokens * self.size.cached_per_token * self.dtype.itemsize))
+        cached = self.size.cached_per_token * self.dtype.itemsize
+        return int(room // (sum(self.config.longest_row) * cached))
 
     def loading_or_written(self) -> Iterator[Need]:
         """Yield what of host memory loads the policies, or writes checkpoints and model/.

@@ -167,8 +167,11 @@ def remedies(plan: Plan, place: str, gpus: int) -> Iterator[tuple[dict, str]]:
             yield dict(trainer_processes=more, searchers=gpus - more), ""
     if config.searchers > 1:
         yield dict(searchers=1), ""
+    length, least = "max_response_tokens", 1
+    if config.max_episode_tokens:
+        length, least = "max_episode_tokens", config.max_prompt_tokens + 1
     for part in (2, 4):
-        yield dict(max_response_tokens=max(1, config.max_response_tokens // part)), ""
+        yield {length: max(least, getattr(config, length) // part)}, ""
     bfloat16 = dict(dtype="bfloat16", master_dtype="bfloat16")
     yield bfloat16, " (steps below a weight's precision are lost then)"
     if on_gpu and not config.lora_rank and find_spec("peft"):

@@ -95,9 +95,9 @@ class Alarms:
         if self.mean("finished") == 0.0:
             yield (
                 "unfinished",
-                "no response ends before --max_response_tokens (now "
-                f"{config.max_response_tokens}): raise it, or see in samples.jsonl whether the "
-                "policy has learned not to end",
+                f"no response ends before --max_response_tokens (now {config.max_response_tokens}; "
+                "or an episode's --max_turns, --max_episode_tokens): raise it, or see in "
+                "samples.jsonl whether the policy has learned not to end",
             )
 
     def mean(self, name: str) -> float:

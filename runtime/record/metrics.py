@@ -12,7 +12,7 @@ import torch.multiprocessing
 from buffer import Group, Row, rows_of
 from learner import Learner
 from loss import Metrics
-from models.logprobs import mismatch, sampled
+from models.logprobs import mismatch
 from runtime.modes.free_running import ReplayBatches
 from runtime.modes.lockstep import LockstepBatches
 from runtime.record.live import RATE_WINDOW, rate_of
@@ -122,10 +122,10 @@ def describe(groups: list[Group]) -> dict[str, float]:
     """Describe groups as they were generated, in figures.
 
     KL (nats a response, against the reference policy, if there is one) and entropy (nats a token)
-    are estimates for the policy that sampled; KL contains the mismatch with vLLM. Ends that were
-    appended are left out.
+    are estimates for the policy that sampled; KL contains the mismatch with vLLM. Tokens
+    that were not sampled are left out.
     """
-    was_sampled = np.concatenate([sampled(group) for group in groups])
+    was_sampled = np.concatenate([group.sampled for group in groups])
     behavior = np.concatenate([group.behavior_logprobs for group in groups])[was_sampled]
     reference = np.concatenate([group.ref_logprobs for group in groups])[was_sampled]
     lengths = np.concatenate([group.lengths for group in groups])

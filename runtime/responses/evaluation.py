@@ -119,7 +119,7 @@ class EvaluationService:
 
 
 class EvaluationRun:
-    """An evaluation of one version: its rollouts, and its responses, a rollout for each.
+    """An evaluation of one version: a rollout for each response.
 
     Greedy, unless the task or a flag says otherwise. num_samples: responses to a query. Raises
     ValueError when no test prompt can be used.
@@ -136,18 +136,22 @@ class EvaluationRun:
     ):
         self.version, self.num_samples = version, num_samples
         self.rollouts: list[Rollout] = []
-        sampling = sampling_for_tests(config, task) | {"n": num_samples}
+        sampling, self.long_prompts = sampling_for_tests(config, task) | {"n": 1}, 0
         for query in queries:
-            rollout = Rollout(query, f"evaluation.{query.id}", is_for_evaluation=True)
-            rollout.version, rollout.prompt = version, encode_prompt(tokenizer, query.prompt)
-            # The samples of a request have the seeds that follow on its own.
-            rollout.sampling = {"seed": query.id * num_samples % 2**32} | sampling
-            if 0 < len(rollout.prompt) <= config.max_prompt_tokens:
+            prompt = encode_prompt(tokenizer, query.prompt)
+            if not 0 < len(prompt) <= config.max_prompt_tokens:
+                self.long_prompts += 1
+                continue
+            seed = sampling.get("seed", query.id * num_samples)
+            for i in range(num_samples):
+                number = query.id * num_samples + i
+                rollout = Rollout(query, f"evaluation.{number}", number, is_for_evaluation=True)
+                rollout.version, rollout.prompt = version, prompt
+                rollout.sampling = sampling | {"seed": (seed + i) % 2**32}
                 self.rollouts.append(rollout)
         if not self.rollouts:
             limit = config.max_prompt_tokens
             raise ValueError(f"no test prompt has 1 to --max_prompt_tokens {limit} tokens")
-        self.long_prompts = len(queries) - len(self.rollouts)
         self.scored: list[Rollout] = []
         self.unscored: list[Rollout] = []  # score() gave no score
 
@@ -167,8 +171,7 @@ class EvaluationRun:
 
     @property
     def is_done(self) -> bool:
-        num_responses = len(self.rollouts) * self.num_samples
-        return len(self.scored) + len(self.unscored) == num_responses
+        return len(self.scored) + len(self.unscored) == len(self.rollouts)
 
     def scores(self) -> np.ndarray:
         """Return the scores of the scored responses: (N,)."""

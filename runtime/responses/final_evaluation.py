@@ -8,7 +8,8 @@ from config import Config
 from models.engine import Engine
 from models.policy import check_finite, load_tokenizer
 from runtime.responses.evaluation import EvaluationRun, mean_and_interval
-from runtime.responses.scoring import RewardScorer, decode
+from runtime.responses.generation import Generation
+from runtime.responses.scoring import RewardScorer
 from runtime.transport.messages import FinalEvaluation
 from tasks import Task, load_task
 
@@ -19,7 +20,7 @@ POLL_SECONDS = 0.005  # while only workers are busy
 def evaluate_model(config: Config, connection: Connection) -> None:
     """Load config.model afresh and send its FinalEvaluation through `connection`.
 
-    Whatever comes from there means stop. Raises ValueError when score() fails on every response,
+    Whatever comes from there means stop. Raises ValueError when no response gets a score,
     UserError for a weight that is not finite.
     """
     task = load_task(config.task, **config.options)
@@ -30,20 +31,13 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     engine.llm.apply_model(lambda model: check_finite(model, config))
     tokenizer, queries = load_tokenizer(config), task.queries("test")
     run = EvaluationRun(config, task, queries, tokenizer, config.steps, config.evaluation_samples)
-    rollouts = {rollout.request: rollout for rollout in run.rollouts}
+    generation = Generation(config, tokenizer, engine, scorer)
     for rollout in run.rollouts:
-        engine.add(rollout.request, rollout.prompt, rollout.version, **rollout.sampling)
+        generation.start(rollout)
     while not run.is_done and not connection.poll():
-        if engine.rows:
-            finished = [
-                dataclasses.replace(
-                    rollouts[output.request_id], texts=[text], finished=[is_finished]
-                )
-                for output in engine.step()
-                for text, is_finished in zip(*decode(tokenizer, output.outputs))
-            ]
-            if finished:  # each alone: one without a score costs no other of its query
-                scorer.add(finished)
+        if generation.rows:
+            if generated := generation.step(config.steps):
+                scorer.add(generated)
         else:
             time.sleep(POLL_SECONDS)
         for rollout in scorer.take():
@@ -59,8 +53,8 @@ def measure(task: Task, run: EvaluationRun) -> FinalEvaluation:
     """Compute all metrics of the task on the scored responses. Raises ValueError for none."""
     if not run.scored:
         error = run.unscored[0].error
-        raise ValueError(f"score() failed on every response to a test query: {error}") from error
-    run.scored.sort(key=lambda rollout: rollout.query.id)  # they came in any order
+        raise ValueError(f"no response to a test query got a score: {error}") from error
+    run.scored.sort(key=lambda rollout: rollout.index)  # they came in any order
     values = task.evaluate(
         [rollout.query for rollout in run.scored],
         [rollout.texts[0] for rollout in run.scored],

@@ -56,6 +56,7 @@ class SampleLog:
                     "tokens": token_texts(self.tokenizer, row.tokens.tolist()),
                     "behavior_logprobs": rounded(row.behavior_logprobs),
                     "ref_logprobs": rounded(row.ref_logprobs),
+                    "sampled": None if row.sampled.all() else row.sampled.tolist(),
                 }
                 for text, is_finished, row in zip(rollout.texts, rollout.finished, rows)
             ]

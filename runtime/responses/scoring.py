@@ -13,7 +13,6 @@ from concurrent.futures import Future
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
-from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from runtime.modes.free_running import Rollout
@@ -72,6 +71,18 @@ class RewardScorer:
             rollouts[0].error = error
         self.scored += rollouts
 
+    def reply(self, query: Query, turns: list[str]) -> Future:
+        """Ask the environment for its reply, where score() runs, with the same limit of time."""
+        if self.pool:
+            limit = self.task.score_timeout
+            return self.pool.schedule(_reply, args=(query, turns), timeout=limit)
+        future = Future()
+        try:
+            future.set_result(self.task.reply(query, turns))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
     def take(self) -> list[Rollout]:
         """Return what has been scored since the last call, each with its rewards or its error."""
         scored, waiting, self.scored, self.waiting = self.scored, self.waiting, [], []
@@ -105,13 +116,6 @@ class RewardScorer:
             self.pool.join()
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, completions: list) -> tuple[list[str], list[bool]]:
-    """Return the texts of vLLM's completions, and whether each ended by itself."""
-    tokens = [completion.token_ids for completion in completions]
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return texts, [completion.finish_reason == "stop" for completion in completions]
-
-
 def score(task: Task, queries: list[Query], texts: list[str], finished: list[bool]) -> np.ndarray:
     """(N,) finite float32 for N responses, each to the query beside it.
 
@@ -136,7 +140,7 @@ class FailureLimit:
     def count(self, rollout: Rollout) -> None:
         """Count a rollout that was scored.
 
-        It has an error if score() raised, took too long, or gave other than S finite numbers.
+        It has an error if score() or reply() raised, took too long, or gave something else.
         """
         self.failures.append(rollout.error is not None)
         if rollout.error is None:
@@ -162,3 +166,7 @@ def _begin(task: str, options: dict) -> None:
 
 def _score(query: Query, text: str, finished: bool) -> float:
     return float(score(_task, [query], [text], [finished])[0])
+
+
+def _reply(query: Query, turns: list[str]) -> str | None:
+    return _task.reply(query, turns)

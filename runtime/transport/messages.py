@@ -11,7 +11,7 @@ class Evaluation:
     score: float
     queries: int
     long_prompts: int  # test queries left out, their prompt is too long or has no tokens
-    unscored: int  # test queries left out, score() failed on the response
+    unscored: int  # test queries left out, the response got no score
     interval: tuple[float, float] | None = None  # of 95 %
 
     def line(self, metric: str, base_model: str) -> dict:
@@ -60,5 +60,5 @@ class Notice:
 def describe_left_out(long_prompts: int, unscored: int) -> str:
     """Say how many test queries were left out, and why; "" for none."""
     prompts = "prompt over --max_prompt_tokens, empty or not Unicode"
-    reasons = (long_prompts, prompts), (unscored, "score() failed")
+    reasons = (long_prompts, prompts), (unscored, "they got no score")
     return "".join(f"; {count} left out, {reason}" for count, reason in reasons if count)

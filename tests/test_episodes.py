@@ -1,0 +1,164 @@
+"""Episodes: what stands between two turns, what is learnt of them, and a run of them."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    CHAT_TEMPLATE,
+    PATIENCE,
+    Run,
+    byte_tokenizer,
+    make_group,
+    read,
+    steps_of,
+    tba,
+)
+
+from buffer import Pool, rows_of
+from config import Config, UserError
+from learner import Learner
+from models.importance import log_weights
+from models.policy import encode_prompt, encode_reply
+from objectives import LOSSES
+from runtime.preflight import check_tokenizer
+from tba import main
+
+CHAT = [{"role": "user", "content": "Where to?"}]
+# As Qwen3's: what a turn has thought is gone once another turn follows.
+FORGETTING = CHAT_TEMPLATE.replace(
+    "message.content", "(message.content if loop.last else message.content.split('</think>')[-1])"
+)
+
+
+@pytest.fixture
+def chat_tokenizer():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|end|>"], special_tokens=True)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_between_two_turns_stands_what_the_template_writes_there(chat_tokenizer):
+    turn = chat_tokenizer("left<|end|>", add_special_tokens=False).input_ids
+    tokens = encode_prompt(chat_tokenizer, CHAT) + turn
+    tokens += encode_reply(chat_tokenizer, CHAT, "A wall.", last_token=turn[-1])
+    whole = [
+        *CHAT,
+        {"role": "assistant", "content": "left"},
+        {"role": "user", "content": "A wall."},
+    ]
+    assert chat_tokenizer.decode(tokens) == chat_tokenizer.apply_chat_template(
+        whole, tokenize=False, add_generation_prompt=True
+    )
+    assert (
+        encode_reply(chat_tokenizer, "Where to?", " 3", last_token=0)
+        == chat_tokenizer(" 3").input_ids
+    )
+
+
+def test_a_template_that_drops_what_was_thought_is_refused_at_the_start(
+    chat_tokenizer, chat_model, tmp_path
+):
+    shutil.copytree(chat_model, tmp_path / "model")
+    config = Config(model=str(tmp_path / "model"), max_episode_tokens=99)
+    check_tokenizer(config, [CHAT])
+    chat_tokenizer.chat_template = FORGETTING
+    chat_tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="template .* changes what stands before a reply"):
+        check_tokenizer(config, [CHAT])
+    check_tokenizer(replace(config, max_episode_tokens=None), [CHAT])
+
+
+def test_tokens_that_are_in_no_loss_move_no_objective(untied_model):
+    """Whatever their log-probabilities are, and whatever the objective."""
+    group = make_group(0, 0, [3, 3], [1, 2, 3, 4, 5, 6], rewards=np.array([0.0, 1.0], np.float32))
+    group.in_loss = group.sampled = np.array([True, False, True] * 2)
+    learner = Learner(
+        Config(model=str(untied_model), responses_per_query=2, queries_per_batch=1), print
+    )
+    losses = []
+    for value in (0.0, -50.0):
+        for array in (group.ref_logprobs, group.behavior_logprobs):
+            array[[1, 4]] = value
+        with torch.no_grad():
+            inputs = learner.loss_inputs(rows_of(group), beta=1.0)
+            losses.append({name: float(loss(inputs)[0]) for name, loss in LOSSES.items()})
+            figures = log_weights(inputs)
+        assert len(figures.tokens) == 4
+    assert losses[0] == losses[1]
+
+
+def test_a_buffer_saved_before_there_were_masks_is_taken_up():
+    pool, old = Pool(), Pool()
+    for row in rows_of(make_group(0, 0, [2, 1], [1, 2, 3])):
+        old.add(row, row.tokens.tobytes(), 9)
+    state = {key: value for key, value in old.state_dict().items() if "in_loss" not in key}
+    pool.load_state_dict({key: value for key, value in state.items() if "sampled" not in key})
+    assert [row.in_loss.tolist() for row in pool.shelves[0].rows] == [[True, True], [True]]
+
+
+REACH = ["reach", "--queries_per_batch", 4, "--eval_every", 3]
+REACH += ["--queries_per_micro_batch", 4, "--checkpoint_every", 2, "--seed", 1]
+
+
+@pytest.mark.faults
+def test_a_run_killed_in_the_midst_of_episodes_comes_to_the_same_end(tmp_path):
+    flags = [*REACH, "--synchronous", "--steps", 6]
+    whole = tba(*flags, "--output_dir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    with Run(tmp_path / "killed", *flags) as run:
+        run.is_at(3)
+        run.process.kill()
+    resumed = tba("--resume", tmp_path / "killed")
+    assert resumed.returncode == 0, resumed.stderr
+    lines = [
+        [
+            {key: line[key] for key in ("step", "loss", "reward", "response_tokens")}
+            for line in steps_of(tmp_path / name)
+        ]
+        for name in ("whole", "killed")
+    ]
+    assert lines[0] == lines[1]
+    sample = next(s for s in read(tmp_path / "whole", "samples.jsonl") if s["sampled"])
+    replies = [r for r, own in zip(sample["ref_logprobs"], sample["sampled"]) if not own]
+    assert len(sample["response"]) > 1 and set(replies) == {0}
+    assert "moves" in (tmp_path / "whole" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.faults
+def test_a_searcher_killed_in_the_midst_of_episodes_is_replaced(tmp_path):
+    with Run(tmp_path / "run", *REACH, "--steps", 300) as run:
+        run.is_at(3)
+        run.kill("searcher 0")
+        out, err = run.process.communicate(timeout=PATIENCE)
+    assert run.process.returncode == 0, err
+    assert "searcher 0" in out and "final_moves" in read(run.run_dir, "metrics.jsonl")[-1]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    "flags",
+    [("--lora_rank", 4), ("--trainer_processes", 2), ("--searchers", 2)],
+)
+def test_episodes_are_played_and_learnt_in_other_kinds_of_runs(flags, tmp_path):
+    result = tba(*REACH, *flags, "--steps", 6, "--output_dir", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    last_step, final = steps_of(tmp_path / "run")[-1], read(tmp_path / "run", "metrics.jsonl")[-1]
+    assert last_step["step"] == 6 and last_step["mismatch"] < 1e-4
+    assert final["final_moves"] >= final["final_fewest"] > 0
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["arithmetic", "--max_episode_tokens", 50], "has no reply()"),
+        (["reach", "--max_episode_tokens", "None"], "has episodes: give --max_episode_tokens"),
+        (["reach", "--max_episode_tokens", 16], "leaves no room for a turn"),
+    ],
+)
+def test_a_bound_that_does_not_fit_the_task_is_refused(flags, words, capsys):
+    assert main([*map(str, flags)]) == 2
+    assert words in capsys.readouterr().err
