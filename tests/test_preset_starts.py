@@ -12,7 +12,7 @@ from conftest import CHAT_TEMPLATE, PATIENCE, Run, byte_tokenizer, read
 
 from tasks import find_presets
 
-TASKS = ("gsm8k", "competition_math", "tldr", "redteam", "arithmetic", "addends")
+TASKS = ("gsm8k", "competition_math", "tldr", "redteam", "arithmetic", "addends", "reach")
 # With one preset each. Runs of the others end in test_hub.py and test_runs.py.
 TO_THE_END = ("gsm8k", "competition_math", "addends")
 SHAPE = dict(

@@ -199,7 +199,8 @@ EXPECTED = {
     | {"steps": (825, "Figure 4"), "beta_stop_step": (140, "Figure 4")},
     ("redteam", "gpt2"): REDTEAM,
 }
-OURS = {("arithmetic", "demo"), ("addends", "demo"), ("tldr", "tiny"), ("redteam", "tiny")}
+DEMOS = ("arithmetic", "addends", "reach")
+OURS = {*((task, "demo") for task in DEMOS), ("tldr", "tiny"), ("redteam", "tiny")}
 TABLE_1 = ["--preset", "410m_table1"]
 STEPS = (0, 1, 32, 78, 128, 500, 2000, 4000)
 
@@ -217,7 +218,7 @@ def test_a_preset_is_what_the_paper_says(task, preset):
 
 def test_every_preset_has_a_table_and_the_first_is_the_one_without_a_flag():
     found = set()
-    for task in ("arithmetic", "addends", "gsm8k", "competition_math", "tldr", "redteam"):
+    for task in (*DEMOS, "gsm8k", "competition_math", "tldr", "redteam"):
         presets = find_presets(task)
         found |= {(task, name) for name in presets}
         assert build_config([task]).preset == next(iter(presets))

@@ -11,7 +11,7 @@ import numpy as np
 from tasks import Query
 from tasks.support.cache import cached
 
-CHARACTERS = "0123456789+="  # of prompts and answers; each is a token
+CHARACTERS = "0123456789+="
 
 
 def pupil(
@@ -19,10 +19,12 @@ def pupil(
     queries: Sequence[Query],
     homework: Callable[[Query, np.random.Generator], str],
     steps: int = 400,
+    tokens: Sequence[str] = CHARACTERS,
 ) -> str:
     """Return the directory of a model that answers these queries as the pupil does.
 
-    name: of the task; homework: the pupil's answer to a query; steps: of supervised training.
+    name: of the task; homework: the pupil's answer to a query; steps: of supervised training;
+    tokens: that prompts and answers consist of; one that others begin with comes after them.
     """
 
     def examples(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
@@ -33,7 +35,7 @@ def pupil(
         # Not at the top: slow to import, and needed once.
         from tasks.support.pretraining import train_policy, word_tokenizer
 
-        tokenizer = word_tokenizer([CHARACTERS], phrases=[*CHARACTERS])
+        tokenizer = word_tokenizer(tokens, phrases=tokens)
         train_policy(examples, tokenizer, directory, steps, batch=256)
 
     lesson = examples(1000, np.random.default_rng(0))
