@@ -7,6 +7,7 @@ import sys
 import time
 
 import common
+import exact_two_turns
 import numpy as np
 import overlap
 import pytest
@@ -54,8 +55,7 @@ def test_the_padded_variant_gives_the_same_log_probabilities(tied_model):
 
 def test_the_floor_counts_each_prompt_once_and_no_padding():
     def row(query: int, prompt: int, tokens: int) -> Row:
-        zeros = np.zeros(tokens)
-        return Row(query, 0, 0, np.zeros(prompt), zeros, zeros, zeros, 0.0)
+        return Row(query, 0, 0, np.zeros(prompt), *np.zeros((5, tokens)), 0.0)
 
     shape = dict(
         hidden_size=8,
@@ -155,3 +155,15 @@ def test_a_quick_rehearsal_measures_every_part_and_stays_within_its_plan(gsm8k_d
     names = {"trainer", "searcher 0", "copies of the weights", "all together"}
     assert len(within) == 3 * len(names) and {name for _, name in within} == names
     assert all(measured <= planned + 0.01 for planned, measured in within.values()), within
+
+
+def test_off_policy_trajectory_balance_is_exact_over_two_turns_unless_answers_are_chance():
+    gains = [
+        exact_two_turns.train(kind, "tb", is_on_policy, seed=0, steps=600)
+        for kind, is_on_policy in [
+            ("deterministic", False),
+            ("stochastic", True),
+            ("stochastic", False),
+        ]
+    ]
+    assert gains[0] > 0.999 and gains[1] > 0.99 > gains[2]
