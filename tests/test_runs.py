@@ -96,7 +96,7 @@ def test_a_run_leaves_every_output_and_its_samples_are_whole(finished):
     sample = read(run_dir, "samples.jsonl")[0]
     names = (
         "version query_id prompt answer response extracted reward finished tokens"
-        " behavior_logprobs ref_logprobs"
+        " behavior_logprobs ref_logprobs sampled"
     )
     assert sample.keys() == set(names.split())
 
