@@ -122,8 +122,8 @@ def describe(groups: list[Group]) -> dict[str, float]:
     """Describe groups as they were generated, in figures.
 
     KL (nats a response, against the reference policy, if there is one) and entropy (nats a token)
-    are estimates for the policy that sampled; KL contains the mismatch with vLLM. Tokens
-    that were not sampled are left out.
+    are estimates for the policy that sampled; KL contains the mismatch with vLLM. Tokens that
+    were not sampled are left out.
     """
     was_sampled = np.concatenate([group.sampled for group in groups])
     behavior = np.concatenate([group.behavior_logprobs for group in groups])[was_sampled]
