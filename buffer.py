@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Of a group and of a row, in a row's order.
+TOKEN_ARRAYS = "tokens", "ref_logprobs", "behavior_logprobs", "in_loss", "sampled"
+
 
 @dataclass
 class Group:
@@ -63,24 +66,10 @@ class Row:
 
 def rows_of(group: Group, step: int = 0) -> list[Row]:
     """Cut a group into its S rows. step: at which it arrived."""
-    ends = np.cumsum(group.lengths).tolist()
-    rows = []
-    for start, end, reward in zip([0, *ends], ends, group.rewards.tolist()):
-        row = Row(
-            group.query_id,
-            group.version,
-            group.reference_version,
-            group.prompt,
-            group.tokens[start:end],
-            group.ref_logprobs[start:end],
-            group.behavior_logprobs[start:end],
-            group.in_loss[start:end],
-            group.sampled[start:end],
-            reward,
-            step,
-        )
-        rows.append(row)
-    return rows
+    ends = np.cumsum(group.lengths)[:-1]
+    arrays = zip(*(np.split(getattr(group, name), ends) for name in TOKEN_ARRAYS))
+    same = group.query_id, group.version, group.reference_version, group.prompt
+    return [Row(*same, *own, reward, step) for own, reward in zip(arrays, group.rewards.tolist())]
 
 
 class Deck:
@@ -166,8 +155,7 @@ class Shelf:
 class Pool:
     """Responses by query, and the deck that the queries are drawn from."""
 
-    # Of a row.
-    ARRAYS = ("prompt", "tokens", "ref_logprobs", "behavior_logprobs", "in_loss", "sampled")
+    ARRAYS = ("prompt", *TOKEN_ARRAYS)  # of a row
 
     def __init__(self):
         self.shelves: dict[int, Shelf] = {}  # by query id

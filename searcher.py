@@ -176,12 +176,11 @@ class Searcher:
     def step_engine(self) -> list[Rollout]:
         """Generate one token of every response. Returns the rollouts that finished with it."""
         is_over = self.board.last_step_done and not self.evaluation.is_running
-        if self.outbox or is_over or not self.generation.rows:  # a full queue, or no work
+        if self.outbox or is_over or self.generation.is_idle:  # a full queue, or no work
             with self.timeline.span("wait"):
                 time.sleep(POLL_SECONDS)
             return []
-        work = "eval" if self.evaluation.is_running else "search"
-        with self.timeline.span(work if self.engine.rows else "wait"):  # for replies
+        with self.timeline.span("eval" if self.evaluation.is_running else "search"):
             return self.generation.step(self.version)
 
     def score(self, generated: list[Rollout]) -> list[Rollout]:

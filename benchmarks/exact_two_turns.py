@@ -1,6 +1,6 @@
 """Episodes of two turns, small enough to enumerate: what trajectory balance finds, and what not.
 
-    python benchmarks/exact_two_turns.py        # twenty minutes on one core
+    python benchmarks/exact_two_turns.py        # five to twenty minutes on one core
 
 The policy writes a letter, the environment answers with one of its own, the policy writes another
 letter. The policy is a table of logits; each query has its own reference policy and rewards. The

@@ -35,11 +35,10 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     for rollout in run.rollouts:
         generation.start(rollout)
     while not run.is_done and not connection.poll():
-        if generation.rows:
-            if generated := generation.step(config.steps):
-                scorer.add(generated)
-        else:
+        if generation.is_idle:
             time.sleep(POLL_SECONDS)
+        elif generated := generation.step(config.steps):
+            scorer.add(generated)
         for rollout in scorer.take():
             run.record(rollout)
     scorer.close()

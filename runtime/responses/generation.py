@@ -7,7 +7,6 @@ turns give the same reply its probability is 1, and trajectory balance keeps its
 whoever played.
 """
 
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -19,8 +18,6 @@ from models.engine import Engine
 from models.policy import encode_reply
 from runtime.modes.free_running import Rollout
 from runtime.responses.scoring import RewardScorer
-
-POLL_SECONDS = 0.001  # while all responses wait for replies
 
 
 @dataclass(eq=False)
@@ -66,6 +63,18 @@ class Generation:
         """Responses that are not finished, those that wait for room included."""
         return self.engine.rows + len(self.replying)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether step() must wait, for work or for replies.
+
+        In lockstep for all of them, so that the same turns share each step of the engine whenever
+        their replies come.
+        """
+        has_come = [response.reply.done() for response in self.replying]
+        if self.config.lockstep and not all(has_come):
+            return True
+        return not self.engine.rows and not any(has_come)
+
     def start(self, rollout: Rollout) -> None:
         """Generate the responses of a rollout, which has its prompt, version and sampling.
 
@@ -102,19 +111,13 @@ class Generation:
         version: of the weights in the engine.
         """
         self.generated = []
-        is_waiting = not all(response.reply.done() for response in self.replying)
-        if is_waiting and (self.config.lockstep or not self.engine.rows):
-            time.sleep(POLL_SECONDS)
-        # In lockstep the same turns share each step of the engine, whenever their replies come.
-        if not (is_waiting and self.config.lockstep):
-            replying, self.replying = self.replying, []
-            for response in replying:
-                self.take_reply(response, version)
-            for output in self.engine.step():
-                turns = zip(self.generating.pop(output.request_id), output.outputs)
-                for response, turn in turns:
-                    response.rollout.last_version = version
-                    self.end_turn(response, turn)
+        replying, self.replying = self.replying, []
+        for response in replying:
+            self.take_reply(response, version)
+        for output in self.engine.step():
+            for response, turn in zip(self.generating.pop(output.request_id), output.outputs):
+                response.rollout.last_version = version
+                self.end_turn(response, turn)
         return self.generated
 
     def end_turn(self, response: Response, completion) -> None:
