@@ -3,8 +3,8 @@
 vLLM alone is measured streaming and in batches with a barrier. Responses have the lengths of
 GSM8K's solutions.
 
-    python benchmarks/search.py --data_dir DIR      # 12 minutes on 2 cores
-    python benchmarks/search.py --quick             # in four minutes, less steady
+    python benchmarks/search.py --data_dir DIR      # 15 minutes on 2 cores
+    python benchmarks/search.py --quick             # in five minutes, less steady
 
 GSM8K comes from the hub without --data_dir.
 
@@ -16,6 +16,9 @@ streaming     the same engine and requests and nothing else: a group of 24 joins
 barrier       the same engine, as many groups as there is room for, the next when all have finished:
               what llm.generate does
 loading       streaming, with new weights every 100, 10, 1 engine steps
+episodes      turns of 32 to 96 tokens, each answered at once with 32, until 900 are there; also
+              with another version of the weights every 1000, 100, 10 engine steps, without its
+              load: vLLM reads each episode in flight anew
 
 Each figure is tokens per second, after a time to get going. The model is small and counts its
 tokens: its responses end as often as the solutions do (common.counting_model).
@@ -52,6 +55,8 @@ from weights import SharedWeights, num_elements
 
 SAMPLES, LIMIT = 24, 512
 LOAD_EVERY = (100, 10, 1)  # engine steps
+TURN, REPLY, EPISODE = (32, 97), [5] * 32, 900  # tokens: from, to; ids; a turn may go beyond
+PUBLISH_EVERY = (0, 1000, 100, 10)  # engine steps
 
 
 class Measurement:
@@ -133,6 +138,34 @@ class Measurement:
 
         return self.rate(batch)
 
+    def episodes(self, publish_every: int) -> float:
+        """Measure sampled tokens per second of episodes.
+
+        publish_every: engine steps between two versions of the weights; 0: there is one.
+        """
+        version, steps, rng = 0, itertools.count(1), np.random.default_rng(0)
+        prompts: dict[str, list[int]] = {}
+
+        def begin_turn(prompt: list[int]) -> None:
+            self.requests += 1
+            request = f"turn {self.requests}"
+            if len(prompt) >= EPISODE:
+                prompt = self.prompts[self.requests % len(self.prompts)]
+            prompts[request], length = prompt, int(rng.integers(*TURN))
+            self.engine.add(request, prompt, version, max_tokens=length, ignore_eos=True)
+
+        def step() -> None:
+            nonlocal version
+            while self.engine.rows < ENGINE_ROWS:
+                begin_turn(self.prompts[self.requests % len(self.prompts)])
+            version += bool(publish_every and next(steps) % publish_every == 0)
+            for output in self.engine_step():
+                turn = list(output.outputs[0].token_ids)
+                self.tokens += len(turn)
+                begin_turn(prompts.pop(output.request_id) + turn + REPLY)
+
+        return self.rate(step)
+
     def add(self) -> None:
         """Start a query in the engine."""
         self.requests += 1
@@ -177,6 +210,9 @@ def measure(
         rates.setdefault("barrier", []).append(m.barrier())
         for every in LOAD_EVERY:
             rates.setdefault(f"loading every {every}", []).append(m.streaming(every))
+        for every in PUBLISH_EVERY:
+            name = f"episodes, a version every {every}" if every else "episodes"
+            rates.setdefault(name, []).append(m.episodes(every))
     results.put((rates, shares))
     found.cancel_join_thread()
 
