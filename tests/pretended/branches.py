@@ -1,0 +1,231 @@
+"""Every place where the code asks for a device or a dtype, on the pretended GPU (cuda.py).
+
+tests/test_pretended_gpu.py runs this file, in a process of its own.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import cuda
+import numpy as np
+import pytest
+import torch
+from conftest import byte_tokenizer
+from cuda import OnCuda
+from test_tldr import make_reward_model
+from test_trainer import SHORT, make_rows, make_trainer
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from config import Config
+from learner import Learner
+from models.classifier import Classifier
+from models.device import compute_dtype, device
+from models.logprobs import TokenLogprobs, response_logprobs
+from models.policy import load_policy, weight_shapes
+from models.sampler import Sampler
+from models.sizes import Pass, pass_bytes
+from objectives import LOSSES
+from runtime.checkpoints.writer import CheckpointWriter
+from runtime.modes.reference import Reference
+from runtime.planning.memory_trial import try_largest_batch
+from runtime.processes import children
+from runtime.processes.places import find_places
+from runtime.transport.locked_pages import lock_pages
+from weights import SharedWeights
+
+ROWS = make_rows(queries=4, per_query=3)
+BATCH = dict(responses_per_query=3, queries_per_batch=4, tokens_per_micro_batch=160) | SHORT
+
+
+@pytest.fixture
+def gpu():
+    with cuda.pretend():
+        cuda.dtypes.clear()
+        yield
+
+
+def make(model, **settings) -> Learner:
+    return Learner(Config(model=str(model), **BATCH | settings), pytest.fail)
+
+
+def gradient(learner: Learner) -> torch.Tensor:
+    """The gradient of ROWS, all parameters in one vector, on the CPU."""
+    learner.accumulate(ROWS)
+    found = torch.cat([p.grad.detach().flatten().float().cpu() for p in learner.trained.values()])
+    learner.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("low_memory", ["off", "on"])
+def test_every_objective_has_the_gradient_that_it_has_on_a_cpu(low_memory, tied_model):
+    settings = dict(dtype="float32", low_memory=low_memory, beta=0.5)
+    on_cpu = make(tied_model, **settings)
+    with cuda.pretend():
+        on_gpu = make(tied_model, **settings)
+    for loss in LOSSES:
+        on_cpu.config = on_gpu.config = replace(on_cpu.config, loss=loss)
+        expected = gradient(on_cpu)
+        with cuda.pretend():
+            found = gradient(on_gpu)
+        tolerance = 1e-5 * float(expected.abs().max()) + 1e-9
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=loss)
+
+
+@pytest.mark.parametrize("low_memory", ["off", "on"])
+@pytest.mark.parametrize("kind", ["tied_model", "untied_model"])
+def test_layers_compute_in_bf16_over_fp32_masters(kind, low_memory, gpu, request):
+    model = request.getfixturevalue(kind)
+    in_bf16 = make(model, low_memory=low_memory)
+    assert {p.dtype for p in in_bf16.policy.parameters()} == {torch.float32}
+    found = gradient(in_bf16)
+    assert torch.bfloat16 in cuda.dtypes and torch.float16 not in cuda.dtypes
+    expected = gradient(make(model, dtype="float32", low_memory=low_memory))
+    assert torch.cosine_similarity(found, expected, dim=0) > 0.99
+
+
+def test_logits_of_bf16_states_are_in_fp32(gpu):
+    torch.manual_seed(0)
+    states, weight = (8 * torch.randn(shape).bfloat16() for shape in ((9, 64), (50, 64)))
+    targets = torch.arange(9)
+    logits = states.double() @ weight.double().T
+    expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    on_gpu = (tensor.to(device()) for tensor in (states, weight))
+    found = TokenLogprobs.apply(*on_gpu, None, targets.to(device()))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-3)
+
+
+def test_activations_take_what_the_plan_counts_under_cudas_autocast(tmp_path):
+    # One head, for here attention keeps its matrix, which a GPU makes again.
+    shape = dict(n_embd=256, n_layer=4, n_head=1, vocab_size=50, eos_token_id=0, bos_token_id=0)
+    model = AutoModelForCausalLM.from_config(GPT2Config(**shape)).eval()
+    model.config.save_pretrained(tmp_path)
+    inputs = [np.arange(7)] * 20, [*np.random.default_rng(0).integers(50, size=(20, 40))]
+    passes, config, kept = [Pass(20, 1, 7, 40)], Config(model=str(tmp_path)), {}
+    counted, as_on_cpu = (pass_bytes(config, passes, torch.bfloat16, True, on) for on in (1, 0))
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = getattr(tensor, "inner", tensor).untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with cuda.pretend(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.to(device())
+        response_logprobs(model, *inputs, 1.0, torch.bfloat16)
+    own = {parameter.inner.data_ptr() for parameter in model.parameters()}
+    held = sum(storage.nbytes() for place, storage in kept.items() if place not in own)
+    assert 0.95 < counted.kept / held < 1.05 and as_on_cpu.kept < 0.85 * held
+
+
+def test_adapters_are_trained_and_what_is_published_and_saved_is_merged(
+    gpu, untied_model, tmp_path, monkeypatch
+):
+    trainer = make_trainer(untied_model, tmp_path, lora_rank=4, learning_rate=1e-2)
+    before = dict(trainer.learner.weights())
+    for _ in range(2):  # after the first step one of the two matrices is 0 still
+        trainer.learner.update(ROWS)
+    assert trainer.publish()
+    with trainer.weights.read(0) as (_, tensors):
+        moved = [name for name in tensors if not torch.equal(tensors[name], before[name].cpu())]
+    assert moved and all("layers" in name for name in moved)
+    learner, saved = trainer.learner, {}
+    # What follows reads the memory of tensors, of which these have none.
+    mkdir = lambda _, directory, **__: directory.mkdir()  # noqa: E731
+    monkeypatch.setattr(type(learner.adapted), "save_pretrained", mkdir)
+    keep = lambda _, __, state_dict: saved.update(state_dict)  # noqa: E731
+    monkeypatch.setattr(type(learner.policy), "save_pretrained", keep)
+    learner.save_model(tmp_path / "model")
+    assert before.keys() <= saved.keys()
+    assert not any(isinstance(saved[name], OnCuda) for name in before), "one after the other"
+
+
+def test_a_published_version_is_whole_when_searchers_may_look(gpu, tied_model):
+    policy = load_policy(Config(model=str(tied_model)), device())
+    weights = SharedWeights(weight_shapes(Config(model=str(tied_model))), torch.bfloat16, readers=1)
+    assert weights.publish(1, policy.named_parameters())
+    with weights.read(0) as (_, tensors):
+        for name, parameter in policy.named_parameters():
+            assert not isinstance(tensors[name], OnCuda)
+            assert torch.equal(tensors[name], parameter.detach().bfloat16().cpu()), name
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_all_that_is_published_is_locked_whole_or_cuda_forgets_the_failure(code, gpu, monkeypatch):
+    weights = SharedWeights({"a": (1000,)}, torch.bfloat16, readers=1, reference=True)
+    asked, said, launched = [], [], []
+    register = lambda *arguments: asked.append(arguments) or code  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *a, **b: launched.append(b) or ones(*a, **b))
+    lock_pages(weights, said.append)
+    parts = [*weights.slots, weights.reference]
+    wanted = [(part.data_ptr(), 2000 + 2000 * (part is parts[-1])) for part in parts]
+    assert [arguments[:2] for arguments in asked] == (wanted[:1] if code else wanted)
+    assert len(said) == len(launched) == code
+
+
+def test_the_reference_is_on_the_gpu_and_takes_resets(gpu, untied_model):
+    config = Config(model=str(untied_model))
+    weights = SharedWeights(weight_shapes(config), torch.bfloat16, readers=1, reference=True)
+    reference = Reference(config, weights, pin=0)
+    assert all(p.is_cuda for p in reference.model.parameters())
+    prompts, responses = [row.prompt for row in ROWS], [row.tokens for row in ROWS]
+    first = reference.logprobs(prompts, responses)
+    changed = [(name, p.detach() * 1.1) for name, p in reference.model.named_parameters()]
+    assert weights.publish_reference(3, changed)
+    reference.take_reset()
+    second = reference.logprobs(prompts, responses)
+    assert reference.version == 3
+    for one, two in zip(first, second):
+        assert np.isfinite(two).all() and not np.array_equal(one, two)
+
+
+@pytest.mark.parametrize("masters", ["float32", "bfloat16"])
+def test_a_checkpoint_is_in_host_memory_and_a_resumed_learner_goes_on_alike(
+    masters, gpu, untied_model, tmp_path
+):
+    whole, resumed = (make(untied_model, master_dtype=masters) for _ in range(2))
+    whole.update(ROWS)
+    writer = CheckpointWriter(str(tmp_path), None, pytest.fail)
+    state = {name: writer.take("policy", name, t, False) for name, t in whole.state()}
+    assert not any(isinstance(tensor, OnCuda) for tensor in state.values())
+    resumed.load_state(state)
+    figures = [learner.update(ROWS) for learner in (whole, resumed)]
+    assert figures[0] == pytest.approx(figures[1])
+    for one, other in zip(whole.trained.values(), resumed.trained.values()):
+        moments = resumed.optimizer.state[other]
+        assert {t.dtype for t in (other, moments["exp_avg"])} == {getattr(torch, masters)}
+        assert all(value.is_cuda for value in (other, *moments.values()))
+        assert torch.equal(one.detach().cpu(), other.detach().cpu())
+
+
+def test_the_largest_batch_is_tried_on_the_gpu(gpu, untied_model):
+    said, learner = [], make(untied_model)
+    try_largest_batch(learner.config, learner, said.append)
+    assert not said and torch.bfloat16 in cuda.dtypes
+
+
+def test_models_of_a_task_are_on_the_gpu(gpu, tmp_path, untied_model):
+    classifier = Classifier(str(make_reward_model(tmp_path / "reward", byte_tokenizer())))
+    sampler = Sampler(str(untied_model))
+    for model in (classifier.model, sampler.model):
+        assert all(p.is_cuda for p in model.parameters())
+    scores = classifier.rewards(["good", "bad and longer"])
+    assert len(scores) == 2 and np.isfinite(scores).all()
+    texts = sampler.sample(["a", "bc"], per_text=2, temperature=1.0, top_p=1.0, max_tokens=3)
+    assert len(texts) == 4
+
+
+def test_a_process_gets_its_gpu_by_the_name_that_it_was_made_visible_by(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, 5")
+    environments = [children.environment(place) for place in find_places(Config())]
+    assert [found["CUDA_VISIBLE_DEVICES"] for found in environments] == ["GPU-a", "5"]
+    assert ["PYTORCH_ALLOC_CONF" in found for found in environments] == [True, False], "trainers"
+
+
+def test_of_attention_only_cudnns_is_off(gpu):
+    assert compute_dtype(Config()) == torch.bfloat16
+    flags = torch.backends.cuda
+    assert not flags.cudnn_sdp_enabled()
+    assert flags.mem_efficient_sdp_enabled() and flags.flash_sdp_enabled()

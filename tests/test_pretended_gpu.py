@@ -1,0 +1,32 @@
+"""The branches for a GPU, run without one: tests/pretended/."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ON_GPU, ROOT, WHOLE_RUN
+
+PRETENDED = ROOT / "tests" / "pretended"
+# A process in which the pretended CUDA is there before torch is.
+RUN = "import cuda, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build a pretended GPU with")
+@pytest.mark.skipif(ON_GPU, reason="the vLLM for GPUs is installed: make test-gpu")
+def test_every_branch_for_a_gpu_works_on_a_pretended_one(tmp_path):
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    library = tmp_path / "gpu.so"
+    build = ["g++", "-shared", "-fPIC", "-std=c++20", "-I", torch / "include"]
+    build += [PRETENDED / "gpu.cpp", "-o", library, "-L", torch / "lib", "-ltorch_cpu", "-lc10"]
+    subprocess.run(build, check=True, timeout=WHOLE_RUN)
+    paths = os.pathsep.join(map(str, (PRETENDED, ROOT / "tests", ROOT)))
+    environment = os.environ | {"PRETENDED_GPU": str(library), "PYTHONPATH": paths}
+    flags = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "conftest"]
+    command = [sys.executable, "-c", RUN, *flags, PRETENDED / "branches.py"]
+    options = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WHOLE_RUN)
+    result = subprocess.run(command, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
