@@ -8,15 +8,18 @@ trainer's GPU.
 """
 
 import hashlib
+import logging
 import queue
 import time
 from collections import deque
 
 import numpy as np
+import torch
 import torch.multiprocessing
 
 from buffer import Group
 from config import Config
+from models.device import device
 from models.engine import ENGINE_ROWS, Engine
 from models.policy import encode_prompt, load_tokenizer
 from runtime.modes.free_running import Rollout, Workload
@@ -28,6 +31,7 @@ from runtime.responses.generation import Generation
 from runtime.responses.samples import SampleLog
 from runtime.responses.scoring import FailureLimit, RewardScorer
 from runtime.transport.board import Board
+from runtime.transport.locked_pages import lock_pages
 from runtime.transport.messages import Evaluation, Notice
 from tasks import load_task
 from weights import SharedWeights
@@ -69,6 +73,9 @@ class Searcher:
         # The reference policy is here to spare the trainer's memory. Loaded after vLLM, which
         # reserves a share of what is free.
         self.reference = Reference(config, weights, pin)
+        if device().type == "cuda":
+            torch.set_num_threads(1)  # all is loaded: others would only spin
+        lock_pages(weights, logging.warning)
         self.scorer = RewardScorer(config, self.task)
         self.failures = FailureLimit(board, name)
         # What does not fit into the queue yet: the groups among it are part of D_local.

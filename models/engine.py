@@ -18,7 +18,7 @@ from vllm.v1.executor import uniproc_executor
 from config import Config
 from models.device import compute_dtype, device, onednn_multiplies
 from models.hub import cached_model
-from models.sizes import ENGINE_ROWS
+from models.sizes import ENGINE_ROWS, policy_size, vllm_bytes
 
 CPU_BLOCK = 32  # tokens in a block of the prefix cache: the fewest that vLLM takes on a CPU
 CPU_BATCHED_TOKENS = 4096
@@ -40,7 +40,6 @@ class Engine:
         uniproc_executor.Lock = threading.Lock
         gc.freeze()  # vLLM collects garbage five times while it starts: leave out what is imported
         on_gpu = device().type == "cuda"
-        gpu_settings = {"gpu_memory_utilization": config.gpu_memory_utilization}
         self.llm = LLM(
             cached_model("--model", config.model),
             seed=seed,
@@ -52,7 +51,7 @@ class Engine:
             distributed_executor_backend="uni",
             # Behaviour log-probabilities at the sampling temperature.
             logprobs_mode="processed_logprobs",
-            **(gpu_settings if on_gpu else cpu_settings(config)),
+            **(gpu_settings(config) if on_gpu else cpu_settings(config)),
         )
         if not on_gpu:
             self.llm.apply_model(_multiply_unpacked)
@@ -90,6 +89,21 @@ class Engine:
         log-probabilities with transformers' after a load.
         """
         self.llm.apply_model(lambda model: model.load_weights(tensors))
+
+
+def gpu_settings(config: Config) -> dict:
+    """What vLLM is told with a GPU besides."""
+    share = config.gpu_memory_utilization
+    # Autotuning would only delay the start: FlashInfer's kernels are not used.
+    settings = {"gpu_memory_utilization": share, "enable_flashinfer_autotune": False}
+    if config.shares_gpu:
+        # vLLM would find out how much room there is, and count what the trainer takes meanwhile.
+        # It refuses to start where less than the share is free, so that is as good as none.
+        card = torch.cuda.get_device_properties(0).total_memory
+        size = policy_size(config.model, config.trust_remote_code)
+        room = int(share * card) - vllm_bytes(size, compute_dtype(config), card)
+        settings |= {"kv_cache_memory_bytes": room, "gpu_memory_utilization": 0.01}
+    return settings
 
 
 def cpu_settings(config: Config) -> dict:

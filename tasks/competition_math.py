@@ -60,7 +60,7 @@ PRESETS = {
         lora_rank=32,
         learning_rate=1e-5,
         max_response_tokens=1024,
-        gpu_memory_utilization=0.3,
+        gpu_memory_utilization=0.27,
     ),
     "async2_released": ASYNC_2 | RELEASED,
     "async10_released": ASYNC_10 | RELEASED,

@@ -18,12 +18,11 @@ import torch
 from conftest import ROOT, WHOLE_RUN, read, steps_of
 
 from config import Config, UserError
-from models import device, logprobs
 from runtime import evaluate
 from runtime.command_line import build_config
 from runtime.modes.free_running import Workload
 from runtime.processes import children
-from runtime.processes.places import find_places, gpu_memory, resolve
+from runtime.processes.places import Place, find_places, gpu_memory, resolve
 from tasks import Query
 from weights import SharedWeights
 
@@ -57,6 +56,18 @@ def test_each_process_on_a_gpu_gets_its_part_of_the_cores_as_threads(gpus, monke
     assert {variables["MKL_NUM_THREADS"] for variables in environments} == {"16"}
     assert [variables["CUDA_VISIBLE_DEVICES"] for variables in environments] == list("0123")
     assert all(place.cores == list(range(64)) for place in places), "each may run on any"
+
+
+def test_the_rank_that_another_launcher_gave_is_not_handed_on(tmp_path, monkeypatch):
+    """vLLM would take it for the number of its GPU."""
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    show = ["sh", "-c", f"env > {tmp_path}/environment"]
+    place = Place("searcher 0", None, sorted(os.sched_getaffinity(0)))
+    process = children.start(place, "subprocess:check_call", (show,), str(tmp_path))
+    process.join(WHOLE_RUN)
+    assert process.exitcode == 0
+    assert "LOCAL_RANK" not in (tmp_path / "environment").read_text()
 
 
 def test_trainer_processes_get_the_first_gpus_and_searchers_the_others(gpus):
@@ -169,31 +180,6 @@ def test_vllm_leaves_room_for_a_tasks_models_and_more_beside_the_trainer(gpus):
         assert gpu_memory(Config(gpu_memory_utilization=0.4), places) == 0.4
 
 
-def test_cudnns_attention_is_off_wherever_a_model_runs():
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert device.device().type in ("cpu", "cuda"), "this module switched it off"
-
-
-def test_a_forward_pass_on_a_gpu_has_at_least_8192_tokens():
-    assert logprobs.TOKENS_PER_FORWARD["cuda"] >= 8192
-
-
-def test_weights_are_cast_before_they_are_copied_into_a_slot():
-    """A copy from a GPU would otherwise be converted on the CPU, at a tenth of the speed."""
-    copied = []
-
-    class Watched(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, arguments=(), keywords=None):
-            if function is torch.Tensor.copy_:
-                copied.append((arguments[0].dtype, arguments[1].dtype))
-            return super().__torch_function__(function, types, arguments, keywords or {})
-
-    weights = SharedWeights({"a": (3,)}, torch.bfloat16, readers=1)
-    assert weights.publish(1, [("a", torch.ones(3).as_subclass(Watched))])
-    assert copied == [(torch.bfloat16, torch.bfloat16)]
-
-
 def test_only_a_searcher_on_the_trainers_gpu_is_throttled(gpus):
     config = Config(sync_period=2)
     for count, ahead in ((4, None), (2, None), (1, 4)):
@@ -240,7 +226,7 @@ def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     run_dir = tmp_path / "run"
     code = "import sys, tba; from runtime.processes import places\n"
     code += "places.search_ahead = lambda *_: 10; sys.exit(tba.main(sys.argv[1:]))"
-    flags = "--steps 150 --initial_responses 240 --queries_per_batch 1 --queries_per_micro_batch 1"
+    flags = "--steps 150 --initial_responses 240 --queries_per_batch 1"
     command = [sys.executable, "-c", code, *flags.split(), "--eval_every", "0", "--output_dir"]
     options = dict(cwd=ROOT, capture_output=True, text=True, timeout=WHOLE_RUN)
     result = subprocess.run([*command, run_dir], **options)

@@ -42,7 +42,11 @@ def environment(place: Place) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "ERROR",  # a searcher's log is for what goes wrong
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if place.gpu is None:
+    if place.gpu is not None:
+        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it gives no processed log-probabilities
+        if place.name.startswith("trainer"):  # its passes are of all sizes; vLLM has pools
+            variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    else:
         variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or "1"  # GiB
         # For each shape that it has multiplied oneDNN, and torch's wrapper of it, keep a quarter of
         # a MiB, and each number of running responses is another shape. By default they keep 1,024,
@@ -82,6 +86,7 @@ def start(
     resource_tracker.ensure_running()  # its own start, inside of process.start(), unblocks signals
     try:
         os.environ.update(environment(place))
+        os.environ.pop("LOCAL_RANK", None)  # of another launcher: vLLM would take it for its GPU
         os.sched_setaffinity(0, place.cores)
         # Ctrl-C reaches the whole process group, and so do some schedulers' signals: children never
         # see it, the parent decides.

@@ -137,6 +137,7 @@ def resolve(config: Config, places: list[Place]) -> Config:
         searchers=len(searchers_of(places)),
         gpu_memory_utilization=gpu_memory(config, places),
         search_ahead=search_ahead(config, places),
+        shares_gpu=is_gpu_shared(places),
     )
 
 

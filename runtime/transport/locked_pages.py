@@ -1,6 +1,7 @@
-"""Locked pages under the slots of the weights: publishing from a GPU is then a copy by the GPU."""
+"""Locked pages under the published weights: a copy from or to a GPU is then made by the GPU."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -9,15 +10,18 @@ from weights import SharedWeights
 
 
 def lock_pages(weights: SharedWeights, say: Callable[[str], None]) -> None:
-    """Lock the pages if this process, the writer, has a GPU. say: shows the user a line.
+    """Lock the pages for this process, if it has a GPU. say: shows the user a line.
 
-    Where the machine does not allow it, publishing goes on as it is, and is slower.
+    Where the machine does not allow it, copies go on as they are, and are slower.
     """
     if device().type != "cuda":
         return
     cuda = torch.cuda.cudart()
     try:
-        for slot in weights.slots:
-            torch.cuda.check_error(cuda.cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))
+        for memory in filter(torch.numel, (*weights.slots, weights.reference)):
+            torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     except torch.cuda.CudaError as error:
-        say(f"publishing will be slower, its memory cannot be locked: {error}")
+        # It stays CUDA's last error, and the next launch of a kernel would raise it.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+        say(f"copies of the weights will be slower, their memory cannot be locked: {error}")
