@@ -136,9 +136,9 @@ class BatchSettings:
     """K, responses per query in a batch; log Z of a query is estimated from them."""
     samples_per_query: GroupSize = 24
     """S, responses that a searcher generates for a query; at least K."""
-    queries_per_micro_batch: PositiveInt = 1
-    """Queries in one forward and backward pass; divides B.
-    Memory depends on it, the gradient does not."""
+    tokens_per_micro_batch: NonNegativeInt = 0
+    """Whole queries are computed together while so many tokens run at most, with their padding, or
+    as many as of one query of full length. Memory depends on it, the gradient does not."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +271,8 @@ class Config(
     search_ahead: int | None = None
     """No flag, runtime/processes/places.py decides it: trainer steps for which searchers may have
     made responses before they wait. None: no limit."""
+    shares_gpu: bool = False
+    """No flag either: a searcher is on the trainer's GPU."""
 
     def in_steps(self, steps_or_share: float) -> int:
         """A number of steps as it is, a share (below 1) of the run's steps, rounded down."""
@@ -291,10 +293,18 @@ class Config(
         return 1, self.max_episode_tokens - 1  # a short prompt, and many turns
 
     @property
-    def queries_per_pass(self) -> int:
-        """Queries that a trainer process computes at once: a micro-batch, or its share of B."""
+    def micro_batch(self) -> int:
+        """Tokens that may run at once."""
+        prompt, response = self.longest_row
+        return max(self.tokens_per_micro_batch, prompt + self.responses_per_query * response)
+
+    @property
+    def largest_micro_batch(self) -> tuple[int, int, int]:
+        """Queries, and tokens of a prompt and of a response, that take most memory at once."""
+        (prompt, response), size = self.longest_row, self.responses_per_query
         share = math.ceil(self.queries_per_batch / self.trainer_processes)
-        return min(self.queries_per_micro_batch, share)
+        queries = min(math.ceil(self.micro_batch / (prompt + size * response)), share)
+        return queries, prompt, min(response, (self.micro_batch // queries - prompt) // size)
 
 
 # In the order in which --help shows them.

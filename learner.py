@@ -14,9 +14,9 @@ from torch.nn.utils import clip_grad_norm_
 from buffer import Row
 from config import Config
 from loss import LossInputs, Metrics
-from models.device import compute_dtype
+from models.device import compute_dtype, device
 from models.importance import LogWeights, importance_figures, log_weights
-from models.logprobs import TOKENS_IN_LOW_MEMORY, split_rows
+from models.logprobs import TOKENS_IN_LOW_MEMORY, TOKENS_PER_FORWARD, micro_batches, split_rows
 from models.lora import load_trained_policy, merged, save, trained_parameters
 from models.policy import find_not_finite
 from models.schedules import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
@@ -76,8 +76,8 @@ class Learner:
         beta = beta_at(config, step)
         tau, gamma = reward_temperature_at(config, step), reference_temperature_at(config, step)
         own = self.ranks.share(rows, config.responses_per_query)
-        size = config.queries_per_micro_batch * config.responses_per_query
-        parts = [own[start : start + size] for start in range(0, len(own), size)]
+        limits = config.micro_batch, TOKENS_PER_FORWARD[device().type]
+        parts = micro_batches(own, config.responses_per_query, *limits)
         self.log_weights = []
         totals: Metrics = {"loss": 0.0}
         for part, is_counted in self.ranks.keep_step(parts):

@@ -56,7 +56,7 @@ def job(setting: str, value: float, seed: int, steps: int) -> dict:
     """Describe a run for run_all: BASE but for one setting."""
     settings = BASE | {setting: value} | dict(seed=seed, steps=steps)
     queries = ROWS_PER_STEP // settings["responses_per_query"]
-    settings |= dict(queries_per_batch=queries, queries_per_micro_batch=queries)
+    settings |= dict(queries_per_batch=queries, tokens_per_micro_batch=4000)
     return {
         "settings": settings,
         "groups_per_sync": GROUPS_FOUND_PER_STEP * settings["sync_period"],

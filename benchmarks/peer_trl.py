@@ -214,7 +214,7 @@ def long_curve_ours(directory: str, task: str, model: str, seed: int) -> list[tu
         model=model,
         steps=1000,
         queries_per_batch=4,
-        queries_per_micro_batch=4,
+        tokens_per_micro_batch=20_000,
         responses_per_query=8,
         samples_per_query=8,
         max_prompt_tokens=64,

@@ -48,7 +48,7 @@ SETTINGS = {
         *as_flags(
             initial_responses=400,
             queries_per_batch=2,
-            queries_per_micro_batch=2,
+            tokens_per_micro_batch=1000,
             responses_per_query=4,
             samples_per_query=24,
             max_prompt_tokens=7,

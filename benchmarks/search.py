@@ -93,6 +93,7 @@ class Measurement:
 
     def searching(self, reference: Reference) -> dict[str, float]:
         """Measure the searcher: tokens per second, and each kind of span's share of the time."""
+        self.drain()
         self.searcher.reference, marks = reference, []
 
         def watch() -> None:
@@ -172,10 +173,14 @@ class Measurement:
         prompt = self.prompts[self.requests % len(self.prompts)]
         self.engine.add(f"bare {self.requests}", prompt, 0, **self.sampling)
 
+    def drain(self) -> None:
+        """Finish what the measurement before left in the engine."""
+        while self.engine.rows:
+            self.engine_step()
+
     def rate(self, work: Callable[[], None]) -> float:
         """Measure tokens per second of work(), again and again."""
-        while self.engine.rows:  # what the measurement before left there
-            self.engine_step()
+        self.drain()
         start = time.monotonic()
         while time.monotonic() - start < self.warm_up:
             work()

@@ -60,7 +60,7 @@ FACTOR = 3.3  # about, between two rates
 STEPS, LANGUAGE_STEPS = 300, 2000
 RESPONSES = 128 * 75  # generated in a run of "reuse"
 SEARCH_SEED, SEEDS = 100, (0, 1, 2)
-BATCH = dict(queries_per_batch=16, queries_per_micro_batch=16, responses_per_query=8)
+BATCH = dict(queries_per_batch=16, tokens_per_micro_batch=4000, responses_per_query=8)
 BUFFER = dict(samples_per_query=8, sync_period=1, initial_responses=256)
 TARGETS = {"arithmetic": 0.9, "addends": 0.7}  # reward that "reuse" is to reach
 MEANING = {

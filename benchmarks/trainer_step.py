@@ -10,7 +10,8 @@ GSM8K comes from the hub without --data_dir.
 padded      every response padded to 512 tokens, a full fp32 log-softmax of all positions, as in the
             official code
 trimmed     the same, padded to the longest row of the micro-batch
-ours        models/logprobs.py
+a query     models/logprobs.py, a query at a time
+ours        the same, as many queries as run --tokens_per_micro_batch: by default 10,752
 two passes  the same with --low_memory on
 floor       the matrix products of ours alone, nothing padded or made twice, at the rate of one
             large matrix product on this machine
@@ -19,6 +20,7 @@ All but the floor are the same Learner.update: the same rows, trajectory-balance
 pass, clipping and AdamW. Each has a process of its own, for its peak of memory.
 CPU: 30 M parameters, 32,000 tokens, fp32. GPU: the shape of RhoMath-1B (TinyLlama), bf16 autocast
 over fp32 weights.
+Counted besides: the passes of a step at a GPU's size of them, and the tokens that run in these.
 Writes benchmarks/results/trainer_step.md; with --quick benchmarks/results/quick/.
 """
 
@@ -37,15 +39,17 @@ import torch
 from common import arguments, gsm8k, save, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import learner as learner_module
 from buffer import Row
 from config import Config
 from learner import Learner
 from models.device import device
-from models.logprobs import response_logprobs
+from models.logprobs import TOKENS_PER_FORWARD, micro_batches, response_logprobs, split_rows
 from runtime.processes import children
 from runtime.processes.places import find_places
 
 QUERIES, RESPONSES, LIMIT, VOCABULARY = 7, 20, 512, 32_000
+TOKENS = (10_752, 16_384)  # the first is one query of full length, the default
 SHAPE = dict(
     vocab_size=VOCABULARY,
     hidden_size=512,
@@ -102,13 +106,30 @@ def trimmed(
     return padded(model, prompts, responses, temperature, dtype, max(map(len, responses)))
 
 
-TWO_PASSES = "two passes"
-VARIANTS = {
-    "padded": padded,
-    "trimmed": trimmed,
-    "ours": response_logprobs,
-    TWO_PASSES: response_logprobs,
-}
+A_QUERY, TWO_PASSES = "a query", "two passes"
+VARIANTS = {"padded": padded, "trimmed": trimmed}
+VARIANTS |= dict.fromkeys((A_QUERY, "ours", TWO_PASSES), response_logprobs)
+
+
+def a_query_at_a_time(rows: list[Row], group_size: int, *_) -> list[list[Row]]:
+    """Split rows as micro_batches does, with a query in each."""
+    return [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
+
+
+def count_passes(rows: list[Row]) -> list[list]:
+    """Count passes on a GPU and their padded tokens, of micro-batches of several sizes."""
+    per_pass, lines = TOKENS_PER_FORWARD["cuda"], []
+    for tokens in (0, *TOKENS):
+        parts = micro_batches(rows, RESPONSES, tokens, per_pass)
+        responses = [[row.tokens for row in part] for part in parts]
+        prompts = [[row.prompt for row in part] for part in parts]
+        passes = [split_rows(*both, per_pass) for both in zip(prompts, responses)]
+        padded = sum(
+            len(few) * len(own[few[0]]) for own, split in zip(responses, passes) for few in split
+        )
+        counts = map(str, (len(parts), sum(map(len, passes)), padded))
+        lines.append([str(tokens or "a query"), *counts])
+    return lines
 
 
 def measure(variant: str, directory: str, rows: list[Row]) -> dict:
@@ -125,6 +146,8 @@ def measure(variant: str, directory: str, rows: list[Row]) -> dict:
         learning_rate=0.0,
         low_memory="on" if variant == TWO_PASSES else "off",
     )
+    if variant in ("padded", "trimmed", A_QUERY):
+        learner_module.micro_batches = a_query_at_a_time
     learner = Learner(config, print)
     learner.policy_logprobs = partial(VARIANTS[variant], learner.policy)
     learner.update(rows[:RESPONSES])  # warms up, and makes gradients and moments
@@ -253,6 +276,7 @@ def report(
         f"most, behind prompts of {np.mean([len(row.prompt) for row in rows]):.0f}; "
         f"floor: {flops / 1e12:.2f} TFLOP at {rate / 1e12:.3f} TFLOP/s",
         table(header, lines),
+        table(["tokens at once, at most", "micro-batches", "passes", "padded"], count_passes(rows)),
     )
 
 

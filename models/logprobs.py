@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from buffer import Group
+from buffer import Group, Row
 
 # Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
 # keep the device busy.
@@ -79,16 +79,60 @@ def split_rows(
     """
     lengths = np.array([len(response) for response in responses])
     longest_prompt = max((len(prompt) for prompt in prompts), default=0)
-    order, chunks, start = np.argsort(-lengths, kind="stable"), [], 0
-    while start < len(order):
-        longest = lengths[order[start]]
-        # Each row has its own keys and values of the prompt: at most 4 times as many positions of
-        # those as tokens that run.
-        padded_row = max(1, longest, (longest_prompt + longest) // 4)
-        count = max(1, most_tokens // padded_row)
-        chunks.append(order[start : start + count])
-        start += count
+    order = np.argsort(-lengths, kind="stable")
+
+    def split(most: int) -> list[np.ndarray]:
+        chunks, start = [], 0
+        while start < len(order):
+            count = max(1, most // padded_row(longest_prompt, lengths[order[start]]))
+            chunks.append(order[start : start + count])
+            start += count
+        return chunks
+
+    chunks = split(most_tokens)
+    for eighths in (7, 6, 5, 4):  # as many passes, the first not as full: less padding
+        smaller = split(most_tokens * eighths // 8)
+        if len(smaller) > len(chunks):
+            break
+        chunks = smaller
     return chunks
+
+
+def padded_row(prompt: int, response: int) -> int:
+    """Count a row of a pass, in tokens that run.
+
+    Each has its own keys and values of the prompt: at most 4 times as many positions of those.
+    """
+    return max(1, response, (prompt + response) // 4)
+
+
+def micro_batches(
+    rows: list[Row], group_size: int, most_tokens: int, tokens_per_pass: int
+) -> list[list[Row]]:
+    """Split rows into what is computed at once: whole queries, those of similar length together.
+
+    most_tokens: that run in the passes of a micro-batch, of tokens_per_pass each, unless one query
+    has more.
+    """
+    groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
+    groups.sort(key=lambda group: max(len(row.tokens) for row in group))
+    parts: list[list[Row]] = []
+    for group in groups:
+        if parts and tokens_at_once(parts[-1] + group, tokens_per_pass) <= most_tokens:
+            parts[-1] += group
+        else:
+            parts.append(group)
+    return parts
+
+
+def tokens_at_once(rows: list[Row], tokens_per_pass: int) -> int:
+    """Count the tokens that run in the passes over these rows, a query's prompt once in each."""
+    prompts, tokens, total = [row.prompt for row in rows], [row.tokens for row in rows], 0
+    for few in split_rows(prompts, tokens, tokens_per_pass):
+        lengths = {rows[i].query_id: len(prompts[i]) for i in few}
+        longest = max(lengths.values())
+        total += len(few) * padded_row(longest, len(tokens[few[0]])) + len(lengths) * longest
+    return total
 
 
 def response_states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """How much memory a model takes, from its architecture alone: nothing is loaded or computed."""
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -8,9 +9,12 @@ from weakref import WeakSet, finalize
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoConfig, AutoModel
 
 from config import Config, UserError, first_line
@@ -20,13 +24,19 @@ from models.lora import add_adapters, trained_parameters
 from models.policy import decoder_layers, hold_as_multiplied, linear_layers, policy_without_weights
 
 ENGINE_ROWS = 256  # responses that vLLM generates at a time
+# Estimated: fp32 copies of a step's logits, while vLLM samples; what it captures on a GPU; what it
+# reads at a time there, and on a large one.
+VLLM_LOGITS, CUDA_GRAPHS, VLLM_TOKENS, VLLM_TOKENS_LARGE = 4, 2**29, 8192, 16384
+LARGE_GPU = 70 * 2**30
 
 
 class Pass(NamedTuple):
-    """A forward pass over responses of full length: how many, and to how many queries."""
+    """A forward pass: over how many responses, to how many queries, and of how many tokens each."""
 
     rows: int
     queries: int
+    prompt: int
+    response: int
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,15 @@ def cached_per_token(policy: torch.nn.Module) -> int:
         return 2 * text.num_hidden_layers * heads * size
 
 
+def vllm_bytes(size: PolicySize, dtype: torch.dtype, card: float = 0) -> int:
+    """Count what vLLM takes beside keys and values: weights, temporary memory. card: of its GPU."""
+    taken = VLLM_LOGITS * ENGINE_ROWS * size.vocabulary * torch.float32.itemsize
+    if card:
+        tokens = VLLM_TOKENS_LARGE if card > LARGE_GPU else VLLM_TOKENS
+        taken += tokens * size.layer_values_per_token * dtype.itemsize + CUDA_GRAPHS
+    return size.parameters * dtype.itemsize + taken
+
+
 @cache
 def loaded_bytes(model: str) -> int:
     """Count the bytes of a model as transformers loads it with dtype="auto", a head aside.
@@ -113,7 +132,11 @@ def loaded_bytes(model: str) -> int:
 
 
 def pass_bytes(
-    config: Config, passes: list[Pass], dtype: torch.dtype, has_gradient: bool
+    config: Config,
+    passes: list[Pass],
+    dtype: torch.dtype,
+    has_gradient: bool,
+    on_gpu: bool = False,
 ) -> PassBytes:
     """Count what response_logprobs keeps and needs, up to the last hidden states.
 
@@ -127,11 +150,10 @@ def pass_bytes(
     settings = tuple((name, getattr(config, name)) for name in DECISIVE)
     is_counted = True
     try:
-        kept, beyond = _count(settings, tuple(passes), dtype, has_gradient)
+        kept, beyond = _count(settings, tuple(passes), dtype, has_gradient, on_gpu)
     except Exception:  # a model may look at numbers, and here are none: that must not stop a run
         is_counted = False
-        prompts, responses = config.longest_row
-        tokens = sum(one.rows * responses + one.queries * prompts for one in passes)
+        tokens = sum(one.rows * one.response + one.queries * one.prompt for one in passes)
         layers = size.layers if has_gradient else 1
         kept, beyond = 2 * tokens * layers * size.layer_values_per_token * dtype.itemsize, 0
     is_plain = not config.lora_rank and config.trainer_processes == 1
@@ -141,15 +163,7 @@ def pass_bytes(
 
 
 # The settings that decide what is counted.
-DECISIVE = (
-    "model",
-    "trust_remote_code",
-    "master_dtype",
-    "lora_rank",
-    "max_prompt_tokens",
-    "max_response_tokens",
-    "max_episode_tokens",
-)
+DECISIVE = "model", "trust_remote_code", "master_dtype", "lora_rank"
 
 
 @cache
@@ -158,6 +172,7 @@ def _count(
     passes: tuple[Pass, ...],
     dtype: torch.dtype,
     has_gradient: bool,
+    on_gpu: bool,
 ) -> tuple[int, int]:
     """Run the passes on fake tensors, which have shapes and storages and no numbers.
 
@@ -184,11 +199,12 @@ def _count(
             parameter.grad = torch.zeros_like(parameter)
         for shape, count in Counter(passes).items():
             before = live.peak = live.now
-            prompt = np.arange(config.longest_row[0])
+            prompt = np.arange(shape.prompt)
             prompts = [prompt + row % shape.queries for row in range(shape.rows)]
-            ids = torch.zeros(shape.rows, max(2, config.longest_row[1]), dtype=torch.long)
+            ids = torch.zeros(shape.rows, max(2, shape.response), dtype=torch.long)
             autocast = torch.autocast("cpu", dtype, enabled=masters != dtype)
-            with torch.set_grad_enabled(has_gradient), autocast:
+            as_cuda = CudaAutocast() if on_gpu and masters != dtype else nullcontext()
+            with torch.set_grad_enabled(has_gradient), autocast, as_cuda:
                 states = response_states(policy, prompts, ids).to(dtype)
             after = live.now
             if has_gradient:
@@ -198,6 +214,17 @@ def _count(
             # The backward pass takes the last one first: those before it are there meanwhile.
             peak = max(peak, kept + live.peak - after)
     return kept, peak - kept
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Computes in fp32 what CUDA's autocast does, and a CPU's does not, where policies do it."""
+
+    IN_FP32 = {F.layer_norm, torch.pow, Tensor.pow, Tensor.__pow__}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in self.IN_FP32:
+            args = tree_map_only(Tensor, Tensor.float, args)
+        return function(*args, **(kwargs or {}))
 
 
 class LiveBytes(TorchDispatchMode):

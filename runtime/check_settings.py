@@ -59,11 +59,6 @@ def check_batch(config: Config) -> None:
             f"--samples_per_query {config.samples_per_query}: "
             "the buffer must hold one group of a query"
         )
-    if config.queries_per_batch % config.queries_per_micro_batch:
-        raise UserError(
-            f"--queries_per_batch {config.queries_per_batch} is not divisible by "
-            f"--queries_per_micro_batch {config.queries_per_micro_batch}"
-        )
     if config.trainer_processes > config.queries_per_batch:
         raise UserError(
             f"--trainer_processes is {config.trainer_processes}, more than --queries_per_batch "

@@ -33,7 +33,7 @@ CHANGEABLE = (
     "output_dir",
     "searcher_timeout",
     "gpu_memory_utilization",
-    "queries_per_micro_batch",
+    "tokens_per_micro_batch",
     "trainer_processes",
     "low_memory",
     "plan",
@@ -135,7 +135,8 @@ def read_config(flag: str, path: str, file: str = "") -> Config:
             raise ValueError("it is no object")
         if flag == "--config" and not isinstance(settings.get("task"), str):
             raise ValueError("it names no task")
-        for name in ("json", "search_ahead"):  # earlier versions had such flags
+        # Earlier versions had such flags.
+        for name in ("json", "search_ahead", "shares_gpu", "queries_per_micro_batch"):
             settings.pop(name, None)
         return Config(**settings)
     except (OSError, ValueError, TypeError) as error:  # TypeError: a field that Config has not

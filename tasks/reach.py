@@ -21,7 +21,7 @@ TEST_QUERIES = 30  # never trained on, neither here nor by reinforcement learnin
 TURNS = 6
 TOKENS = [*map(str, range(LARGEST, 0, -1)), ">", *MOVES]
 EPISODES = dict(max_turns=TURNS, max_response_tokens=2, max_episode_tokens=28)
-BATCH = dict(queries_per_batch=16, queries_per_micro_batch=16, initial_responses=500)
+BATCH = dict(queries_per_batch=16, tokens_per_micro_batch=5000, initial_responses=500)
 LENGTH = dict(steps=900, eval_every=300, learning_rate=7e-4, warmup_steps=100)
 PRESETS = {"demo": DEMO | EPISODES | BATCH | LENGTH}
 

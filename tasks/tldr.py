@@ -60,7 +60,7 @@ PRESETS = {
     "tiny": dict(
         COMMON | TINY,
         steps=150,
-        queries_per_micro_batch=8,
+        tokens_per_micro_batch=2000,
         initial_responses=200,
         max_response_tokens=10,
     ),

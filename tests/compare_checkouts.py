@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-SMALL = "arithmetic --queries_per_batch 8 --queries_per_micro_batch 4 --seed 5"
+SMALL = "arithmetic --queries_per_batch 8 --seed 5"
 RUNS = {  # each ends in steps of its own, so that a search that is cut short shows too
     "synchronous": "--synchronous --steps 9 --eval_every 3 --checkpoint_every 4",
     "late": "--constant_staleness 3 --reference_reset_period 5 --steps 12 --checkpoint_every 5",

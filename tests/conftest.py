@@ -267,7 +267,7 @@ def shared_files(pids: list[int]) -> set[str]:
     return names
 
 
-SMALL = ["--queries_per_batch", "8", "--queries_per_micro_batch", "4", "--initial_responses", "100"]
+SMALL = ["--queries_per_batch", "8", "--initial_responses", "100"]
 FOREVER = ["--steps", 1_000_000]
 
 

@@ -101,7 +101,7 @@ def test_a_buffer_saved_before_there_were_masks_is_taken_up():
 
 
 REACH = ["reach", "--queries_per_batch", 4, "--eval_every", 3]
-REACH += ["--queries_per_micro_batch", 4, "--checkpoint_every", 2, "--seed", 1]
+REACH += ["--checkpoint_every", 2, "--seed", 1]
 
 
 @pytest.mark.faults

@@ -75,7 +75,7 @@ def visits_task(tmp_path: Path) -> tuple[Path, Path]:
 TINY_TASK = (
     "--beta 0.1 --temperature 1.0 --max_prompt_tokens 16 --max_response_tokens 8"
     " --responses_per_query 4 --samples_per_query 12 --learning_rate 1e-4 --queries_per_batch 8"
-    " --queries_per_micro_batch 8 --initial_responses 100"
+    " --initial_responses 100"
 ).split()
 
 

@@ -75,7 +75,7 @@ def test_vllm_agrees_with_the_trainer_in_bf16_also_after_weights_loaded_in_mid_s
 def test_the_gradient_of_a_step_points_where_that_in_fp32_does(
     low_memory, tied_model, record_property
 ):
-    rows = make_rows(queries=7, per_query=3)
+    rows = make_rows(queries=7, per_query=3)  # in one pass: prompts are padded on the left
 
     def make(dtype: str) -> Learner:
         settings = dict(responses_per_query=3, dtype=dtype, low_memory=low_memory)
@@ -102,7 +102,7 @@ def test_activations_take_what_the_plan_counts(tied_model, record_property):
     logprobs = learner.logprobs(rows)
     held = torch.cuda.memory_allocated() - before
     assert logprobs.shape == (20, 400) and TOKENS_PER_FORWARD["cuda"] >= 20 * 400, "one pass"
-    counted = sizes.pass_bytes(config, [Pass(20, 1)], torch.bfloat16, True).kept
+    counted = sizes.pass_bytes(config, [Pass(20, 1, 200, 400)], torch.bfloat16, True, True).kept
     record_property("activations on a GPU, counted / held", round(counted / held, 3))
     assert 0.85 < counted / held < 1.15
 

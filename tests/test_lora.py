@@ -291,7 +291,7 @@ def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(
     lora.add_adapters(policy, config)
     rows = largest_micro_batch(config, 1000)
     inputs = [row.prompt for row in rows], [row.tokens for row in rows], 1.0, dtype
-    counted = sizes.pass_bytes(config, [Pass(5, 1)], dtype, has_gradient=True)
+    counted = sizes.pass_bytes(config, [Pass(5, 1, *config.longest_row)], dtype, has_gradient=True)
     assert counted.is_counted
     kept = counted.kept / saved_bytes(policy, *inputs)
     places = find_places(config, [])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import FOREVER, Run
-from test_trainer import gradient, make_rows
+from test_trainer import SHORT, gradient, make_rows
 
 from config import Config
 from learner import Learner
@@ -12,7 +12,8 @@ from objectives import LOSSES
 from runtime.planning.memory_trial import try_largest_batch
 
 ROWS = make_rows(queries=4, per_query=3)
-SETTINGS = dict(responses_per_query=3, queries_per_batch=4, queries_per_micro_batch=2, beta=0.3)
+SETTINGS = dict(responses_per_query=3, queries_per_batch=4, tokens_per_micro_batch=160, beta=0.3)
+SETTINGS |= SHORT
 
 
 @pytest.fixture
@@ -86,18 +87,17 @@ class Full:
 
 
 def test_a_batch_that_does_not_fit_makes_the_learner_take_two_passes(tied_model, capsys):
-    short = dict(max_prompt_tokens=8, max_response_tokens=8)
-    config = Config(model=str(tied_model), **SETTINGS, **short)
+    config = Config(model=str(tied_model), **SETTINGS)
     learner, said = Learner(config, print), []
     full = Full(learner, fits=True)
     try_largest_batch(config, full, said.append)
     assert full.low_memory and said == [
         "the largest batch does not fit into memory: a step takes two passes (--low_memory)"
     ]
-    with pytest.raises(MemoryError, match="6 responses of 8 . 8 tokens do not fit"):
+    with pytest.raises(MemoryError, match="12 responses of 8 . 8 tokens do not fit"):
         try_largest_batch(config, Full(learner, fits=False), said.append)
-    off = Config(model=str(tied_model), low_memory="off", **SETTINGS, **short)
-    with pytest.raises(MemoryError, match="--queries_per_micro_batch or try --low_memory on"):
+    off = Config(model=str(tied_model), low_memory="off", **SETTINGS)
+    with pytest.raises(MemoryError, match="--tokens_per_micro_batch or try --low_memory on"):
         try_largest_batch(off, Full(learner, fits=True), said.append)
     assert all(parameter.grad is None for parameter in learner.policy.parameters())
 

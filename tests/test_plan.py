@@ -135,7 +135,7 @@ def test_counted_activations_are_within_15_percent_of_what_a_step_keeps_and_its_
         max_prompt_tokens=70,
         max_response_tokens=50,
         dtype=str(dtype).removeprefix("torch."),
-        queries_per_micro_batch=2,
+        tokens_per_micro_batch=2 * (70 + 5 * 50),
         responses_per_query=5,
         samples_per_query=5,
     )
@@ -143,7 +143,7 @@ def test_counted_activations_are_within_15_percent_of_what_a_step_keeps_and_its_
     prompts, responses = [row.prompt for row in rows], [row.tokens for row in rows]
     # Four rows each: the first is of one query, the second of two.
     assert [len(few) for few in split_rows(prompts, responses, 200)] == [4, 4, 2]
-    passes = [Pass(4, 1), Pass(4, 2), Pass(2, 1)]
+    passes = [Pass(4, 1, 70, 50), Pass(4, 2, 70, 50), Pass(2, 1, 70, 50)]
     counted = sizes.pass_bytes(config, passes, dtype, has_gradient=True)
     assert counted.is_counted
     measured = saved_bytes(model, prompts, responses, 1.0, dtype)
@@ -174,7 +174,7 @@ def test_the_reference_policys_pass_is_counted_without_casts_of_what_is_held_as_
     rows = largest_micro_batch(config, policy.config.vocab_size)[:5]
     inputs = [row.prompt for row in rows], [row.tokens for row in rows], 1.0, dtype
     needs = Needs(config, find_places(config, []), {})
-    ratio = needs.forward(Pass(5, 1)) / peak_bytes(policy, *inputs)
+    ratio = needs.forward(Pass(5, 1, 70, 50)) / peak_bytes(policy, *inputs)
     record_property("counted / measured", round(ratio, 3))
     assert 0.85 < ratio < 1.35
 
@@ -182,6 +182,8 @@ def test_the_reference_policys_pass_is_counted_without_casts_of_what_is_held_as_
 def test_the_plan_of_gsm8k_on_four_cards_has_every_part_in_its_place(shapes):
     made, problem = plan_on("4x80", model=shapes["rho"])
     assert problem is None
+    cuda = {need.place for need in made.needs if need.purpose.startswith("CUDA")}
+    assert cuda == {"GPU 0", "GPU 1", "GPU 2", "GPU 3"}
     parameters = 1_100_048_384  # of TinyLlama
     assert bytes_of(made, "trainer", "weights") == 4 * parameters
     assert bytes_of(made, "trainer", "gradients") == 4 * parameters
@@ -250,7 +252,7 @@ def test_two_passes_are_taken_where_only_they_fit(shapes):
         ),
         (
             "4x20",
-            dict(low_memory="off", queries_per_batch=4, queries_per_micro_batch=4),
+            dict(low_memory="off", queries_per_batch=4, tokens_per_micro_batch=43_008),
             "--low_memory on would do",
         ),
     ],

@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing
 from conftest import PATIENCE, read, steps_of, tba
 from safetensors.torch import load_file, save_file
-from test_trainer import make_rows
+from test_trainer import SHORT, make_rows
 from transformers import AutoModelForCausalLM
 
 from buffer import Row
@@ -29,7 +29,7 @@ from weights import SharedWeights
 OBJECTIVES = ("tb", "tba_prime", "grpo", "online_dpo")
 FEW, STEPS = 3, 10
 # 7 queries: ranks differ in how many they have, and so in their micro-batches.
-SETTINGS = dict(
+SETTINGS = SHORT | dict(
     responses_per_query=3,
     samples_per_query=3,
     queries_per_batch=7,
@@ -170,7 +170,7 @@ CASES = {
     for loss in OBJECTIVES
     for kind in ("tied", "untied")
 } | {
-    "uneven": ("untied", dict(queries_per_micro_batch=7), uneven_rows),
+    "uneven": ("untied", dict(tokens_per_micro_batch=1000), uneven_rows),
     "uneven, low memory": ("untied", dict(low_memory="on"), uneven_rows),
     "low memory": ("tied", dict(low_memory="on"), even_rows),
     "bf16": ("untied", dict(dtype="bfloat16"), even_rows),
@@ -308,7 +308,7 @@ def test_a_rank_with_fewer_passes_keeps_step_or_the_others_would_hang(models):
 
 def steps_without_keeping(laboratory: Laboratory, model: str, make: Callable) -> None:
     """Two steps in which no rank makes a pass that counts nothing."""
-    laboratory.begin(model, dict(queries_per_micro_batch=7), 1024 if make is even_rows else 50)
+    laboratory.begin(model, dict(tokens_per_micro_batch=1000), 1024 if make is even_rows else 50)
     laboratory.stop_keeping_step()
     for seed in range(2):
         laboratory.update(make(seed))

@@ -18,7 +18,7 @@ SMALL = dict(
     task="arithmetic",
     seed=3,
     queries_per_batch=4,
-    queries_per_micro_batch=4,
+    tokens_per_micro_batch=400,
     responses_per_query=4,
     steps=6,
 )

@@ -13,7 +13,7 @@ from conftest import make_group
 from buffer import Group, Row
 from config import Config
 from learner import Learner
-from models.logprobs import response_logprobs
+from models.logprobs import micro_batches, response_logprobs
 from models.policy import weight_shapes
 from models.schedules import beta_at, lr_schedule
 from runtime.planning.memory_trial import try_largest_batch
@@ -24,6 +24,9 @@ from runtime.transport.board import Board
 from tasks import find_presets
 from trainer import Trainer
 from weights import SharedWeights
+
+# Of a run with these bounds a query of full length is small: make_rows() makes longer ones.
+SHORT = dict(max_prompt_tokens=8, max_response_tokens=8)
 
 
 def make_trainer(model, run_dir, **settings) -> Trainer:
@@ -72,11 +75,14 @@ def gradient(learner: Learner, rows: list[Row]) -> torch.Tensor:
 
 def test_the_gradient_does_not_depend_on_the_micro_batch(untied_model, tmp_path):
     rows = make_rows(queries=4, per_query=3)
-    gradients = []
-    for size in (1, 2, 4):
-        settings = dict(queries_per_batch=4, queries_per_micro_batch=size, beta=1.0)
-        trainer = make_trainer(untied_model, tmp_path / str(size), **settings)
-        gradients.append(gradient(trainer.learner, rows))
+    gradients, sizes = [], []
+    for tokens in (0, 160, 1000):
+        settings = dict(queries_per_batch=4, tokens_per_micro_batch=tokens, beta=1.0) | SHORT
+        learner = make_trainer(untied_model, tmp_path / str(tokens), **settings).learner
+        parts = micro_batches(rows, 3, learner.config.micro_batch, tokens_per_pass=1024)
+        sizes.append([len(part) for part in parts])
+        gradients.append(gradient(learner, rows))
+    assert sizes == [[3] * 4, [6, 3, 3], [12]], "whole queries, as many as fit"
     tolerance = 1e-6 * float(gradients[0].abs().max())
     for other in gradients[1:]:
         torch.testing.assert_close(gradients[0], other, rtol=0, atol=tolerance)
@@ -267,7 +273,7 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
         untied_model,
         tmp_path,
         queries_per_batch=2,
-        queries_per_micro_batch=2,
+        tokens_per_micro_batch=1000,
         max_prompt_tokens=20,
         max_response_tokens=30,
     )

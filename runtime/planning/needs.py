@@ -32,10 +32,8 @@ from weights import SharedWeights, num_elements
 GIB = 2**30
 MEMORY, SHARED, DISK = "host memory", "shared memory", "disk"
 # Estimated: a process on a GPU (context, kernels, fragments); one in host memory (Python and its
-# libraries) without a GPU and with one; what vLLM captures on a GPU; what it reads at a time.
-CUDA_BYTES, PROCESS_BYTES, GPU_PROCESS_BYTES, CUDA_GRAPHS = 1.5 * GIB, 0.7 * GIB, 3 * GIB, GIB / 2
-VLLM_TOKENS, VLLM_TOKENS_LARGE = 8192, 16384  # on a card of 70 GiB or more
-VLLM_LOGITS = 4  # fp32 copies of the logits of a step, while vLLM samples
+# libraries) without a GPU and with one.
+CUDA_BYTES, PROCESS_BYTES, GPU_PROCESS_BYTES = 1.5 * GIB, 0.7 * GIB, 3 * GIB
 
 Parts = Iterator[tuple[str, float]]  # purpose and bytes of what a process needs at its place
 
@@ -93,13 +91,16 @@ class Needs:
         taken = GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES
         yield Need(MEMORY, place.name, "Python and libraries", taken)
 
-    def passes(self, queries: int, responses: int, most_tokens: int) -> list[Pass]:
-        """Split so many queries of so many responses of full length into forward passes."""
-        config, rows = self.config, queries * responses
+    def passes(
+        self, queries: int, responses: int, lengths: tuple[int, int], most_tokens: int
+    ) -> list[Pass]:
+        """Split so many queries of so many responses into forward passes.
+
+        lengths: of each prompt and each response.
+        """
         groups = np.repeat(np.arange(queries), responses)
-        lengths = ([np.zeros(tokens)] * rows for tokens in config.longest_row)
-        split = split_rows(*lengths, most_tokens)
-        return [Pass(len(few), len(set(groups[few]))) for few in split]
+        split = split_rows(*([np.zeros(n)] * len(groups) for n in lengths), most_tokens)
+        return [Pass(len(few), len(set(groups[few])), *lengths) for few in split]
 
     def trainer(self) -> Parts:
         """Yield what a process of the trainer needs in its largest step."""
@@ -115,16 +116,18 @@ class Needs:
             yield "weights and gradients that are gathered", self.gathered()
         is_low = config.low_memory == "on"
         most_tokens = TOKENS_IN_LOW_MEMORY if is_low else TOKENS_PER_FORWARD[self.device.type]
-        passes = self.passes(config.queries_per_pass, config.responses_per_query, most_tokens)
+        queries, *lengths = config.largest_micro_batch
+        passes = self.passes(queries, config.responses_per_query, lengths, most_tokens)
         if is_low:
             passes = passes[:1]  # a graph at a time; a pass of more rows without one takes less
-        taken = sizes.pass_bytes(config, passes, self.dtype, has_gradient=True)
+        on_gpu = self.device.type == "cuda"
+        taken = sizes.pass_bytes(config, passes, self.dtype, True, on_gpu)
         what = "activations" if taken.is_counted else "activations (estimated)"
-        length = "{} + {}".format(*config.longest_row)
+        length = "{} + {}".format(*lengths)
         rows = responses(sum(one.rows for one in passes))
         yield f"{what}, {rows} of {length} tokens", taken.kept
         # Logits are there when all passes are kept; a layer's gradients, when logits are gone.
-        head = self.head(passes[0].rows * config.longest_row[1], len(passes))
+        head = self.head(passes[0].rows * passes[0].response, len(passes))
         more = max(head, taken.beyond)
         yield "logits, and what the backward pass adds", more
         if config.lora_rank:
@@ -158,13 +161,15 @@ class Needs:
             # All that finished together is scored together.
             groups = max(1, ENGINE_ROWS // config.samples_per_query)
             most_tokens = TOKENS_PER_FORWARD[self.device.type]
-            largest = self.passes(groups, config.samples_per_query, most_tokens)[0]
+            shape = groups, config.samples_per_query, config.longest_row
+            largest = self.passes(*shape, most_tokens)[0]
             yield "reference policy's largest forward pass", self.forward(largest)
 
     def forward(self, one: Pass) -> int:
         """Bytes of a forward pass of a policy that is not trained."""
-        taken = sizes.pass_bytes(self.config, [one], self.dtype, has_gradient=False)
-        head = self.head(one.rows * self.config.longest_row[1], passes=0)
+        on_gpu = self.device.type == "cuda"
+        taken = sizes.pass_bytes(self.config, [one], self.dtype, False, on_gpu)
+        head = self.head(one.rows * one.response, passes=0)
         return taken.kept + max(head, taken.beyond)
 
     def head(self, positions: int, passes: int) -> int:
@@ -193,16 +198,12 @@ class Needs:
 
         On a GPU it takes its share, whatever it needs of that.
         """
-        size = self.size
-        logits = VLLM_LOGITS * ENGINE_ROWS * size.vocabulary * torch.float32.itemsize
         if place.gpu is None:
-            keys_and_values = float(environment(place)["VLLM_CPU_KVCACHE_SPACE"]) * GIB
-            return self.published + logits, keys_and_values
+            room = float(environment(place)["VLLM_CPU_KVCACHE_SPACE"]) * GIB
+            return sizes.vllm_bytes(self.size, self.dtype), room
         card = self.available[place_of(place)]
         share = self.config.gpu_memory_utilization * card
-        tokens = VLLM_TOKENS_LARGE if card > 70 * GIB else VLLM_TOKENS
-        states = tokens * size.layer_values_per_token * self.dtype.itemsize
-        fixed = min(share, self.published + logits + states + CUDA_GRAPHS)
+        fixed = min(share, sizes.vllm_bytes(self.size, self.dtype, card))
         return fixed, share - fixed
 
     def responses(self, place: Place) -> int:

@@ -153,7 +153,7 @@ def remedies(plan: Plan, place: str, gpus: int) -> Iterator[tuple[dict, str]]:
     """
     config, on_gpu = plan.config, place.startswith("GPU")
     yield dict(low_memory="on"), ""
-    yield dict(queries_per_micro_batch=1), ""
+    yield dict(tokens_per_micro_batch=0), ""
     yield dict(checkpoint_every=0), " (one comes at the end, or at an interrupt)"
     if on_gpu:
         spare = 1 - plan.total(place) / plan.available[place]
