@@ -341,7 +341,7 @@ def test_the_lora_preset_of_math_fits_on_one_card_of_80_gib(tmp_path):
     QWEN_7B.save_pretrained(tmp_path)
     settings = find_presets("competition_math")["lora"] | {"model": str(tmp_path)}
     made, problem = plan_on("1x80", **settings, task="competition_math")
-    assert problem is None and made.responses >= 50
+    assert problem is None and made.responses >= 30
     _, problem = plan_on("1x80", **settings | {"lora_rank": 0}, task="competition_math")
     assert "--lora_rank 32 (adapters are trained then, not all weights) would do" in problem
 
