@@ -137,8 +137,8 @@ class BatchSettings:
     samples_per_query: GroupSize = 24
     """S, responses that a searcher generates for a query; at least K."""
     tokens_per_micro_batch: NonNegativeInt = 0
-    """Whole queries are computed together while so many tokens run at most, with their padding, or
-    as many as of one query of full length. Memory depends on it, the gradient does not."""
+    """Tokens in a micro-batch, padding included: as many whole queries as fit. It counts in queries
+    of full length, of which one always fits. The gradient does not depend on it, memory does."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class Config(
     """No flag, runtime/processes/places.py decides it: trainer steps for which searchers may have
     made responses before they wait. None: no limit."""
     shares_gpu: bool = False
-    """No flag either: a searcher is on the trainer's GPU."""
+    """Set by runtime/processes/places.py too: a searcher is on the trainer's GPU."""
 
     def in_steps(self, steps_or_share: float) -> int:
         """A number of steps as it is, a share (below 1) of the run's steps, rounded down."""
@@ -293,18 +293,29 @@ class Config(
         return 1, self.max_episode_tokens - 1  # a short prompt, and many turns
 
     @property
-    def micro_batch(self) -> int:
-        """Tokens that may run at once."""
+    def full_query(self) -> int:
+        """Tokens that run for a query of full length, as models/logprobs.py counts them."""
         prompt, response = self.longest_row
-        return max(self.tokens_per_micro_batch, prompt + self.responses_per_query * response)
+        return prompt + self.responses_per_query * padded_row(prompt, response)
 
     @property
-    def largest_micro_batch(self) -> tuple[int, int, int]:
-        """Queries, and tokens of a prompt and of a response, that take most memory at once."""
-        (prompt, response), size = self.longest_row, self.responses_per_query
+    def micro_batch(self) -> int:
+        """Most tokens in a micro-batch: those of whole queries of full length."""
+        return max(1, self.tokens_per_micro_batch // self.full_query) * self.full_query
+
+    @property
+    def full_queries(self) -> int:
+        """Queries of full length in a micro-batch, at most, or a trainer process's share of B."""
         share = math.ceil(self.queries_per_batch / self.trainer_processes)
-        queries = min(math.ceil(self.micro_batch / (prompt + size * response)), share)
-        return queries, prompt, min(response, (self.micro_batch // queries - prompt) // size)
+        return min(share, self.micro_batch // self.full_query)
+
+
+def padded_row(prompt: int, response: int) -> int:
+    """Count a row of a pass, in tokens that run.
+
+    Each has its own keys and values of the prompt: at most 4 times as many positions of those.
+    """
+    return max(1, response, (prompt + response) // 4)
 
 
 # In the order in which --help shows them.

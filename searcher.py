@@ -73,10 +73,10 @@ class Searcher:
         # The reference policy is here to spare the trainer's memory. Loaded after vLLM, which
         # reserves a share of what is free.
         self.reference = Reference(config, weights, pin)
-        if device().type == "cuda":
-            torch.set_num_threads(1)  # all is loaded: others would only spin
-        lock_pages(weights, logging.warning)
         self.scorer = RewardScorer(config, self.task)
+        lock_pages(weights, logging.warning)
+        if device().type == "cuda":
+            torch.set_num_threads(1)  # all is loaded: more would only spin
         self.failures = FailureLimit(board, name)
         # What does not fit into the queue yet: the groups among it are part of D_local.
         self.outbox: deque[Group | Evaluation | Notice] = deque()

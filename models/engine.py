@@ -93,17 +93,16 @@ class Engine:
 
 def gpu_settings(config: Config) -> dict:
     """What vLLM is told with a GPU besides."""
-    share = config.gpu_memory_utilization
     # Autotuning would only delay the start: FlashInfer's kernels are not used.
-    settings = {"gpu_memory_utilization": share, "enable_flashinfer_autotune": False}
-    if config.shares_gpu:
-        # vLLM would find out how much room there is, and count what the trainer takes meanwhile.
-        # It refuses to start where less than the share is free, so that is as good as none.
-        card = torch.cuda.get_device_properties(0).total_memory
-        size = policy_size(config.model, config.trust_remote_code)
-        room = int(share * card) - vllm_bytes(size, compute_dtype(config), card)
-        settings |= {"kv_cache_memory_bytes": room, "gpu_memory_utilization": 0.01}
-    return settings
+    settings, share = {"enable_flashinfer_autotune": False}, config.gpu_memory_utilization
+    if not config.shares_gpu:
+        return settings | {"gpu_memory_utilization": share}
+    # vLLM's profiling would count what the trainer allocates meanwhile. And it refuses to start
+    # where less than its share is free: so it gets a token one.
+    card = torch.cuda.get_device_properties(0).total_memory
+    size = policy_size(config.model, config.trust_remote_code)
+    room = int(share * card) - vllm_bytes(size, compute_dtype(config), card)
+    return settings | {"kv_cache_memory_bytes": room, "gpu_memory_utilization": 0.01}
 
 
 def cpu_settings(config: Config) -> dict:

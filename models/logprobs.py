@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from buffer import Group, Row
+from config import padded_row
 
 # Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
 # keep the device busy.
@@ -98,14 +99,6 @@ def split_rows(
     return chunks
 
 
-def padded_row(prompt: int, response: int) -> int:
-    """Count a row of a pass, in tokens that run.
-
-    Each has its own keys and values of the prompt: at most 4 times as many positions of those.
-    """
-    return max(1, response, (prompt + response) // 4)
-
-
 def micro_batches(
     rows: list[Row], group_size: int, most_tokens: int, tokens_per_pass: int
 ) -> list[list[Row]]:
@@ -115,7 +108,7 @@ def micro_batches(
     has more.
     """
     groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
-    groups.sort(key=lambda group: max(len(row.tokens) for row in group))
+    groups.sort(key=lambda group: max(len(row.tokens) for row in group), reverse=True)
     parts: list[list[Row]] = []
     for group in groups:
         if parts and tokens_at_once(parts[-1] + group, tokens_per_pass) <= most_tokens:

@@ -217,7 +217,7 @@ def _count(
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Computes in fp32 what CUDA's autocast does, and a CPU's does not, where policies do it."""
+    """Computes in fp32 the operations of policies that CUDA's autocast does so, and a CPU's not."""
 
     IN_FP32 = {F.layer_norm, torch.pow, Tensor.pow, Tensor.__pow__}
 

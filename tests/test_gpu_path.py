@@ -59,7 +59,7 @@ def test_each_process_on_a_gpu_gets_its_part_of_the_cores_as_threads(gpus, monke
 
 
 def test_the_rank_that_another_launcher_gave_is_not_handed_on(tmp_path, monkeypatch):
-    """vLLM would take it for the number of its GPU."""
+    """torch would take it for the number of a GPU."""
     (tmp_path / "logs").mkdir()
     monkeypatch.setenv("LOCAL_RANK", "3")
     show = ["sh", "-c", f"env > {tmp_path}/environment"]

@@ -28,7 +28,7 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
             return
     length = "--max_episode_tokens" if config.max_episode_tokens else "--max_response_tokens"
     smaller = f"{length} or --responses_per_query"
-    if config.largest_micro_batch[0] > 1:
+    if config.full_queries > 1:
         smaller = "--tokens_per_micro_batch"
     also = " or try --low_memory on" if config.low_memory == "off" else ""
     raise MemoryError(
@@ -38,10 +38,10 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
 
 
 def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
-    """Rows that take most memory at once, random, as equal rows would run once."""
-    num_queries, prompt_tokens, response_tokens = config.largest_micro_batch
-    group_size = config.responses_per_query
+    """Rows of full length, random, as equal rows would run once."""
+    num_queries, group_size = config.full_queries, config.responses_per_query
     size = num_queries * group_size
+    prompt_tokens, response_tokens = config.longest_row
     rng, arrays = np.random.default_rng(0), np.ones((4, response_tokens), np.float32)
     prompts = rng.integers(vocabulary, size=(num_queries, prompt_tokens))
     responses = rng.integers(vocabulary, size=(size, response_tokens))

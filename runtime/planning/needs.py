@@ -91,14 +91,9 @@ class Needs:
         taken = GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES
         yield Need(MEMORY, place.name, "Python and libraries", taken)
 
-    def passes(
-        self, queries: int, responses: int, lengths: tuple[int, int], most_tokens: int
-    ) -> list[Pass]:
-        """Split so many queries of so many responses into forward passes.
-
-        lengths: of each prompt and each response.
-        """
-        groups = np.repeat(np.arange(queries), responses)
+    def passes(self, queries: int, responses: int, most_tokens: int) -> list[Pass]:
+        """Split so many queries of so many responses of full length into forward passes."""
+        lengths, groups = self.config.longest_row, np.repeat(np.arange(queries), responses)
         split = split_rows(*([np.zeros(n)] * len(groups) for n in lengths), most_tokens)
         return [Pass(len(few), len(set(groups[few])), *lengths) for few in split]
 
@@ -116,14 +111,13 @@ class Needs:
             yield "weights and gradients that are gathered", self.gathered()
         is_low = config.low_memory == "on"
         most_tokens = TOKENS_IN_LOW_MEMORY if is_low else TOKENS_PER_FORWARD[self.device.type]
-        queries, *lengths = config.largest_micro_batch
-        passes = self.passes(queries, config.responses_per_query, lengths, most_tokens)
+        passes = self.passes(config.full_queries, config.responses_per_query, most_tokens)
         if is_low:
             passes = passes[:1]  # a graph at a time; a pass of more rows without one takes less
         on_gpu = self.device.type == "cuda"
         taken = sizes.pass_bytes(config, passes, self.dtype, True, on_gpu)
         what = "activations" if taken.is_counted else "activations (estimated)"
-        length = "{} + {}".format(*lengths)
+        length = "{} + {}".format(*config.longest_row)
         rows = responses(sum(one.rows for one in passes))
         yield f"{what}, {rows} of {length} tokens", taken.kept
         # Logits are there when all passes are kept; a layer's gradients, when logits are gone.
@@ -161,8 +155,7 @@ class Needs:
             # All that finished together is scored together.
             groups = max(1, ENGINE_ROWS // config.samples_per_query)
             most_tokens = TOKENS_PER_FORWARD[self.device.type]
-            shape = groups, config.samples_per_query, config.longest_row
-            largest = self.passes(*shape, most_tokens)[0]
+            largest = self.passes(groups, config.samples_per_query, most_tokens)[0]
             yield "reference policy's largest forward pass", self.forward(largest)
 
     def forward(self, one: Pass) -> int:

@@ -44,8 +44,10 @@ def environment(place: Place) -> dict[str, str]:
     }
     if place.gpu is not None:
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it gives no processed log-probabilities
-        if place.name.startswith("trainer"):  # its passes are of all sizes; vLLM has pools
-            variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+        if place.name.startswith("trainer") and not names & os.environ.keys():
+            # Passes differ in size and would fragment memory.
+            variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     else:
         variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or "1"  # GiB
         # For each shape that it has multiplied oneDNN, and torch's wrapper of it, keep a quarter of
@@ -86,7 +88,7 @@ def start(
     resource_tracker.ensure_running()  # its own start, inside of process.start(), unblocks signals
     try:
         os.environ.update(environment(place))
-        os.environ.pop("LOCAL_RANK", None)  # of another launcher: vLLM would take it for its GPU
+        os.environ.pop("LOCAL_RANK", None)  # of another launcher: torch would take it for a GPU
         os.sched_setaffinity(0, place.cores)
         # Ctrl-C reaches the whole process group, and so do some schedulers' signals: children never
         # see it, the parent decides.

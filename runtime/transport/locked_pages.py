@@ -10,7 +10,7 @@ from weights import SharedWeights
 
 
 def lock_pages(weights: SharedWeights, say: Callable[[str], None]) -> None:
-    """Lock the pages for this process, if it has a GPU. say: shows the user a line.
+    """Lock the pages for this process, if it has a GPU. say: reports a failure.
 
     Where the machine does not allow it, copies go on as they are, and are slower.
     """

@@ -221,7 +221,9 @@ def test_a_process_gets_its_gpu_by_the_name_that_it_was_made_visible_by(gpu, mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, 5")
     environments = [children.environment(place) for place in find_places(Config())]
     assert [found["CUDA_VISIBLE_DEVICES"] for found in environments] == ["GPU-a", "5"]
-    assert ["PYTORCH_ALLOC_CONF" in found for found in environments] == [True, False], "trainers"
+    assert ["PYTORCH_CUDA_ALLOC_CONF" in found for found in environments] == [True, False], (
+        "trainers"
+    )
 
 
 def test_of_attention_only_cudnns_is_off(gpu):
