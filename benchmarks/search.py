@@ -4,7 +4,7 @@ vLLM alone is measured streaming and in batches with a barrier. Responses have t
 GSM8K's solutions.
 
     python benchmarks/search.py --data_dir DIR      # 15 minutes on 2 cores
-    python benchmarks/search.py --quick             # in five minutes, less steady
+    python benchmarks/search.py --quick             # in eight minutes, less steady
 
 GSM8K comes from the hub without --data_dir.
 

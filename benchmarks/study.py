@@ -287,7 +287,9 @@ def _task(job: dict) -> str | None:
 
 
 def _key(job: dict) -> str:
-    return json.dumps(job, sort_keys=True)
+    """Name a job. Runs are recorded with the settings that they had: a micro-batch decides none."""
+    settings = {name: v for name, v in job.get("settings", {}).items() if "micro_batch" not in name}
+    return json.dumps(job | {"settings": settings}, sort_keys=True)
 
 
 def _run(run: Callable[..., dict], job: dict) -> dict:

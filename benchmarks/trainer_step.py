@@ -277,7 +277,7 @@ def report(
         f"floor: {flops / 1e12:.2f} TFLOP at {rate / 1e12:.3f} TFLOP/s",
         table(header, lines),
         table(
-            ["tokens, at most", "micro-batches", "passes", "padded responses"],
+            ["tokens, at most", "micro-batches", "passes", "padded response tokens"],
             count_passes(rows),
         ),
     )

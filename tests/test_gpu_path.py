@@ -234,5 +234,5 @@ def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     lines = steps_of(run_dir)
     made = np.array([line["received"] for line in lines])
     allowed = np.array([240 + 12 * (line["step"] + 10) for line in lines])
-    assert (made <= allowed).all() and made[-1] > 2 * 240, "and it does search"
+    assert (made <= allowed).all() and made[-1] > 0.5 * allowed[-1], "and it does search"
     assert "final_accuracy" in read(run_dir, "metrics.jsonl")[-1]
