@@ -137,8 +137,8 @@ class BatchSettings:
     samples_per_query: GroupSize = 24
     """S, responses that a searcher generates for a query; at least K."""
     tokens_per_micro_batch: NonNegativeInt = 0
-    """Tokens in a micro-batch, padding included: as many whole queries as fit. It counts in queries
-    of full length, of which one always fits. The gradient does not depend on it, memory does."""
+    """Most tokens in a micro-batch of whole queries, padding included, rounded down to queries of
+    full length. 0: one of those, the least. The gradient does not depend on it, memory does."""
 
 
 @dataclass(frozen=True)
@@ -294,26 +294,29 @@ class Config(
 
     @property
     def full_query(self) -> int:
-        """Tokens that run for a query of full length, as models/logprobs.py counts them."""
+        """Tokens that run for a query of full length.
+
+        Its prompt counts once here, and in models/logprobs.py in each of its passes: a margin.
+        """
         prompt, response = self.longest_row
         return prompt + self.responses_per_query * padded_row(prompt, response)
 
     @property
     def micro_batch(self) -> int:
-        """Most tokens in a micro-batch: those of whole queries of full length."""
+        """Most tokens in a micro-batch: the largest-batch trial runs that many."""
         return max(1, self.tokens_per_micro_batch // self.full_query) * self.full_query
 
     @property
     def full_queries(self) -> int:
-        """Queries of full length in a micro-batch, at most, or a trainer process's share of B."""
+        """Most queries of full length in a micro-batch of a trainer process, out of its share of B."""
         share = math.ceil(self.queries_per_batch / self.trainer_processes)
         return min(share, self.micro_batch // self.full_query)
 
 
 def padded_row(prompt: int, response: int) -> int:
-    """Count a row of a pass, in tokens that run.
+    """Count what a row takes of a pass, in tokens: its response, padded.
 
-    Each has its own keys and values of the prompt: at most 4 times as many positions of those.
+    Or a quarter of its positions, if that is more: a row holds keys and values of its prompt, too.
     """
     return max(1, response, (prompt + response) // 4)
 

@@ -80,7 +80,7 @@ class Learner:
         parts = micro_batches(own, config.responses_per_query, *limits)
         self.log_weights = []
         totals: Metrics = {"loss": 0.0}
-        for part, is_counted in self.ranks.keep_step(parts):
+        for part, is_counted in self.ranks.keep_step(parts, config.responses_per_query):
             weight = is_counted * len(part) / len(rows)
             loss, metrics = self.backward(part, beta * tau, gamma * tau, weight)
             for name, value in {"loss": loss, **metrics}.items():

@@ -11,7 +11,7 @@ padded      every response padded to 512 tokens, a full fp32 log-softmax of all 
             official code
 trimmed     the same, padded to the longest row of the micro-batch
 a query     models/logprobs.py, a query at a time
-ours        the same, as many queries as run --tokens_per_micro_batch: by default 10,752
+ours        the same, by micro-batches of --tokens_per_micro_batch: by default 10,752
 two passes  the same with --low_memory on
 floor       the matrix products of ours alone, nothing padded or made twice, at the rate of one
             large matrix product on this machine

@@ -64,13 +64,14 @@ class OneProcess:
         last = first + queries + (self.rank < rest)
         return rows[first * group_size : last * group_size]
 
-    def keep_step(self, parts: list) -> list[tuple[Any, int]]:
+    def keep_step(self, parts: list, least: int = 1) -> list[tuple[Any, int]]:
         """Pair each part with a 1, and others with a 0 until every rank has equally many.
 
-        A part is a pass. One with a 0 counts nothing: it answers the other ranks' gathering.
+        A part is the rows of a pass. One with a 0 counts nothing: it answers the other ranks'
+        gathering, and has the fewest rows that a pass may have, for all passes keep their graphs.
         """
         lacking = max(self.gather(len(parts))) - len(parts)
-        return all_counted(parts) + [(parts[-1], 0)] * lacking
+        return all_counted(parts) + [(parts[-1][:least], 0)] * lacking
 
     @contextmanager
     def under(self, policy: torch.nn.Module, weights: dict[str, Tensor] | None) -> Iterator[None]:

@@ -109,7 +109,7 @@ def vllm_bytes(size: PolicySize, dtype: torch.dtype, card: float = 0) -> int:
     """Count what vLLM takes beside keys and values: weights, temporary memory. card: of its GPU."""
     taken = VLLM_LOGITS * ENGINE_ROWS * size.vocabulary * torch.float32.itemsize
     if card:
-        tokens = VLLM_TOKENS_LARGE if card > LARGE_GPU else VLLM_TOKENS
+        tokens = VLLM_TOKENS_LARGE if card >= LARGE_GPU else VLLM_TOKENS
         taken += tokens * size.layer_values_per_token * dtype.itemsize + CUDA_GRAPHS
     return size.parameters * dtype.itemsize + taken
 
@@ -141,8 +141,9 @@ def pass_bytes(
     """Count what response_logprobs keeps and needs, up to the last hidden states.
 
     dtype: what is computed in; has_gradient: whether a backward pass follows, and with LoRA there
-    are adapters. Then autocast's copies of the weights are part of it; gradients are not. A policy
-    that is not trained has no such copies (hold_as_multiplied), nor has a sharded one.
+    are adapters; on_gpu: whether autocast is CUDA's. With a gradient autocast's copies of the
+    weights are part of it; gradients are not. A policy that is not trained has no such copies
+    (hold_as_multiplied), nor has a sharded one.
     """
     if not has_gradient:
         config = replace(config, lora_rank=0)
@@ -217,14 +218,15 @@ def _count(
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Computes in fp32 the operations of policies that CUDA's autocast does so, and a CPU's not."""
+    """Computes a policy's operations in fp32 where CUDA's autocast does and a CPU's does not."""
 
-    IN_FP32 = {F.layer_norm, torch.pow, Tensor.pow, Tensor.__pow__}
+    IN_FP32 = {F.layer_norm, F.rms_norm, torch.pow, Tensor.pow, Tensor.__pow__}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        given = args, kwargs or {}
         if function in self.IN_FP32:
-            args = tree_map_only(Tensor, Tensor.float, args)
-        return function(*args, **(kwargs or {}))
+            given = tree_map_only(Tensor, Tensor.float, given)
+        return function(*given[0], **given[1])
 
 
 class LiveBytes(TorchDispatchMode):

@@ -299,6 +299,18 @@ def test_two_and_four_processes_learn_what_one_does_over_ten_steps(models, recor
         record_property(f"{case}, 4", check_equal(case, one[case], four[case]))
 
 
+def test_a_rank_that_fills_up_makes_the_smallest_passes():
+    """A whole one more, with its graph, would take memory that the largest-batch trial did not."""
+
+    class Second(OneProcess):
+        def gather(self, value):
+            return [3, value]
+
+    group = ["a", "b", "c", "d"]
+    assert Second().keep_step([group]) == [(group, 1), (["a"], 0), (["a"], 0)]
+    assert Second().keep_step([group], least=2) == [(group, 1), (["a", "b"], 0), (["a", "b"], 0)]
+
+
 @pytest.mark.runs
 def test_a_rank_with_fewer_passes_keeps_step_or_the_others_would_hang(models):
     on_ranks(2, steps_without_keeping, models["untied"], even_rows)
