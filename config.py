@@ -184,13 +184,13 @@ class OptimizerSettings:
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate."""
     lr_schedule: Schedule = "constant"
-    """constant, linear (to 0 at the last step) or warmup_stable_decay (cosine); after warm-up."""
+    """constant, linear (to 0) or warmup_stable_decay (by a cosine); after warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     stable_steps: NonNegativeInt = 0
     """warmup_stable_decay: steps at the peak."""
     decay_steps: NonNegativeInt = 0
-    """warmup_stable_decay: length of the decay; it may end after the last step."""
+    """Steps of the decay; it may end after the last step. 0, for linear: all after warm-up."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay."""
     adam_beta2: Decay = 0.999
@@ -308,7 +308,7 @@ class Config(
 
     @property
     def full_queries(self) -> int:
-        """Most queries of full length in a micro-batch of a trainer process, out of its share of B."""
+        """Most queries of full length in a micro-batch of a trainer process."""
         share = math.ceil(self.queries_per_batch / self.trainer_processes)
         return min(share, self.micro_batch // self.full_query)
 

@@ -141,17 +141,19 @@ def test_with_bf16_masters_a_rate_of_1e_5_moves_only_small_weights(tied_model, r
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "masters, rate, seed", [("float32", 5e-4, 0), *(("bfloat16", 1e-3, seed) for seed in range(3))]
+)
 @pytest.mark.long
 def test_half_a_demo_in_bf16_ends_with_at_least_095_of_its_answers_right_and_a_normal_mismatch(
-    seed, tmp_path, record_property
+    masters, rate, seed, tmp_path, record_property
 ):
     run_dir = tmp_path / "run"
-    flags = ["--dtype", "bfloat16", "--seed", seed, "--steps", 1000]
-    result = tba("arithmetic", *flags, "--output_dir", run_dir)
+    flags = ["--dtype", "bfloat16", "--seed", seed, "--steps", 1000, "--master_dtype", masters]
+    result = tba("arithmetic", *flags, "--learning_rate", rate, "--output_dir", run_dir)
     assert result.returncode == 0, result.stderr
     final = read(run_dir, "metrics.jsonl")[-1]["final_accuracy"]
-    record_property(f"final accuracy in bf16, seed {seed}", final)
+    record_property(f"final accuracy in bf16 with {masters} masters, seed {seed}", final)
     assert final >= 0.95
     assert 1e-6 < max(line["mismatch"] for line in steps_of(run_dir)) < NORMAL
     assert json.loads((run_dir / "config.json").read_text())["dtype"] == "bfloat16"

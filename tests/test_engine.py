@@ -72,12 +72,13 @@ def drain(engine) -> dict:
 
 
 def generate(
-    engine: Engine, prompt: list[int], version: int, final_token: int | None = None, **sampling
+    engine: Engine, prompt: list[int], version: int, task: dict | None = None, **sampling
 ) -> Rollout:
-    """Have one query's responses generated as a searcher does."""
-    scorer = RewardScorer(Config(), Task())
-    generation = Generation(Config(), byte_tokenizer(), engine, scorer)
-    generation.final_token = final_token
+    """Have one query's responses generated as a searcher does. task: what differs from Task."""
+    scorer, tokenizer = RewardScorer(Config(), Task()), byte_tokenizer()
+    vars(scorer.task).update(task or {})
+    tokenizer.pad_token = sampling.pop("pad_token", tokenizer.pad_token)
+    generation = Generation(Config(), tokenizer, engine, scorer)
     query = Query(0, "", "")
     generation.start(Rollout(query, "group", prompt=prompt, version=version, sampling=sampling))
     while not (generated := generation.step(version)):
@@ -226,7 +227,10 @@ def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probab
 def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine, version):
     end = 256  # byte_tokenizer's
     sampling = dict(n=32, temperature=1.0, max_tokens=3, seed=0, logit_bias={end: 5.0})
-    plain, ended = (generate(engine, [70, 71], version, final, **sampling) for final in (None, end))
+    plain, ended = (
+        generate(engine, [70, 71], version, {"append_eos": is_wanted}, **sampling)
+        for is_wanted in (False, True)
+    )
     assert plain.finished == ended.finished and {True, False} == set(plain.finished), "both kinds"
     for is_finished, one, other in zip(plain.finished, plain.arrays, ended.arrays):
         (tokens, logprobs, *masks), (longer, behavior, in_loss, sampled) = one, other
@@ -239,11 +243,26 @@ def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine
         assert sampled.tolist() == [True] * len(tokens) + [False] * added
 
 
+@pytest.mark.parametrize("pad_token", [None, "<eos>"])
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_an_end_that_pads_too_is_in_no_loss_where_the_task_wants_that(
+    pad_is_eos, pad_token, engine, version
+):
+    sampling = dict(n=32, temperature=1.0, max_tokens=3, seed=0, logit_bias={256: 5.0})
+    task = {"pad_is_eos": pad_is_eos}
+    rollout = generate(engine, [70, 71], version, task, pad_token=pad_token, **sampling)
+    assert {True, False} == set(rollout.finished), "both kinds"
+    is_out = pad_is_eos and pad_token is None
+    for is_finished, (tokens, _, in_loss, sampled) in zip(rollout.finished, rollout.arrays):
+        assert in_loss.tolist() == [not (is_out and token == 256) for token in tokens]
+        assert sampled.all() and is_finished == (tokens[-1] == 256)
+
+
 def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, version, tied_model):
     config = Config(model=str(tied_model), max_prompt_tokens=20, max_response_tokens=40)
     model = load_policy(config, torch.device("cpu"))
     sampling = dict(version=version, n=8, temperature=1.0, max_tokens=3, seed=0)
-    group = sample_group(engine, [70, 71], final_token=256, **sampling)
+    group = sample_group(engine, [70, 71], task={"append_eos": True}, **sampling)
     assert (group.lengths == 4).all() and (group.sampled.sum() == 8 * 3), "all were cut off"
     group.ref_logprobs = group.behavior_logprobs
     ours = logprobs_of(group, model, torch.float32)

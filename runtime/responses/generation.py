@@ -54,6 +54,8 @@ class Generation:
         self.config, self.tokenizer, self.engine, self.scorer = config, tokenizer, engine, scorer
         # Appended to responses that were cut off, where the task wants that.
         self.final_token = tokenizer.eos_token_id if scorer.task.append_eos else None
+        pad_is_eos = scorer.task.pad_is_eos and tokenizer.pad_token is None
+        self.padding_token = tokenizer.eos_token_id if pad_is_eos else None
         self.generating: dict[str, list[Response]] = {}  # by request
         self.replying: list[Response] = []  # it is the environment's turn
         self.generated: list[Rollout] = []  # in this step
@@ -131,7 +133,8 @@ class Generation:
             tokens.append(self.final_token)
             logprobs.append(0.0)  # it was not sampled: nothing else can stand there
         sampled = np.arange(len(tokens)) < len(completion.token_ids)
-        response.append(tokens, logprobs, np.ones_like(sampled), sampled)
+        in_loss = np.array([token != self.padding_token for token in tokens])
+        response.append(tokens, logprobs, in_loss, sampled)
         if has_ended and self.config.max_episode_tokens:
             response.reply = self.scorer.reply(response.rollout.query, [*response.turns])
             self.replying.append(response)
