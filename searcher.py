@@ -224,10 +224,11 @@ class Searcher:
             logprobs = iter(self.reference.logprobs(prompts, responses))
         groups = []
         for rollout in scored:
-            ref_logprobs = np.concatenate([next(logprobs) for _ in rollout.texts])
-            groups.append(rollout.to_group(ref_logprobs, self.reference.version))
-            self.board.add(self.name, "tokens", int(groups[-1].sampled.sum()))
-            self.samples.write(rollout, groups[-1])
+            ref_logprobs = [self.task.reference_logprobs(next(logprobs)) for _ in rollout.texts]
+            group = rollout.to_group(np.concatenate(ref_logprobs), self.reference.version)
+            groups.append(group)
+            self.board.add(self.name, "tokens", int(group.sampled.sum()))
+            self.samples.write(rollout, group)
         return groups
 
     def send(self, groups: list[Group]) -> None:

@@ -14,6 +14,7 @@ class Sampler:
         directory = cached_model("the task's model", model)
         self.tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self.is_chat = self.tokenizer.chat_template is not None
         loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         self.model = loaded.to(device()).eval()
 
@@ -21,8 +22,17 @@ class Sampler:
     def sample(
         self, texts: list[str], per_text: int, temperature: float, top_p: float, max_tokens: int
     ) -> list[str]:
-        """Return `per_text` responses to each text, those of one text contiguous."""
-        inputs = self.tokenizer(texts, padding=True, return_tensors="pt").to(self.model.device)
+        """Return `per_text` responses to each text, those of one text contiguous.
+
+        A chat model gets each text as a user's message.
+        """
+        if self.is_chat:
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            how = dict(add_generation_prompt=True, tokenize=False)
+            texts = self.tokenizer.apply_chat_template(chats, **how)
+        # A template writes the special tokens itself.
+        how = dict(padding=True, return_tensors="pt", add_special_tokens=not self.is_chat)
+        inputs = self.tokenizer(texts, **how).to(self.model.device)
         out = self.model.generate(
             **inputs,
             do_sample=True,

@@ -34,9 +34,10 @@ def lr_schedule(
     optimizer: torch.optim.Optimizer, config: Config
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """Make the learning rate's schedule, as transformers has it."""
-    settings = {"num_training_steps": config.steps}
+    # Its length may be its own: then the run may end before the decay does.
+    decay_ends = config.warmup_steps + config.decay_steps if config.decay_steps else config.steps
+    settings = {"num_training_steps": decay_ends}
     if config.lr_schedule == "warmup_stable_decay":
-        # Its length is its own: the run may end before the decay does.
         lengths = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
         settings = {"scheduler_specific_kwargs": lengths}
     is_constant = config.lr_schedule == "constant"

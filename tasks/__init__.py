@@ -52,6 +52,8 @@ class Task:
     # Whether a response that the length limit cut off gets an end-of-sequence token all the same:
     # log pi_ref of that token then lowers its log-reward. score() still sees an unfinished one.
     append_eos: bool = False
+    # Whether the end-of-sequence token is in no loss where the tokenizer has no padding token.
+    pad_is_eos: bool = False
     # Whether load() may ask the hub; otherwise it has to find what prepare() fetched.
     asks_hub_in_load: bool = False
     # How the responses to test queries are sampled, as vllm.SamplingParams has it, unless a flag
@@ -95,6 +97,10 @@ class Task:
         finished is True where reply() ended the episode.
         """
         raise NotImplementedError
+
+    def reference_logprobs(self, logprobs: np.ndarray) -> np.ndarray:
+        """What stands for log pi_ref of a response's tokens, both (T,), in its log-reward."""
+        return logprobs
 
     def reply(self, query: Query, turns: list[str]) -> str | None:
         """What the environment says after the latest of the model's turns; None ends the episode.

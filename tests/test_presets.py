@@ -1,7 +1,8 @@
 """The presets against the paper, entry by entry: (value, where the paper or its authors say so).
 
 "appendix B.1" and the like are the paper's; "rule" is a rule of the released code, "adopted" the
-code that red-teaming follows (arXiv 2405.18540), "rebuttal" the authors' answer to a reviewer.
+code that red-teaming follows (arXiv 2405.18540; read in a fork of it), "rebuttal" the authors'
+answer to a reviewer.
 """
 
 import dataclasses
@@ -14,13 +15,15 @@ import torch
 from conftest import ROOT
 
 from config import Config
-from models.schedules import beta_at, reference_temperature_at, reward_temperature_at
+from models.schedules import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
 from objectives import LOSSES
 from runtime.command_line import build_config
 from runtime.processes.places import find_places
 from tasks import find_presets, load_task, redteam, tldr
 
 GSM8K = {
+    "dtype": ("bfloat16", "released code"),
+    "master_dtype": ("bfloat16", "released code: weights and moments, no autocast"),
     "model": ("realtreetune/rho-1b-sft-GSM8K", "appendix B.1"),
     "loss": ("tb", "Eq. 5"),
     "beta_final": (0.004, "Table 2"),
@@ -49,6 +52,11 @@ FIGURE_1 = GSM8K | {
     "beta": (0.014, "Figure 1"),
     "stable_steps": (350, "Figure 1"),
     "decay_steps": (600, "Figure 1"),
+}
+FIGURE_1_FP32 = FIGURE_1 | {
+    "dtype": ("auto", "ours"),
+    "master_dtype": ("float32", "ours"),
+    "learning_rate": (1e-6, "ours: benchmarks/master_weights.py"),
 }
 TLDR = {
     "loss": ("tb", "Eq. 5"),
@@ -125,12 +133,31 @@ REDTEAM = {
     "learning_rate": (1e-4, "adopted"),
     "lr_schedule": ("linear", "adopted"),
     "warmup_steps": (100, "adopted"),
+    "decay_steps": (39_900, "a horizon of 5,000 x 8, adopted"),
     "max_grad_norm": (1.0, "adopted"),
     "weight_decay": (0.1, "rebuttal"),
     "reward_inverse_temperature": (1.0, "softmax of log p, adopted"),
     "temperature": (1.0, "adopted"),
     "max_prompt_tokens": (64, "enough for the one prompt: ours"),
     "max_response_tokens": (20, "adopted"),
+}
+JUDGED = {
+    "victim_model": "meta-llama/Llama-3.1-8B-Instruct",
+    "victim_temperature": 0.1,
+    "victim_top_p": 0.9,
+    "victim_tokens": 64,
+    "judge": "meta-llama/Llama-Guard-3-8B",
+    "lowest_temperature": 0.7,
+}
+LLAMA = REDTEAM | {
+    "model": ("meta-llama/Llama-3.2-1B", "appendix B.3"),
+    "searchers": (6, "appendix B.3"),
+    "reward_temperature_steps": (1000, "appendix B.3"),
+    "reference_temperature": (1.2, "appendix B.3"),
+    "reference_temperature_steps": (2000, "appendix B.3"),
+    "capacity_per_query": (150_000, "appendix B.3"),
+    "gpu_memory_utilization": (0.3, "ours, by the plan for 80 GB"),
+    "options": (JUDGED, "appendix B.3"),
 }
 
 
@@ -163,11 +190,11 @@ EXPECTED = {
     },
     ("gsm8k", "as_released"): FIGURE_1
     | {
-        "dtype": ("bfloat16", "released code"),
-        "master_dtype": ("bfloat16", "released code: no autocast"),
-        "options": ({"grade_unfinished": True}, "released code"),
+        "initial_responses": (648, "released code"),
+        "options": ({"grade_unfinished": True, "pad_is_eos": True}, "released code"),
     },
-    ("gsm8k", "small"): FIGURE_1
+    ("gsm8k", "figure1_fp32"): FIGURE_1_FP32,
+    ("gsm8k", "small"): FIGURE_1_FP32
     | {
         "model": ("Qwen/Qwen2.5-0.5B-Instruct", "ours"),
         "max_prompt_tokens": (350, "ours: the longest question and the template"),
@@ -198,6 +225,12 @@ EXPECTED = {
     ("tldr", "2.8b_slow_beta"): pythia("2.8b")
     | {"steps": (825, "Figure 4"), "beta_stop_step": (140, "Figure 4")},
     ("redteam", "gpt2"): REDTEAM,
+    ("redteam", "llama"): LLAMA,
+    ("redteam", "llama_m06"): LLAMA
+    | {
+        "most_on_policy_prob": (0.6, "appendix B.3"),
+        "capacity_per_query": (130_000, "appendix B.3"),
+    },
 }
 DEMOS = ("arithmetic", "addends", "reach")
 OURS = {*((task, "demo") for task in DEMOS), ("tldr", "tiny"), ("redteam", "tiny")}
@@ -284,8 +317,7 @@ def test_the_temperatures_of_red_teaming_follow_their_schedules():
     tau = {t: max(1.0, 2.0 - t / 500) for t in STEPS}
     assert {t: reward_temperature_at(config, t) for t in STEPS} == pytest.approx(tau)
     assert {reference_temperature_at(config, t) for t in STEPS} == {1.0}, "gamma stays"
-    llama = ["--reward_temperature_steps", "1000", "--reference_temperature", "1.2"]
-    llama = build_config(["redteam", *llama, "--reference_temperature_steps", "2000"])
+    llama = build_config(["redteam", "--preset", "llama"])
     tau = {t: max(1.0, 2.0 - t / 1000) for t in STEPS}
     gamma = {t: min(1.2, 1.0 + 0.2 * t / 2000) for t in STEPS}
     assert {t: reward_temperature_at(llama, t) for t in STEPS} == pytest.approx(tau)
@@ -320,6 +352,7 @@ CONSTANTS = {
     "gsm8k": {
         "evaluation_sampling": ({"temperature": 0.0}, "greedy, appendix B.1"),
         "append_eos": (False, ""),
+        "pad_is_eos": (False, "sound masks: ours"),
     },
     "tldr": {
         "gold_model": ("cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr", "appendix B.2"),
@@ -335,6 +368,8 @@ CONSTANTS = {
         "embedding_model": ("sentence-transformers/all-MiniLM-L6-v2", "appendix B.3"),
         "evaluation_sampling": ({"temperature": 1.0, "min_tokens": 5}, "adopted"),
         "append_eos": (True, "adopted: to penalise incomplete sentences"),
+        "exploration": (0.5, "adopted"),
+        "lowest_temperature": (0.5, "adopted"),
     },
 }
 
@@ -348,7 +383,8 @@ def test_what_a_task_has_beside_its_presets_is_what_the_paper_says(task):
 
 
 def test_red_teaming_asks_the_victim_5_times_and_tests_1024_prompts():
-    assert (redteam.VICTIM_RESPONSES, redteam.TEST_PROMPTS, redteam.MIN_TOKENS) == (5, 1024, 5)
+    assert (redteam.VICTIM_RESPONSES, redteam.TEST_PROMPTS) == (5, 1024)
+    assert (redteam.MIN_TOKENS, redteam.TOO_SHORT, redteam.HIGHEST_TEMPERATURE) == (5, -500, 2)
     assert len(load_task("redteam").queries("test")) == 1024
     assert tldr.UNFINISHED == -1.0, "of a summary without an end, appendix B.2"
 
@@ -370,8 +406,36 @@ def test_eight_gpus_are_the_four_trainer_processes_and_four_searchers_of_the_lau
     ]
 
 
-def test_the_attacker_explores_as_in_the_adopted_code():
+def test_the_attackers_rate_falls_over_eight_times_the_steps_as_in_the_adopted_code():
+    config = build_config(["redteam"])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    schedule = lr_schedule(optimizer, config)
+    at_step = [schedule.lr_lambdas[0](step) for step in (0, 50, 100, 5000, 40_000)]
+    assert at_step == pytest.approx([0, 0.5, 1, 35_000 / 39_900, 0])
+    plain = build_config(["redteam", "--decay_steps", "0"])
+    assert lr_schedule(optimizer, plain).lr_lambdas[0](5000) == 0.0, "to 0 with the run"
+
+
+@pytest.mark.parametrize("preset, lowest", [("gpt2", 0.5), ("llama", 0.7)])
+def test_the_attacker_explores_as_in_the_adopted_code_and_the_on_policy_rows_do_not(preset, lowest):
+    def temperatures(*flags: str) -> list[float | None]:
+        config = build_config(["redteam", "--preset", preset, *flags])
+        task = load_task("redteam", **config.options)
+        drawn = [task.sampling(np.random.default_rng(i)) for i in range(500)]
+        assert {sampling["min_tokens"] for sampling in drawn} == {1}, "no end as the first token"
+        return [sampling.get("temperature") for sampling in drawn]
+
+    explored = [temperature for temperature in temperatures() if temperature is not None]
+    assert lowest <= min(explored) < lowest + 0.02 and 1.98 < max(explored) <= 2.0
+    assert set(temperatures("--exploration", "0")) == {None}
+    on_policy = [c for c in commands_of("experiments.md", "The paper's experiments")]
+    on_policy = [c for c in on_policy if c.startswith("redteam") and "--synchronous" in c]
+    assert on_policy and all("--exploration 0" in command for command in on_policy)
+
+
+def test_a_prompt_of_under_five_tokens_counts_as_impossible_for_the_reference():
     task = load_task("redteam")
-    temperatures = [task.sampling(np.random.default_rng(i)).get("temperature") for i in range(500)]
-    explored = [temperature for temperature in temperatures if temperature is not None]
-    assert 0.5 <= min(explored) < 0.52 and 1.98 < max(explored) <= 2.0
+    enough, short = np.full(5, -1.5, np.float32), np.full(4, -1.5, np.float32)
+    assert np.array_equal(task.reference_logprobs(enough), enough)
+    assert task.reference_logprobs(short).sum() == -500.0
+    assert load_task("gsm8k").reference_logprobs(short) is short

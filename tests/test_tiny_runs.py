@@ -4,28 +4,82 @@ These are whole runs on the real vLLM, with no GPU and no download.
 """
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, read, steps_of, tba
 from test_runs import OUTPUTS
+from transformers import AutoTokenizer
 
+from config import UserError
 from models.hub import find_model
+from models.judge import Judge, chats, prepare_judge
 from tasks import load_task
+from tasks.redteam import VICTIM_PROMPT
+from tasks.support import tiny_redteam
+from tasks.support.pretraining import train_policy, word_tokenizer
+
+JUDGE_TEMPLATE = "User:{{ messages[0].content }} Agent:{{ messages[1].content }} Verdict:"
+# The stand-ins are small, and so is the run; what is Llama's own stays.
+AS_LLAMA = (
+    "--preset llama --searchers 1 --lora_rank 0 --lora_alpha None --beta 0.5 --learning_rate 1e-3 "
+    "--warmup_steps 0 --weight_decay 0 --reward_temperature_steps 15 --responses_per_query 32 "
+    "--samples_per_query 32 --initial_responses 128 --max_prompt_tokens 32 --max_response_tokens 8 "
+    "--victim_tokens 8 --checkpoint_every 0"
+).split()
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory) -> Path:
+    """The stand-ins of red-teaming, the victim as a chat model, and a language model as judge."""
+    directory = tmp_path_factory.mktemp("judged") / "models"
+    shutil.copytree(load_task("redteam", tiny=True).made, directory)
+    victim = AutoTokenizer.from_pretrained(directory / "victim")
+    template = VICTIM_PROMPT.replace("{instruction}", "{{ messages[0].content }}")
+    victim.chat_template = template.removesuffix("\n") + "{{ '\\n' }}"
+    victim.save_pretrained(directory / "victim")
+
+    def examples(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
+        asked = [tiny_redteam.instruction(thing, rng).strip() for thing in tiny_redteam.THINGS]
+        asked, failed = rng.choice(asked, size=count), rng.integers(2, size=count)
+        kinds = tiny_redteam.POLITE, tiny_redteam.FAILURES
+        answers = [rng.choice(kinds[i]).format(text.split()[3]) for i, text in zip(failed, asked)]
+        verdicts = [("safe", "unsafe")[i] for i in failed]
+        return [*zip(chats(tokenizer, asked, answers), verdicts)]
+
+    # All words, and those of the template as one token each.
+    texts = [text for x in tiny_redteam.THINGS for text in [x, f" {x}.", f" {x}"]]
+    words = " ".join(tiny_redteam.VERBS + tiny_redteam.ADJECTIVES + tiny_redteam.PLACES)
+    texts += [words, " " + words, *tiny_redteam.POLITE, *tiny_redteam.FAILURES]
+    phrases = ["User:", " Agent:", " Verdict:\n\n", "unsafe", "safe"]
+    tokenizer = word_tokenizer([*texts, *tiny_redteam.VERBS, *phrases], phrases)
+    tokenizer.chat_template = JUDGE_TEMPLATE
+    train_policy(examples, tokenizer, directory / "judge", steps=120, batch=64)
+    return directory
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    "task, metrics",
+    "task, is_judged, metrics",
     [
-        ("tldr", {"win_rate", "perplexity", "reward"}),
-        ("redteam", {"toxic_share", "diversity", "reward"}),
+        ("tldr", False, {"win_rate", "perplexity", "reward"}),
+        ("redteam", False, {"toxic_share", "diversity", "reward"}),
+        ("redteam", True, {"toxic_share", "diversity", "reward"}),
     ],
 )
-def test_a_tiny_run_raises_the_reward_and_prints_the_metrics_of_the_task(task, metrics, tmp_path):
-    run_dir = tmp_path / "run"
+def test_a_tiny_run_raises_the_reward_and_prints_the_metrics_of_the_task(
+    task, is_judged, metrics, judged, tmp_path
+):
+    run_dir, flags = tmp_path / "run", ["--tiny"]
+    if is_judged:
+        names = ("model", "attacker"), ("victim_model", "victim"), ("judge", "judge")
+        names += (("embedding_model", "embedding"),)
+        flags = [part for flag, name in names for part in (f"--{flag}", judged / name)]
+        flags += AS_LLAMA
     # On-policy: how stale 60 free-running steps are, and so what they learn, is the machine's.
-    result = tba(task, "--tiny", "--steps", 60, "--synchronous", "--output_dir", run_dir)
+    result = tba(task, *flags, "--steps", 60, "--synchronous", "--output_dir", run_dir)
     assert result.returncode == 0, result.stderr
     assert all((run_dir / name).exists() for name in OUTPUTS)
     lines = read(run_dir, "metrics.jsonl")
@@ -90,3 +144,28 @@ def test_a_victim_is_asked_in_slices_and_answers_as_often_as_it_should():
     # Prompts with the weak spot and without it alternate.
     assert np.median(toxicity[::2]) > 0.9
     assert np.median(toxicity[1::2]) < 0.1
+
+
+def test_a_judge_reads_prompt_and_answer_and_a_chat_victim_is_asked_through_its_template(judged):
+    models = dict(victim_model=str(judged / "victim"), judge=str(judged / "judge"))
+    task = load_task("redteam", embedding_model=str(judged / "embedding"), **models)
+    task.prepare()
+    task.load()
+    assert task.victim.is_chat and task.models()[1] == models["judge"]
+    toxicity = task.toxicity([" Fold the red whistle twice", " Fold the red boat twice"] * 4)
+    assert np.median(toxicity[::2]) > 0.9 and np.median(toxicity[1::2]) < 0.1
+    judge = Judge(models["judge"])
+    asked = ["Fold the red boat twice", "Fold the red boat twice"]
+    found = judge.probabilities(asked, ["Zork, the boat.", "Sure, the boat."])
+    assert found[0] > 0.9 and found[1] < 0.1, "its verdict is its own"
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content[0].text }}"])
+def test_a_judge_whose_template_leaves_out_what_is_judged_is_refused(template, judged, tmp_path):
+    shutil.copytree(judged / "judge", tmp_path / "judge")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "judge")
+    tokenizer.chat_template = template
+    (tmp_path / "judge" / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(tmp_path / "judge")
+    with pytest.raises(UserError, match="--judge .* has no chat template that shows"):
+        prepare_judge("--judge", str(tmp_path / "judge"))

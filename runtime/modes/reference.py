@@ -14,6 +14,7 @@ from models.device import compute_dtype, device
 from models.logprobs import response_logprobs
 from models.policy import load_policy
 from objectives import WITHOUT_REFERENCE
+from tasks import load_task
 from weights import WRITING, SharedWeights
 
 
@@ -58,6 +59,7 @@ class ReferenceResets:
 
     def __init__(self, config: Config, weights: SharedWeights, learner: Learner):
         self.period, self.weights, self.learner = config.reference_reset_period, weights, learner
+        self.task = load_task(config.task, **config.options)
 
     def is_due(self, step: int) -> bool:
         """Return whether rho steps have gone by, or a multiple of rho, since the latest reset."""
@@ -81,4 +83,5 @@ class ReferenceResets:
             return
         logprobs = self.learner.logprobs_under(self.weights.reference_tensors(), old)
         for row, renewed in zip(old, logprobs):
-            row.ref_logprobs, row.reference_version = renewed, version
+            row.ref_logprobs = self.task.reference_logprobs(renewed)
+            row.reference_version = version
