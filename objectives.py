@@ -229,8 +229,9 @@ def gspo(x: LossInputs) -> tuple[Tensor, Metrics]:
 def cispo(x: LossInputs) -> tuple[Tensor, Metrics]:
     """CISPO (arXiv 2506.13585): -sum_t min(rho_t, 1.2) A log pi_t, A = r - mean r, rho detached.
 
-    A mean over rows, where the paper has one over the tokens of the batch. beta is not used. Needs
-    behaviour log-probabilities. No stale token loses its gradient, as PPO's clip would have it.
+    The paper divides A by the group's standard deviation, and has a mean over the group's tokens,
+    not its rows. beta is not used. Needs behaviour log-probabilities. No stale token loses its
+    gradient, as PPO's clip would have it.
     """
     return _weighted_tokens(x, _token_ratio(x).clamp(max=1 + CLIP)), {}
 
