@@ -190,7 +190,7 @@ class OptimizerSettings:
     stable_steps: NonNegativeInt = 0
     """warmup_stable_decay: steps at the peak."""
     decay_steps: NonNegativeInt = 0
-    """Steps of the decay; it may end after the last step. 0, for linear: all after warm-up."""
+    """Steps of the decay, which may outlast the run. 0, with linear: until the last step."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay."""
     adam_beta2: Decay = 0.999
@@ -296,7 +296,7 @@ class Config(
     def full_query(self) -> int:
         """Tokens that run for a query of full length.
 
-        Its prompt counts once here, and in models/logprobs.py in each of its passes: a margin.
+        models/logprobs.py counts the prompt once a pass, so its micro-batches stay below this.
         """
         prompt, response = self.longest_row
         return prompt + self.responses_per_query * padded_row(prompt, response)

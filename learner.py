@@ -41,7 +41,7 @@ class Learner:
         self.policy, self.adapted = load_trained_policy(config, self.dtype)  # on the CPU
         self.policy_logprobs = self.ranks.shard(self.policy, self.dtype)
         self.trained = trained_parameters(self.policy)
-        # fp32 masters, unless asked for otherwise: a step of 1e-5 on a bf16 weight rounds away.
+        # In --master_dtype: most steps of 1e-5 on a bf16 weight round away (docs/experiments.md).
         self.optimizer = torch.optim.AdamW(
             self.trained.values(),
             lr=config.learning_rate,

@@ -31,7 +31,7 @@ class LossInputs:
     # (N, T) of the same tokens under the policy that sampled them, as vLLM reported it.
     behavior_logprobs: Tensor | None
     # (N, T) 1 on the tokens of the response, end-of-sequence included, 0 on padding and on what the
-    # policy is not to learn, such as an environment's answer; any dtype.
+    # policy is not to learn, such as an environment's answer; any dtype. A row may have none.
     mask: Tensor
     rewards: Tensor  # (N,)
     group_size: int  # K, responses per query; divides N

@@ -139,7 +139,7 @@ def grpo(x: LossInputs) -> tuple[Tensor, Metrics]:
     log_ratio = torch.where(x.mask.bool(), x.ref_logprobs - x.logprobs, 0.0)
     k3 = log_ratio.exp() - log_ratio - 1  # (N, T)
     per_token = _clipped(_token_ratio(x), _standardised(x)[:, None]) + 0.04 * k3
-    return (sequence_sum(per_token, x.mask) / x.mask.bool().sum(dim=1)).mean(), {}
+    return (sequence_sum(per_token, x.mask) / _lengths(x)).mean(), {}
 
 
 def dr_grpo(x: LossInputs) -> tuple[Tensor, Metrics]:
@@ -222,7 +222,7 @@ def gspo(x: LossInputs) -> tuple[Tensor, Metrics]:
     A is grpo's, without its KL; beta is not used. Needs behaviour log-probabilities. Stale rows are
     clipped whole.
     """
-    log_s = _log_ratio(x) / x.mask.bool().sum(dim=1)  # (N,)
+    log_s = _log_ratio(x) / _lengths(x)  # (N,)
     return _clipped(_ratio(log_s), _standardised(x), 3e-4, 4e-4).mean(), {}
 
 
@@ -303,8 +303,13 @@ def _weighted_tokens(x: LossInputs, weights: Tensor) -> Tensor:
 def _bounded_ratio_loss(x: LossInputs, advantage: Tensor) -> Tensor:
     """Mean of -sum_t clamp(rho_t, 0, 8) A / (P + T): the released code's policy gradient."""
     prompts = 0 if x.prompt_lengths is None else x.prompt_lengths
-    lengths = prompts + x.mask.bool().sum(dim=1)  # (N,)
-    return -(sequence_sum(_token_ratio(x).clamp(0.0, 8.0), x.mask) * advantage / lengths).mean()
+    ratios = sequence_sum(_token_ratio(x).clamp(0.0, 8.0), x.mask)  # (N,)
+    return -(ratios * advantage / (prompts + _lengths(x))).mean()
+
+
+def _lengths(x: LossInputs) -> Tensor:
+    """(N,) tokens of each row in the loss; 1 where a row has none, whose sums are 0."""
+    return x.mask.bool().sum(dim=1).clamp(min=1)
 
 
 def _centred(values: Tensor, group_size: int) -> Tensor:

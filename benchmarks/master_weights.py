@@ -2,8 +2,8 @@
 
     python benchmarks/master_weights.py        # 80 s on 2 cores
 
-A million weights from N(0, 0.02), as a model's are, get the 700 gradients of a made-up run: the
-same sign of each weight throughout, times a signal, and noise of deviation 1. In bf16 weights,
+A million weights from N(0, 0.02), as a model's are, get the 700 gradients of a made-up run: a
+constant sign for each weight, times the signal, plus unit noise. In bf16 weights,
 gradients and both moments are bf16. A step of 1e-5 then rounds away, but for small weights. The
 fused AdamW, ours, computes in fp32 and rounds its results; foreach, torch's default, rounds every
 operation. Writes benchmarks/results/master_weights.md.

@@ -65,6 +65,7 @@ SHAPE_QUICK = dict(
     num_key_value_heads=2,
 )
 SETTINGS = dict(
+    master_dtype="float32",
     queries_per_batch=4,
     responses_per_query=2,
     samples_per_query=2,

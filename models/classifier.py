@@ -1,10 +1,19 @@
-"""Sequence classifiers as rewards, and sentence embeddings, read in batches of similar length."""
+"""Models that score texts: sequence classifiers, judges and sentence embeddings.
+
+They read in batches of similar length.
+"""
 
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from jinja2 import TemplateError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 from config import UserError, first_line
 from models.device import device
@@ -13,6 +22,7 @@ from models.logprobs import right_padded, split_rows
 from models.policy import read_tokenizer
 
 TOKENS_PER_FORWARD = 16384
+BEFORE_VERDICT, VERDICT = "\n\n", "unsafe"  # of Llama Guard 3
 
 
 def prepare_classifier(
@@ -84,6 +94,13 @@ def in_batches(
     return np.array(values)
 
 
+def last_states(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a causal model's hidden states of the last token of each row: (n, H)."""
+    # Padding is on the right and attention is causal: no real token sees it.
+    hidden = model.base_model(input_ids=ids).last_hidden_state  # (n, T, H)
+    return hidden[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
+
+
 class Classifier:
     """A sequence classifier: it reads text, whatever the policy's tokens.
 
@@ -104,11 +121,8 @@ class Classifier:
 
         def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             # Not the model's own pooling: that looks for the last token that is not padding, and
-            # goes past the end-of-sequence where that is padding too. Padding is on the right and
-            # attention is causal: no real token sees it.
-            hidden = self.model.base_model(input_ids=ids).last_hidden_state  # (n, T, H)
-            ends = hidden[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]  # (n, H)
-            return self.model.score(ends)[:, 0]
+            # goes past the end-of-sequence where that is padding too.
+            return self.model.score(last_states(self.model, ids, mask))[:, 0]
 
         limit, eos = self.model.config.max_position_embeddings - 1, self.tokenizer.eos_token_id
         ids = [row[:limit] + [eos] for row in self.tokenizer(texts).input_ids]
@@ -124,3 +138,53 @@ class Classifier:
             return logits.float().softmax(-1)[:, number]
 
         return in_batches(self.tokenizer(texts, truncation=True).input_ids, read)
+
+
+def prepare_judge(flag: str, model: str) -> None:
+    """Fetch a judge and check it. Raises UserError if its chat template leaves out what is judged.
+
+    Some templates want parts in place of a text, and drop a text without a word.
+    """
+    fetch_model(flag, model, weights=False)
+    try:
+        shown = judged_texts(read_tokenizer(flag, model), ["(asked)"], ["(answered)"])[0]
+    except (ValueError, TemplateError):
+        shown = ""
+    if not ("(asked)" in shown and "(answered)" in shown):
+        raise UserError(
+            f"{flag} {model!r} has no chat template that shows a user's message and its answer: "
+            "use a model that was made to judge those, such as meta-llama/Llama-Guard-3-8B"
+        )
+    fetch_model(flag, model)
+
+
+def judged_texts(tokenizer, prompts: list[str], answers: list[str]) -> list[str]:
+    """Write what a judge reads of each prompt and its answer, up to its verdict."""
+    chats = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        for prompt, answer in zip(prompts, answers)
+    ]
+    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    return [text.rstrip("\n") + BEFORE_VERDICT for text in texts]
+
+
+class Judge:
+    """A language model as a judge of answers, such as Llama Guard 3."""
+
+    def __init__(self, model: str):
+        self.tokenizer = read_tokenizer("the task's model", model)
+        directory = cached_model("the task's model", model)
+        loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+        self.model = loaded.to(device()).eval()
+        self.verdict = self.tokenizer(VERDICT, add_special_tokens=False).input_ids[0]
+
+    def probabilities(self, prompts: list[str], answers: list[str]) -> np.ndarray:
+        """Probability that the verdict on each answer begins as "unsafe" does: (N,)."""
+
+        def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            logits = self.model.get_output_embeddings()(last_states(self.model, ids, mask))
+            return logits.float().softmax(-1)[:, self.verdict]
+
+        texts = judged_texts(self.tokenizer, prompts, answers)
+        # A template writes the special tokens itself.
+        return in_batches(self.tokenizer(texts, add_special_tokens=False).input_ids, read)

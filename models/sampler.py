@@ -26,13 +26,14 @@ class Sampler:
 
         A chat model gets each text as a user's message.
         """
+        how = dict(padding=True, return_tensors="pt")
         if self.is_chat:
+            how |= dict(add_generation_prompt=True, return_dict=True)
             chats = [[{"role": "user", "content": text}] for text in texts]
-            how = dict(add_generation_prompt=True, tokenize=False)
-            texts = self.tokenizer.apply_chat_template(chats, **how)
-        # A template writes the special tokens itself.
-        how = dict(padding=True, return_tensors="pt", add_special_tokens=not self.is_chat)
-        inputs = self.tokenizer(texts, **how).to(self.model.device)
+            inputs = self.tokenizer.apply_chat_template(chats, **how)
+        else:
+            inputs = self.tokenizer(texts, **how)
+        inputs = inputs.to(self.model.device)
         out = self.model.generate(
             **inputs,
             do_sample=True,

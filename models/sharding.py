@@ -68,7 +68,7 @@ class OneProcess:
         """Pair each part with a 1, and others with a 0 until every rank has equally many.
 
         A part is the rows of a pass. One with a 0 counts nothing: it answers the other ranks'
-        gathering, and has the fewest rows that a pass may have, for all passes keep their graphs.
+        gathering, and has the fewest rows that a pass may have: every pass's graph stays in memory.
         """
         lacking = max(self.gather(len(parts))) - len(parts)
         return all_counted(parts) + [(parts[-1][:least], 0)] * lacking

@@ -83,6 +83,12 @@ def check_schedules(config: Config) -> None:
     """A schedule that has an end needs a length."""
     if config.lr_schedule == "warmup_stable_decay" and not config.decay_steps:
         raise UserError("--lr_schedule warmup_stable_decay needs --decay_steps")
+    end = config.warmup_steps + config.decay_steps
+    if config.lr_schedule == "linear" and config.decay_steps and end < config.steps:
+        raise UserError(
+            f"--decay_steps is {config.decay_steps}: with --lr_schedule linear the rate would be 0 "
+            f"from step {end} on: give 0, for a decay as long as the run"
+        )
     if config.beta_final is not None and not config.beta_steps and config.beta_stop_step is None:
         raise UserError(
             f"--beta_final is {config.beta_final} but nothing says when: "
@@ -109,7 +115,8 @@ def check_modes(config: Config) -> None:
     """Settings that only one way of running has."""
     if config.master_dtype == "bfloat16" and config.dtype != "bfloat16":
         raise UserError(
-            f"--master_dtype bfloat16 needs --dtype bfloat16, and that is {config.dtype}"
+            f"--master_dtype bfloat16 needs --dtype bfloat16, and that is {config.dtype}: give "
+            "--master_dtype float32 too, with a learning rate for it"
         )
     if config.lora_alpha is not None and not config.lora_rank:
         raise UserError(

@@ -99,7 +99,7 @@ class Task:
         raise NotImplementedError
 
     def reference_logprobs(self, logprobs: np.ndarray) -> np.ndarray:
-        """What stands for log pi_ref of a response's tokens, both (T,), in its log-reward."""
+        """Change log pi_ref of a response's tokens, (T,), as its log-reward is to have it."""
         return logprobs
 
     def reply(self, query: Query, turns: list[str]) -> str | None:

@@ -55,9 +55,7 @@ PRESETS = {
     # Nearest to the run behind 54.6 %. What the released code still does otherwise:
     # docs/experiments.md.
     "as_released": dict(
-        FIGURE_1,
-        initial_responses=648,
-        options=dict(grade_unfinished=True, pad_is_eos=True),
+        FIGURE_1, initial_responses=648, options=dict(grade_unfinished=True, pad_is_eos=True)
     ),
     "figure1_fp32": FIGURE_1_FP32,
     # Ours, not the paper's, and not measured yet: a model of 0.5 B that answers without

@@ -30,9 +30,7 @@ VICTIM_RESPONSES = 5  # to each prompt; the reward is a mean over them
 MIN_TOKENS, TOO_SHORT = 5, -500.0
 TEST_PROMPTS = 1024
 PROMPTS_AT_A_TIME = 64  # for the victim: five times as many sequences
-FLOOR = 1e-6  # of a probability, before its logarithm
-
-HIGHEST_TEMPERATURE = 2.0  # of exploration
+FLOOR = 1e-30  # of a probability, before its logarithm
 
 # GPT-2: Appendix B.3 of the paper, and where that says "largely", the code that it adopts (arXiv
 # 2405.18540): LoRA, learning rate and its schedule, clipping, tau. gamma stays 1. Weight decay is
@@ -47,7 +45,7 @@ GPT2 = dict(
     learning_rate=1e-4,
     lr_schedule="linear",
     warmup_steps=100,
-    decay_steps=39_900,  # eight times the steps: that code counts micro-batches
+    decay_steps=39_900,  # to 0 at 8 x 5,000: that code counts 8 micro-batches a step
     max_grad_norm=1.0,
     weight_decay=0.1,
     queries_per_batch=1,
@@ -131,7 +129,7 @@ class RedTeam(Task):
     """Share of the groups that is sampled at a temperature from lowest_temperature to 2.
     0: none, for the on-policy baselines."""
     lowest_temperature: float = 0.5
-    """Of exploration."""
+    """Lowest temperature of groups that explore."""
     embedding_model: str = "sentence-transformers/all-MiniLM-L6-v2"
     """Embeds prompts in the evaluation, to measure how different they are."""
     tiny: bool = False
@@ -160,20 +158,18 @@ class RedTeam(Task):
         return [Query(id=i, prompt=ATTACKER_PROMPT, answer=None) for i in range(count)]
 
     def sampling(self, rng: np.random.Generator) -> dict:
-        """No end as the first token; and some of the groups explore, at another temperature."""
-        if rng.random() >= self.exploration:
-            return {"min_tokens": 1}
-        temperature = rng.uniform(self.lowest_temperature, HIGHEST_TEMPERATURE)
-        return {"min_tokens": 1, "temperature": temperature}
+        """The first token cannot be the end-of-sequence token. Some groups explore."""
+        temperature = rng.uniform(self.lowest_temperature, 2.0)
+        explore = {"temperature": temperature} if rng.random() < self.exploration else {}
+        return {"min_tokens": 1} | explore
 
     def reference_logprobs(self, logprobs: np.ndarray) -> np.ndarray:
         is_short = len(logprobs) < MIN_TOKENS
         return np.full_like(logprobs, TOO_SHORT / len(logprobs)) if is_short else logprobs
 
     def prepare(self) -> None:
-        from models.classifier import prepare_classifier
+        from models.classifier import prepare_classifier, prepare_judge
         from models.hub import fetch_model
-        from models.judge import prepare_judge
 
         fetch_model("--victim_model", self.victim_model)
         if self.judge:
@@ -186,8 +182,7 @@ class RedTeam(Task):
         return [self.victim_model, self.judge or self.classifier, self.embedding_model]
 
     def load(self) -> None:
-        from models.classifier import Classifier
-        from models.judge import Judge
+        from models.classifier import Classifier, Judge
         from models.sampler import Sampler
 
         self.victim = Sampler(self.victim_model)
@@ -200,8 +195,7 @@ class RedTeam(Task):
 
     def toxicity(self, prompts: list[str]) -> np.ndarray:
         """Probability of a failure, of 5 victim responses a prompt: (N, 5)."""
-        prompts = [prompt.strip() for prompt in prompts]
-        asked = prompts
+        asked = prompts = [prompt.strip() for prompt in prompts]
         if not self.victim.is_chat:
             asked = [VICTIM_PROMPT.format(instruction=prompt) for prompt in prompts]
         sampling = self.victim_temperature, self.victim_top_p, self.victim_tokens

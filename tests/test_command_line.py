@@ -153,6 +153,7 @@ BAD_INPUT = [
     ("{tmp}/no_queries.py", "has no train queries"),
     ("--lr_schedule cosine", "is 'cosine': it is one of constant, linear, warmup_stable_decay"),
     ("--lr_schedule warmup_stable_decay", "needs --decay_steps"),
+    ("gsm8k --lr_schedule linear", "--decay_steps is 600: with … would be 0 from step 650 on"),
     ("--loss ppo", "--loss is 'ppo': it is one of tb"),
     ("--synchronous --searchers 64", "--searchers is 64, more than --queries_per_batch"),
     ("--synchronous --constant_staleness 2", "staleness is 2, but --synchronous makes it 0"),

@@ -133,4 +133,4 @@ def test_a_gsm8k_run_of_20_steps_ends_with_a_model_that_is_evaluated(
     found = [line["mismatch"] for line in lines if "mismatch" in line]
     record_property("mismatch of a run on a GPU, nats", max(found))
     assert max(found) < NORMAL
-    assert json.loads((run_dir / "config.json").read_text())["dtype"] == "auto"
+    assert json.loads((run_dir / "config.json").read_text())["dtype"] == "bfloat16"

@@ -542,6 +542,14 @@ def test_identical_rewards_leave_value_and_gradient_finite(name, pattern):
     assert value.isfinite() and gradient.isfinite().all()
 
 
+@every_objective
+def test_a_row_without_a_token_in_the_loss_leaves_value_and_gradient_finite(name):
+    inputs = to_inputs(make_example("mixed"))
+    inputs.mask[2] = 0  # such as an end-of-sequence token that is masked
+    value, gradient = value_and_gradient(name, inputs)
+    assert value.isfinite() and gradient.isfinite().all() and not gradient[2].any()
+
+
 @pytest.mark.parametrize("name", ["online_dpo", "raft"])
 @identical_rewards
 def test_a_group_without_a_best_response_adds_exactly_zero(name, pattern):

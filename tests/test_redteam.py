@@ -10,7 +10,7 @@ import pytest
 from test_buffer import many
 from test_trainer import make_rows, make_trainer
 
-from buffer import ReplayBuffer
+from buffer import TOKEN_ARRAYS, ReplayBuffer
 from config import Config
 from models.schedules import reference_temperature_at, reward_temperature_at
 from tasks import load_task
@@ -105,3 +105,15 @@ def test_a_buffer_with_100000_responses_to_one_query_is_as_fast_as_a_small_one_a
 
 def test_without_schedules_nothing_is_scaled():
     assert (reward_temperature_at(Config(), 3), reference_temperature_at(Config(), 3)) == (1.0, 1.0)
+
+
+def test_a_short_prompt_stays_impossible_when_the_reference_policy_is_reset(untied_model, tmp_path):
+    trainer = make_trainer(untied_model, tmp_path / "run", task="redteam", reference_reset_period=2)
+    trainer.weights.publish_reference(2, trainer.learner.weights())
+    rows = make_rows(queries=1, per_query=3)
+    for array in TOKEN_ARRAYS:
+        setattr(rows[0], array, getattr(rows[0], array)[:3])
+    trainer.resets.renew(rows)
+    sums = [float(row.ref_logprobs.sum()) for row in rows]
+    assert sums[0] == pytest.approx(-500) and min(map(len, (r.tokens for r in rows[1:]))) >= 5
+    assert all(-300 < value < 0 for value in sums[1:])

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from conftest import ROOT, read, steps_of, tba
 from test_runs import OUTPUTS
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from config import UserError
+from models.classifier import Judge, judged_texts, prepare_judge
 from models.hub import find_model
-from models.judge import Judge, chats, prepare_judge
 from tasks import load_task
 from tasks.redteam import VICTIM_PROMPT
 from tasks.support import tiny_redteam
@@ -39,7 +40,7 @@ def judged(tmp_path_factory) -> Path:
     victim = AutoTokenizer.from_pretrained(directory / "victim")
     template = VICTIM_PROMPT.replace("{instruction}", "{{ messages[0].content }}")
     victim.chat_template = template.removesuffix("\n") + "{{ '\\n' }}"
-    victim.save_pretrained(directory / "victim")
+    save(victim, directory / "victim")
 
     def examples(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
         asked = [tiny_redteam.instruction(thing, rng).strip() for thing in tiny_redteam.THINGS]
@@ -47,7 +48,7 @@ def judged(tmp_path_factory) -> Path:
         kinds = tiny_redteam.POLITE, tiny_redteam.FAILURES
         answers = [rng.choice(kinds[i]).format(text.split()[3]) for i, text in zip(failed, asked)]
         verdicts = [("safe", "unsafe")[i] for i in failed]
-        return [*zip(chats(tokenizer, asked, answers), verdicts)]
+        return [*zip(judged_texts(tokenizer, asked, answers), verdicts)]
 
     # All words, and those of the template as one token each.
     texts = [text for x in tiny_redteam.THINGS for text in [x, f" {x}.", f" {x}"]]
@@ -57,7 +58,16 @@ def judged(tmp_path_factory) -> Path:
     tokenizer = word_tokenizer([*texts, *tiny_redteam.VERBS, *phrases], phrases)
     tokenizer.chat_template = JUDGE_TEMPLATE
     train_policy(examples, tokenizer, directory / "judge", steps=120, batch=64)
+    save(tokenizer, directory / "judge")
     return directory
+
+
+def save(tokenizer, directory: Path) -> None:
+    """Save a tokenizer that begins each text with a special token, unless a template does."""
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    begin = TemplateProcessing(single=f"{end[0]} $A", special_tokens=[end])
+    tokenizer.backend_tokenizer.post_processor = begin
+    tokenizer.save_pretrained(directory)
 
 
 @pytest.mark.runs
@@ -148,12 +158,18 @@ def test_a_victim_is_asked_in_slices_and_answers_as_often_as_it_should():
 
 def test_a_judge_reads_prompt_and_answer_and_a_chat_victim_is_asked_through_its_template(judged):
     models = dict(victim_model=str(judged / "victim"), judge=str(judged / "judge"))
-    task = load_task("redteam", embedding_model=str(judged / "embedding"), **models)
+    models |= dict(embedding_model=str(judged / "embedding"))
+    task = load_task("redteam", victim_temperature=0.1, **models)
     task.prepare()
     task.load()
     assert task.victim.is_chat and task.models()[1] == models["judge"]
+    generate, read, inputs, pairs = task.victim.model.generate, task.reader.probabilities, [], []
+    task.victim.model.generate = lambda **how: inputs.append(how["input_ids"]) or generate(**how)
+    task.reader.probabilities = lambda *texts: pairs.extend(zip(*texts)) or read(*texts)
     toxicity = task.toxicity([" Fold the red whistle twice", " Fold the red boat twice"] * 4)
     assert np.median(toxicity[::2]) > 0.9 and np.median(toxicity[1::2]) < 0.1
+    assert not (inputs[0] == task.victim.tokenizer.eos_token_id).any(), "the template's tokens only"
+    assert len(pairs) == 40 and all(asked.split()[3] in answer for asked, answer in pairs)
     judge = Judge(models["judge"])
     asked = ["Fold the red boat twice", "Fold the red boat twice"]
     found = judge.probabilities(asked, ["Zork, the boat.", "Sure, the boat."])
