@@ -82,6 +82,8 @@ def stand_ins(tmp_path_factory, gsm8k_data) -> dict[str, list]:
 def test_a_preset_starts_and_makes_two_steps(task, preset, stand_ins, tmp_path):
     # tiny and demo bring models of their own, for short texts.
     flags = [] if preset in ("tiny", "demo") else [*stand_ins[task], *SHORT]
+    if preset.startswith("llama"):
+        flags += ["--judge", stand_ins["gsm8k"][1], "--searchers", 1]
     with Run(tmp_path / "run", task, "--preset", preset, *CUT, *flags) as run:
         run.is_at(2)
         if task in TO_THE_END and preset == next(iter(find_presets(task))):
