@@ -55,10 +55,10 @@ test-gpu: setup
 
 setup: $(INSTALLED)
 
-setup-tests: $(TEST_VENV)/requirements-lora.txt.installed $(TEST_VENV)/requirements-track.txt.installed
+setup-tests: $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora track gym)
 
 # What is optional, for the tests.
-OPTIONAL := $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora ray track)
+OPTIONAL := $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora ray track gym)
 $(OPTIONAL): $(TEST_VENV)/%.installed: % $(TEST_VENV)/requirements-cpu.txt.installed
 	$(uv_install)
 	touch $@

@@ -37,7 +37,7 @@ def run(config: Config) -> int:
         from runtime.nodes import joining  # Ray is not wanted otherwise
 
         joining.connect(config)
-    task, sizes, chats = preflight.load_data(config)
+    task, sizes, prompts = preflight.load_data(config)
     resume = preflight.find_checkpoint(config) if config.resume else None
     if not (resume and config.output_dir == config.resume):
         config = dataclasses.replace(config, output_dir=preflight.find_run_dir(config))
@@ -50,10 +50,12 @@ def run(config: Config) -> int:
     places = find_places(config)
     config = resolve(config, places)
     shapes = weight_shapes(config)
-    preflight.check_tokenizer(config, chats)
+    prompt = preflight.check_tokenizer(config, prompts)
     config, dtype = check_plan(config, task, places), compute_dtype(config)
     trained = trained_shapes(config)
     describe(config, places, sizes, num_elements(shapes), num_elements(trained))
+    shown = prompt if len(prompt) < 400 else f"{prompt[:200]} … {prompt[-200:]}"
+    print(f"the first prompt, as the model reads it: {shown!r}", flush=True)
     if resume and (mismatch := checkpoint.shape_mismatch(resume, trained)):
         raise UserError(
             f"--resume {config.resume!r}: --model {config.model!r} has changed since: {mismatch}"

@@ -17,7 +17,7 @@ from models.hub import fetch_model, find_model, identify_weights
 from models.policy import encode_prompt, encode_reply, load_tokenizer, policy_without_weights
 from objectives import LOSSES
 from runtime.checkpoints import checkpoint
-from tasks import Messages, Task, load_task, sampling_for_tests
+from tasks import LazyQueries, Messages, Task, is_chat, load_task, sampling_for_tests
 
 
 def check_machine() -> None:
@@ -26,26 +26,27 @@ def check_machine() -> None:
         print(f"warning: never tried on {machine}, only on x86-64", file=sys.stderr)
 
 
-def load_data(config: Config) -> tuple[Task, dict[str, int], list[Messages]]:
-    """Load the task; returns it, the number of queries per split, and its kinds of chat prompt.
+def load_data(config: Config) -> tuple[Task, dict[str, int], list[str | Messages]]:
+    """Load the task; returns it, the number of queries per split, and a prompt of each kind.
 
-    Of prompts with the same sequence of roles, which a template treats alike, the first.
+    Of texts the first, and of chats with the same sequence of roles, which a template treats alike.
 
     The data is read once here, so that a bad row shows now and not in a searcher. Raises UserError.
     """
     task, sizes = load_task(config.task, **config.options), {}
-    chats: dict[tuple[str, ...], Messages] = {}
+    prompts: dict[tuple[str, ...], str | Messages] = {}
     for split in ("train", "test"):
         queries = task.queries(split)
         if not queries:
             raise UserError(f"task {config.task!r} has no {split} queries")
         sizes[split], ids = len(queries), set()
-        for query in queries:
+        for query in [queries[0]] if isinstance(queries, LazyQueries) else queries:
             name = f"task {config.task!r}, {split} query {query.id!r:.60}"
             if type(query.id) is not int or abs(query.id) >= 2**63 or query.id in ids:
                 raise UserError(f"{name}: its id must be an int of 64 bits that no other has")
             ids.add(query.id)
             if isinstance(query.prompt, str):
+                prompts.setdefault((), query.prompt)
                 continue
             if not is_chat(query.prompt):
                 raise UserError(
@@ -53,26 +54,15 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], list[Messages]]:
                     'of messages {"role": …, "content": …}'
                 )
             roles = tuple(message["role"] for message in query.prompt)
-            chats.setdefault(roles, query.prompt)
-    return task, sizes, list(chats.values())
+            prompts.setdefault(roles, query.prompt)
+    return task, sizes, list(prompts.values())
 
 
-def is_chat(prompt: object) -> bool:
-    """Whether a prompt is a list of messages."""
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return all(
-        isinstance(message, dict)
-        and set(message) == {"role", "content"}
-        and all(isinstance(value, str) for value in message.values())
-        for message in prompt
-    )
+def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
+    """Return the first prompt as the model reads it.
 
-
-def check_tokenizer(config: Config, chats: list[Messages]) -> None:
-    """Raise UserError for a model whose responses cannot end, or which cannot take the prompts.
-
-    chats: those that are messages, for the model's chat template.
+    prompts: one of each kind. Raises UserError for a model whose responses cannot end, or which
+    cannot take the prompts.
     """
     tokenizer, policy = load_tokenizer(config), policy_without_weights(config)
     if tokenizer.eos_token_id is None and policy.config.eos_token_id is None:
@@ -86,9 +76,8 @@ def check_tokenizer(config: Config, chats: list[Messages]) -> None:
             f"--model {config.model!r} knows {known} tokens, and its tokenizer's end of sequence "
             f"{tokenizer.eos_token!r} is none of them but token {end}: use a model that knows it"
         )
-    if not chats:
-        return
-    if not tokenizer.chat_template:
+    chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if chats and not tokenizer.chat_template:
         raise UserError(
             f"the prompts of task {config.task!r} are chat messages, but the tokenizer of --model "
             f"{config.model!r} has no chat template: use a model that has one"
@@ -103,6 +92,7 @@ def check_tokenizer(config: Config, chats: list[Messages]) -> None:
             f"the chat template of --model {config.model!r} does not take the prompts of task "
             f"{config.task!r}: {first_line(error)}"
         ) from error
+    return tokenizer.decode(encode_prompt(tokenizer, prompts[0])) if prompts else ""
 
 
 def check_sampling(config: Config, task: Task) -> None:

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,37 @@ class Query:
     id: int
     prompt: str | Messages
     answer: Any
+
+
+class LazyQueries(Sequence):
+    """Queries that are made when they are asked for, by make(id), 0 to size - 1: always the same.
+
+    All prompts are of the first one's kind, texts or messages of the same roles. So checks at the
+    start read that one.
+    """
+
+    def __init__(self, size: int, make: Callable[[int], Query]):
+        self.size, self.make = size, make
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Query:
+        if not -self.size <= index < self.size:
+            raise IndexError(f"query {index} of {self.size}")
+        return self.make(int(index) % self.size)
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether a prompt is a list of messages."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(
+        isinstance(message, dict)
+        and set(message) == {"role", "content"}
+        and all(isinstance(value, str) for value in message.values())
+        for message in prompt
+    )
 
 
 class Task:
@@ -81,7 +112,7 @@ class Task:
         return {}
 
     def queries(self, split: str) -> Sequence[Query]:
-        """The queries of "train" or "test". Ids are unique within a split.
+        """The queries of "train" or "test": a list, or LazyQueries. Ids are unique within a split.
 
         Raises UserError for data that cannot be used.
         """

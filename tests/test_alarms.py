@@ -11,7 +11,7 @@ from conftest import SMALL, read, tba
 from buffer import Group
 from config import Config
 from runtime.record import alarms
-from runtime.record.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms
+from runtime.record.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms, first_look
 from runtime.record.metrics import describe
 from runtime.record.report import Report
 from runtime.transport.board import Board
@@ -111,6 +111,28 @@ def test_groups_whose_rewards_are_all_equal_are_counted():
     assert figures["equal_rewards"] == 0.75
 
 
+@pytest.mark.parametrize(
+    "figures, left_out, says",
+    [
+        ({"equal_rewards": 0.25, "finished": 1.0}, 0, []),
+        ({"equal_rewards": 1.0, "finished": 1.0}, 0, ["nothing to learn from yet: see in samples"]),
+        ({"finished": 0.75}, 0, ["25% of the first responses were cut off by --max_response_tok"]),
+        ({"finished": 1.0}, 3, ["prompts left out, empty or over --max_prompt_tokens"]),
+        (
+            {"equal_rewards": 1.0, "finished": 0.0},
+            1,
+            ["nothing to learn", "100% of", "prompts left out"],
+        ),
+    ],
+)
+def test_before_the_first_step_it_is_said_what_a_user_would_ask(figures, left_out, says):
+    figures = {"equal_rewards": 0.5, "reward": 0.4} | figures
+    first, *lines = first_look(Config(), figures, 12, left_out)
+    equal = f"{figures['equal_rewards']:.0%}"
+    assert first == f"first 12 groups: reward 0.4; all rewards equal in {equal} of them"
+    assert len(lines) == len(says) and all(text in line for text, line in zip(says, lines))
+
+
 @pytest.mark.runs
 def test_a_run_whose_responses_are_all_cut_off_says_so_and_goes_on(tmp_path):
     run_dir = tmp_path / "run"
@@ -118,6 +140,8 @@ def test_a_run_whose_responses_are_all_cut_off_says_so_and_goes_on(tmp_path):
     result = tba("arithmetic", *SMALL, *flags)
     assert result.returncode == 0, result.stderr
     assert set(names(run_dir)) == {"unfinished", "equal rewards"}
+    before = result.stdout.split("step 1/60")[0]
+    assert "all rewards equal in 100% of them" in before and "100% of the first responses" in before
     for line in read(run_dir, "alarms.jsonl"):
         assert f"warning: {line['text']}\n" in result.stdout
         assert line["text"] in (run_dir / "logs" / "trainer.log").read_text()

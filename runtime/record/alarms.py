@@ -102,3 +102,24 @@ class Alarms:
 
     def mean(self, name: str) -> float:
         return float(np.mean([metrics.get(name, np.nan) for metrics in self.window]))
+
+
+def first_look(config: Config, figures: dict, groups: int, left_out: int) -> Iterator[str]:
+    """Say what a user would ask of the first groups, a line each.
+
+    figures: of them, as in metrics.py. left_out: queries whose prompts are empty or too long.
+    """
+    equal, cut = figures["equal_rewards"], 1 - figures["finished"]
+    reward = f"reward {figures['reward']:.3g}"
+    yield f"first {groups} groups: {reward}; all rewards equal in {equal:.0%} of them"
+    if equal == 1.0:
+        yield (
+            "so there is nothing to learn from yet: see in samples.jsonl whether score() finds the "
+            "answer; else try easier queries, a larger --samples_per_query or --temperature"
+        )
+    if cut:
+        what = "--max_episode_tokens" if config.max_episode_tokens else "--max_response_tokens"
+        yield f"{cut:.0%} of the first responses were cut off by {what}"
+    if left_out:
+        limit = config.max_prompt_tokens
+        yield f"prompts left out, empty or over --max_prompt_tokens {limit}: {left_out}"

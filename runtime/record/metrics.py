@@ -5,6 +5,7 @@ And the mismatch between vLLM's log-probabilities and the trainer's, which is me
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch.multiprocessing
@@ -15,6 +16,7 @@ from loss import Metrics
 from models.logprobs import mismatch
 from runtime.modes.free_running import ReplayBatches
 from runtime.modes.lockstep import LockstepBatches
+from runtime.record.alarms import first_look
 from runtime.record.live import RATE_WINDOW, rate_of
 from runtime.transport.board import Board
 from weights import SharedWeights
@@ -39,6 +41,7 @@ class StepMetrics:
         self.learner, self.weights, self.batches = learner, weights, batches
         self.rollout_queue, self.board = rollout_queue, board
         self.figures: dict[str, float] = {}
+        self.first: list[Group] = []  # that arrive before the first step
         self.mismatch_due = 0  # step from which the mismatch is to be measured again
         self.skipped_publishes = 0
         # (time, [seconds that the trainer waited, that searchers worked, tokens]) for the rates
@@ -64,6 +67,7 @@ class StepMetrics:
         if not groups:
             return
         self.figures |= describe(groups)
+        self.first = self.first + groups if self.learner.step == 0 else []
         if self.learner.step >= self.mismatch_due:
             self.measure_mismatch(groups + self.batches.waiting())
 
@@ -79,6 +83,14 @@ class StepMetrics:
                 self.figures["mismatch_version"] = group.version
                 self.mismatch_due = self.learner.step + MISMATCH_PERIOD
                 return
+
+    def first_look(self, say: Callable[[str], None]) -> None:
+        """Before the first step, say what a user would ask of the first responses."""
+        groups, self.first = self.first, []
+        if groups:
+            left_out = int(self.board.total("long_prompts"))
+            for line in first_look(self.learner.config, describe(groups), len(groups), left_out):
+                say(line)
 
     def of(self, rows: list[Row], waited: float) -> Metrics:
         """Return the metrics of the step that was just made, from these rows.

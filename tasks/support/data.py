@@ -14,7 +14,11 @@ def read_rows(
     Returns (where it stands, row) for each row; the `columns` are strings. Raises UserError.
     """
     path = Path(data_dir) / f"{split}.jsonl"
-    rows = _read_jsonl(path) if data_dir else _load_hub(columns, *hub)
+    if data_dir and not path.is_file():
+        raise UserError(
+            f"data file {path} does not exist: --data_dir must hold train.jsonl and test.jsonl"
+        )
+    rows = read_jsonl(path) if data_dir else _load_hub(columns, *hub)
     for place, row in rows:
         for column in columns:
             if not isinstance(row, dict) or not isinstance(row.get(column), str):
@@ -56,12 +60,8 @@ def _load_hub(
     return [(f"{name} {split} row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
-def _read_jsonl(path: Path) -> list[tuple[str, object]]:
-    """Place and content of each line that is not blank."""
-    if not path.is_file():
-        raise UserError(
-            f"data file {path} does not exist: --data_dir must hold train.jsonl and test.jsonl"
-        )
+def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
+    """Place and content of each line that is not blank. Raises UserError."""
     rows, number = [], 0
     try:
         with open(path, "rb") as lines:  # decoded line by line: else the number is that of a block

@@ -1,0 +1,92 @@
+"""The procedural tasks of the library reasoning-gym, each with a verifier.
+
+It is optional: pip install -r requirements-gym.txt.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+from config import UserError
+from tasks import LazyQueries, Query, Task
+
+ASKED = "{question}\n\nGive the final answer between <answer> and </answer>.\n"
+TEST_SEED = 2**31  # the i-th query of a dataset is made from its seed + i
+
+
+@dataclass
+class ReasoningGym(Task):
+    """The dataset's own score of what stands in the last <answer></answer>, 0 where nothing does.
+
+    A score, no accuracy: a wrong answer may earn 0.01 to 0.05, or more for what is right of it. One
+    on which the verifier raises is worth 0.
+    """
+
+    dataset: str = "spell_backward"
+    """Which of its datasets; a name that is none shows them all."""
+    settings: str = "{}"
+    """Settings of the dataset that differ from its defaults, as JSON: {"max_word_len": 4}."""
+    train_queries: int = 100_000
+    """Queries to train on. Each is made when it is drawn."""
+    test_queries: int = 200
+    """Queries to test on, of another seed: in a small dataset some may be the same."""
+    chat: bool = False
+    """Ask in a chat message, for a model that has a chat template."""
+
+    metric = "score"
+    score_timeout = 10.0  # verifiers of many authors, some of which run a solver
+    late_score = 0.0
+
+    @cached_property
+    def datasets(self) -> dict:
+        """The dataset of each split. Raises UserError."""
+        try:
+            from reasoning_gym.factory import DATASETS, create_dataset
+        except ImportError as error:
+            problem = f"needs its library: pip install -r requirements-gym.txt ({error})"
+            raise UserError(f"task 'reasoning_gym' {problem}") from error
+        if self.dataset not in DATASETS:
+            names = ", ".join(sorted(DATASETS))
+            raise UserError(f"--dataset is {self.dataset!r}: it is one of {names}")
+        own = {"train": (0, self.train_queries), "test": (TEST_SEED, self.test_queries)}
+        try:
+            return {
+                split: create_dataset(
+                    self.dataset, **dict(seed=seed, size=size) | json.loads(self.settings)
+                )
+                for split, (seed, size) in own.items()
+            }
+        except Exception as error:  # asserts, and whatever a dataset raises
+            problem = f"--settings {self.settings} do not do for --dataset {self.dataset}"
+            raise UserError(f"{problem}: {type(error).__name__}: {error}") from error
+
+    def prepare(self) -> None:
+        made = self.datasets["train"]
+        if made[0] != made[0]:  # log Z is of one query
+            raise UserError(f"--dataset {self.dataset} makes no query twice: use another")
+
+    def queries(self, split: str) -> Sequence[Query]:
+        def make(index: int) -> Query:
+            entry = self.datasets[split][index]
+            text = ASKED.format(question=entry["question"])
+            return Query(index, [{"role": "user", "content": text}] if self.chat else text, entry)
+
+        return LazyQueries(len(self.datasets[split]), make)
+
+    def score(
+        self, queries: list[Query], responses: list[str], finished: list[bool]
+    ) -> list[float]:
+        scores = [0.0] * len(queries)
+        for i, (query, response, is_finished) in enumerate(zip(queries, responses, finished)):
+            answer = self.extract(response)
+            if is_finished and answer is not None:
+                with suppress(Exception):  # of a verifier that cannot read the answer
+                    scores[i] = float(self.datasets["train"].score_answer(answer, query.answer))
+        return scores
+
+    def extract(self, response: str) -> str | None:
+        from reasoning_gym.utils import extract_answer
+
+        return extract_answer(response)

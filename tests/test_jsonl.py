@@ -1,0 +1,119 @@
+"""Rows of one's own: what counts as right, which rows are refused, and a run on ten of them."""
+
+import json
+
+import pytest
+from conftest import read, tba
+
+from config import UserError
+from tasks import load_task
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+
+
+def write(file, *rows) -> str:
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    "match, answer, right, wrong",
+    [
+        ("exact", " Paris ", ["Paris", " Paris\n"], ["paris", "Paris.", "It is Paris", ""]),
+        ("exact", 7, ["7"], ["7.0", "17"]),
+        ("number", "so 3 + 4 #### 1,007", ["it is $1007.", "1,007"], ["1007 or 8", "none"]),
+        ("number", -0.5, ["-.5", "1 - -0.50"], ["0.5"]),
+        ("regex", r"\b(yes|yep)\b", ["well, yes!", "a\nyep"], ["yesterday", "no"]),
+        ("math", r"\frac{1}{2}", [r"\boxed{0.5}", r"\boxed{\frac12}"], ["0.5", r"\boxed{2}"]),
+        ("math", r"so \boxed{x+1}", [r"\boxed{1+x}"], [r"\boxed{x}"]),
+    ],
+)
+def test_a_finished_response_is_right_if_its_answer_is_the_rows(
+    match, answer, right, wrong, tmp_path
+):
+    data = write(tmp_path / "rows.jsonl", *[{"prompt": "q", "answer": answer}] * 2)
+    task = load_task("jsonl", data=data, match=match)
+    (query,) = task.queries("train")
+    task.load()
+    for responses, expected in ((right, 1.0), (wrong, 0.0)):
+        count = len(responses)
+        assert task.score([query] * count, responses, [True] * count) == [expected] * count
+    assert task.score([query], right[:1], [False]) == [0.0], "it was cut off"
+    assert (task.score_timeout is not None) == (match in ("regex", "math")), "may take for ever"
+
+
+@pytest.mark.parametrize(
+    "row, options, says",
+    [
+        ({"question": "q", "answer": 1}, {}, "'prompt' is neither a text nor messages (--prompt_c"),
+        ({"prompt": "q", "solution": 1}, {}, "'answer' is neither a text nor a number (--prompt_c"),
+        ('["q", 1]', {}, "'prompt' is neither a text nor messages"),
+        ('{"prompt": "q"', {}, "is not JSON in UTF-8"),
+        ({"prompt": "  ", "answer": 1}, {}, "'prompt' is neither a text nor messages"),
+        ({"prompt": 5, "answer": 1}, {}, "(--prompt_column, --answer_column): {'prompt': 5"),
+        ({"prompt": [{"role": "user"}], "answer": 1}, {}, "neither a text nor messages"),
+        ({"prompt": "q", "answer": None}, {}, "'answer' is neither a text nor a number"),
+        ({"prompt": "q", "answer": True}, {}, "'answer' is neither a text nor a number"),
+        ({"prompt": "q", "answer": " "}, {}, "--match exact finds nothing in 'answer'"),
+        ({"prompt": "q", "answer": "x"}, {"match": "number"}, "--match number finds nothing"),
+        ({"prompt": "q", "answer": "("}, {"match": "regex"}, "missing ), unterminated subpattern"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(row, options, says, tmp_path):
+    data = write(tmp_path / "rows.jsonl", {"prompt": CHAT, "answer": "2"}, "", row)
+    with pytest.raises(UserError) as error:
+        load_task("jsonl", data=data, **options).queries("train")
+    assert "rows.jsonl line 3" in str(error.value) and says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({}, "give --data, a .jsonl file"),
+        ({"data": "absent.jsonl"}, "absent.jsonl cannot be read: No such file"),
+        ({"data": "empty"}, "is empty"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(options, says, tmp_path):
+    options = {k: write(tmp_path / v) if v == "empty" else v for k, v in options.items()}
+    with pytest.raises(UserError, match=says):
+        load_task("jsonl", **options).queries("train")
+
+
+def test_a_share_of_the_rows_is_held_out_always_the_same_and_a_test_file_takes_its_place(tmp_path):
+    rows = [{"prompt": str(i), "answer": i} for i in range(30)]
+    data = write(tmp_path / "rows.jsonl", *rows)
+    parts = [load_task("jsonl", data=data, test_share=0.2).queries(s) for s in ("train", "test")]
+    train, test = ([query.prompt for query in part] for part in parts)
+    assert len(test) == 6 and sorted(train + test, key=int) == [str(i) for i in range(30)]
+    again = load_task("jsonl", data=data, test_share=0.2).queries("test")
+    assert [query.prompt for query in again] == test
+    other = write(tmp_path / "test.jsonl", {"prompt": "x", "answer": 1})
+    task = load_task("jsonl", data=data, test_data=other, chat=True)
+    assert [len(task.queries(split)) for split in ("train", "test")] == [30, 1]
+    assert task.queries("test")[0].prompt == [{"role": "user", "content": "x"}]
+
+
+def test_the_file_of_gsm8k_works_as_it_is(gsm8k_data):
+    file = str(gsm8k_data / "train.jsonl")
+    task = load_task("jsonl", data=file, test_data=file, prompt_column="question", match="number")
+    known = load_task("gsm8k", data_dir=str(gsm8k_data)).queries("train")
+    assert [query.answer for query in task.queries("train")] == [query.answer for query in known]
+
+
+@pytest.mark.runs
+def test_ten_rows_are_trained_on_and_what_is_seen_before_the_first_step_is_said(
+    untied_model, tmp_path
+):
+    data = write(tmp_path / "rows.jsonl", *({"prompt": f"{i}+1=", "answer": i} for i in range(10)))
+    flags = ["--steps", 3, "--queries_per_batch", 2, "--initial_responses", 48]
+    flags += ["--max_response_tokens", 4, "--max_prompt_tokens", 16, "--checkpoint_every", 0]
+    run_dir = tmp_path / "run"
+    flags += ["--model", untied_model, "--output_dir", run_dir]
+    result = tba("jsonl", "--data", data, *flags)
+    assert result.returncode == 0, result.stderr
+    before, after = result.stdout.split("step 3/3")
+    assert "the first prompt, as the model reads it: '" in before
+    assert "all rewards equal in" in before and "cut off by --max_response_tokens" in before
+    assert "final accuracy" in after
+    assert read(run_dir, "metrics.jsonl")

@@ -1,0 +1,112 @@
+"""The tasks of reasoning-gym: each is made and scored, and one is learnt."""
+
+import pickle
+import sys
+
+import numpy as np
+import pytest
+from conftest import read, tba
+
+from config import Config, UserError
+from runtime.preflight import load_data
+from tasks import LazyQueries, Query, Task, load_task
+from tasks.reasoning_gym import ASKED
+from tasks.support.pupil import pupil
+
+gym = pytest.importorskip("reasoning_gym", reason="needs requirements-gym.txt")
+from reasoning_gym.factory import DATASETS  # noqa: E402 (only where it is installed)
+
+WITHOUT_AN_ANSWER = "boxnet graph_color propositional_logic rubiks_cube rush_hour".split()
+# What the model of a test reads and writes: the two halves around a word, the tags, letters.
+QUESTION = ASKED.format(question="Spell this word backward (example: sun -> nus): {word}")
+TOKENS = [*QUESTION.split("{word}"), "<answer>", "</answer>"]
+TOKENS += [chr(ord(first) + i) for first in "aA" for i in range(26)]
+THREE_LETTERS = '{"min_word_len": 3, "max_word_len": 3}'
+
+
+def test_each_dataset_is_made_and_scored():
+    for name in sorted(set(DATASETS) - {"composite"}):  # which is made of others, by its settings
+        task = load_task("reasoning_gym", dataset=name, train_queries=20, test_queries=2)
+        train, test = task.queries("train"), task.queries("test")
+        assert (len(train), len(test)) == (20, 2)
+        query = pickle.loads(pickle.dumps(train[3]))  # score() runs in another process
+        assert query.id == 3 and "<answer>" in query.prompt and query.prompt != test[0].prompt
+        answers = f"<answer>a</answer> no: <answer> {query.answer['answer']} </answer>", "none"
+        right, nothing = task.score([query] * 2, answers, [True] * 2)
+        wrong, cut = task.score([query] * 2, ["<answer>qwerty</answer>", answers[0]], [True, False])
+        assert nothing == cut == 0.0 and np.isfinite(wrong), name
+        assert right == 1.0 or name in WITHOUT_AN_ANSWER, name
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"dataset": "countdwn"}, "it is one of ab, acre, advanced_geometry"),
+        ({"settings": "{"}, "JSONDecodeError"),
+        ({"settings": '{"words": 1}'}, "unexpected keyword argument 'words'"),
+        ({"settings": '{"min_word_len": 0}'}, "min_word_len must be positive"),
+        ({"dataset": "composite"}, "Must specify at least one dataset"),
+    ],
+)
+def test_what_cannot_be_made_is_one_line_that_says_why(options, says):
+    with pytest.raises(UserError, match=says):
+        load_task("reasoning_gym", **options).queries("train")
+
+
+def test_a_dataset_whose_queries_are_not_the_same_twice_is_refused():
+    load_task("reasoning_gym").prepare()
+    with pytest.raises(UserError, match="list_functions makes no query twice"):
+        load_task("reasoning_gym", dataset="list_functions").prepare()
+
+
+def test_without_the_library_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(UserError, match="pip install -r requirements-gym.txt"):
+        load_task("reasoning_gym").queries("train")
+
+
+def test_lazy_queries_are_made_when_they_are_asked_for_and_checks_read_the_first(monkeypatch):
+    made = []
+
+    def make(index: int) -> Query:
+        made.append(index)
+        return Query(index, f"{index}?", None)
+
+    queries = LazyQueries(1000, make)
+    monkeypatch.setattr("runtime.preflight.load_task", lambda *_, **__: Lazy())
+    monkeypatch.setattr(Task, "queries", lambda *_: queries)
+    _, sizes, prompts = load_data(Config(task="lazy"))
+    assert sizes == {"train": 1000, "test": 1000} and prompts == ["0?"] and set(made) == {0}
+    assert [queries[i].id for i in (np.int64(7), -1)] == [7, 999]
+    with pytest.raises(IndexError):
+        queries[1000]
+
+
+class Lazy(Task):
+    pass
+
+
+def homework(query: Query, rng: np.random.Generator) -> str:
+    """Half of the words as they are, not backward."""
+    word = query.answer["metadata"]["word"]
+    return f"<answer>{word[::-1] if rng.random() < 0.5 else word}</answer>"
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_tiny_model_learns_to_spell_backward(seed, tmp_path, record_property):
+    options = dict(dataset="spell_backward", settings=THREE_LETTERS)
+    queries = load_task("reasoning_gym", **options).queries("train")
+    model = pupil("spell_backward", queries, homework, tokens=TOKENS)
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    flags += "--steps 150 --queries_per_batch 16 --responses_per_query 8 --beta 0.1".split()
+    flags += "--samples_per_query 8 --learning_rate 1e-3 --max_grad_norm 1 --synchronous".split()
+    flags += "--max_prompt_tokens 8 --max_response_tokens 8 --checkpoint_every 0".split()
+    flags += ["--model", model, "--seed", seed, "--output_dir", tmp_path / "run"]
+    result = tba("reasoning_gym", *flags)
+    assert result.returncode == 0, result.stderr
+    lines = read(tmp_path / "run", "metrics.jsonl")
+    base = next(line["score"] for line in lines if "score" in line)
+    final = lines[-1]["final_score"]
+    record_property(f"score of the base model, and after 150 steps, seed {seed}", (base, final))
+    assert base < 0.8 and final > 0.95
