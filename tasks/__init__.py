@@ -36,10 +36,10 @@ class Query:
 
 
 class LazyQueries(Sequence):
-    """Queries that are made when they are asked for, by make(id), 0 to size - 1: always the same.
+    """A sequence of `size` queries, each made by make(index) when it is read. Its id is its index.
 
-    All prompts are of the first one's kind, texts or messages of the same roles. So checks at the
-    start read that one.
+    make() must give the same query in every process. All prompts are of one kind, texts or messages
+    of the same roles, so checks at the start read only the first.
     """
 
     def __init__(self, size: int, make: Callable[[int], Query]):
@@ -49,9 +49,7 @@ class LazyQueries(Sequence):
         return self.size
 
     def __getitem__(self, index: int) -> Query:
-        if not -self.size <= index < self.size:
-            raise IndexError(f"query {index} of {self.size}")
-        return self.make(int(index) % self.size)
+        return self.make(range(self.size)[index])
 
 
 def is_chat(prompt: object) -> bool:

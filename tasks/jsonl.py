@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Literal
 
 import numpy as np
@@ -13,12 +14,12 @@ from tasks.competition_math import is_correct, last_boxed
 from tasks.gsm8k import last_number
 from tasks.support.data import read_jsonl
 
-# What is compared with, of a row's answer, and whether a response has it.
+# How to read a row's answer, and whether a response matches it.
 MATCHES = {
-    "exact": (str, lambda response, gold: response.strip() == gold),
+    "exact": (str.strip, lambda response, gold: response.strip() == gold),
     "number": (last_number, lambda response, gold: last_number(response) == gold),
     "regex": (re.compile, lambda response, gold: gold.search(response) is not None),
-    "math": (lambda answer: last_boxed(answer) or answer, is_correct),
+    "math": (lambda answer: last_boxed(answer) or answer.strip(), is_correct),
 }
 
 
@@ -31,7 +32,7 @@ class JsonLines(Task):
     test_data: str = ""
     """Such a file to test on. Empty: a share of --data, which is not trained on."""
     test_share: float = 0.1
-    """That share; a row at least."""
+    """That share, between 0 and 1; a row at least."""
     prompt_column: str = "prompt"
     """The name of the prompt in a row."""
     answer_column: str = "answer"
@@ -47,7 +48,7 @@ class JsonLines(Task):
     late_score = 0.0
 
     def __post_init__(self):
-        # An expression, or an algebra, may take for ever.
+        # A regular expression or symbolic algebra may take forever.
         self.score_timeout = 5.0 if self.match in ("regex", "math") else None
 
     def queries(self, split: str) -> Sequence[Query]:
@@ -56,28 +57,34 @@ class JsonLines(Task):
         queries = self.read(self.test_data if self.test_data and split == "test" else self.data)
         if self.test_data:
             return queries
+        if not 0 < self.test_share < 1 or len(queries) < 2:
+            rows = f"--test_share {self.test_share} of {len(queries)} rows"
+            raise UserError(f"{rows} leaves nothing to train or to test on: or give --test_data")
         order = np.random.default_rng(0).permutation(len(queries))
-        count = max(1, round(self.test_share * len(queries)))
+        count = min(max(1, round(self.test_share * len(queries))), len(queries) - 1)
         return [queries[i] for i in (order[:count] if split == "test" else order[count:])]
 
     def read(self, file: str) -> list[Query]:
         queries = []
         for place, row in read_jsonl(file):
-            columns = self.prompt_column, self.answer_column
-            prompt, answer = map(row.get, columns) if isinstance(row, dict) else (None, None)
+            names = self.prompt_column, self.answer_column
+            prompt, answer = map(row.get, names) if isinstance(row, dict) else (None, None)
             if self.chat and isinstance(prompt, str):
                 prompt = [{"role": "user", "content": prompt}]
             try:
+                if prompt is None or answer is None:
+                    raise ValueError(f"it lacks {names} (--prompt_column, --answer_column)")
                 if not (isinstance(prompt, str) and prompt.strip() or is_chat(prompt)):
-                    raise ValueError(f"{columns[0]!r} is neither a text nor messages")
+                    raise ValueError(f"{names[0]!r} is empty, or neither a text nor messages")
                 if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-                    raise ValueError(f"{columns[1]!r} is neither a text nor a number")
-                gold = MATCHES[self.match][0](str(answer).strip())
-                if gold is None or gold == "":
-                    raise ValueError(f"--match {self.match} finds nothing in {columns[1]!r}")
-            except (ValueError, re.error) as error:
-                flags = "(--prompt_column, --answer_column)"
-                raise UserError(f"{place}: {error} {flags}: {row!r:.80}") from error
+                    raise ValueError(f"{names[1]!r} is neither a text nor a number")
+                if not isinstance(answer, str):
+                    answer = format(Decimal(str(answer)), "f")  # 1e-7 has no 7
+                gold = MATCHES[self.match][0](answer) if answer.strip() else None
+                if gold is None:
+                    raise ValueError(f"nothing to compare with in {names[1]!r}")
+            except (ValueError, OverflowError, RecursionError, re.error) as error:
+                raise UserError(f"{place}, --match {self.match}: {error}: {row!r:.80}") from error
             queries.append(Query(len(queries), prompt, gold))
         return queries
 
@@ -92,3 +99,9 @@ class JsonLines(Task):
             float(is_finished and MATCHES[self.match][1](response, query.answer))
             for query, response, is_finished in zip(queries, responses, finished)
         ]
+
+    def extract(self, response: str) -> str | None:
+        if self.match == "number":
+            number = last_number(response)
+            return None if number is None else str(number)
+        return last_boxed(response) if self.match == "math" else None

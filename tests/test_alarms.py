@@ -115,13 +115,13 @@ def test_groups_whose_rewards_are_all_equal_are_counted():
     "figures, left_out, says",
     [
         ({"equal_rewards": 0.25, "finished": 1.0}, 0, []),
-        ({"equal_rewards": 1.0, "finished": 1.0}, 0, ["nothing to learn from yet: see in samples"]),
+        ({"equal_rewards": 1.0, "finished": 1.0}, 0, ["not say which response is better"]),
         ({"finished": 0.75}, 0, ["25% of the first responses were cut off by --max_response_tok"]),
-        ({"finished": 1.0}, 3, ["prompts left out, empty or over --max_prompt_tokens"]),
+        ({"finished": 1.0}, 3, ["prompts left out, over --max_prompt_tokens"]),
         (
             {"equal_rewards": 1.0, "finished": 0.0},
             1,
-            ["nothing to learn", "100% of", "prompts left out"],
+            ["which response is better", "100% of", "prompts left out"],
         ),
     ],
 )

@@ -92,7 +92,7 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
     return commands | {"tmp": tmp_path, "model": model, "chat": chat_model}
 
 
-TASKS = "addends, arithmetic, competition_math, gsm8k, reach, redteam, tldr"
+TASKS = "addends, arithmetic, competition_math, gsm8k, jsonl, reach, reasoning_gym, redteam, tldr"
 BAD_INPUT = [
     ("multiplication", f"'multiplication': the tasks are {TASKS}, or give the path of a .py file"),
     ("{tmp}/absent.py", "absent.py' does not exist"),

@@ -122,7 +122,7 @@ def test_where_there_is_a_gpu_the_tests_have_the_cpu_build_in_an_environment_of_
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + ("echo GPU 0" if has_gpu else "exit 1"))
     (tmp_path / "nvidia-smi").chmod(0o755)
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for kind in ("", "-cpu", "-lora", "-track"):
+    for kind in ("", "-cpu", "-lora", "-track", "-gym"):
         shutil.copy(ROOT / f"requirements{kind}.txt", tmp_path)
     found = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     said = {}

@@ -23,6 +23,7 @@ def write(file, *rows) -> str:
         ("exact", 7, ["7"], ["7.0", "17"]),
         ("number", "so 3 + 4 #### 1,007", ["it is $1007.", "1,007"], ["1007 or 8", "none"]),
         ("number", -0.5, ["-.5", "1 - -0.50"], ["0.5"]),
+        ("number", 1e-7, ["0.0000001"], ["7"]),
         ("regex", r"\b(yes|yep)\b", ["well, yes!", "a\nyep"], ["yesterday", "no"]),
         ("math", r"\frac{1}{2}", [r"\boxed{0.5}", r"\boxed{\frac12}"], ["0.5", r"\boxed{2}"]),
         ("math", r"so \boxed{x+1}", [r"\boxed{1+x}"], [r"\boxed{x}"]),
@@ -45,18 +46,20 @@ def test_a_finished_response_is_right_if_its_answer_is_the_rows(
 @pytest.mark.parametrize(
     "row, options, says",
     [
-        ({"question": "q", "answer": 1}, {}, "'prompt' is neither a text nor messages (--prompt_c"),
-        ({"prompt": "q", "solution": 1}, {}, "'answer' is neither a text nor a number (--prompt_c"),
-        ('["q", 1]', {}, "'prompt' is neither a text nor messages"),
+        ({"question": "q", "answer": 1}, {}, "it lacks ('prompt', 'answer') (--prompt_column"),
+        ({"prompt": "q", "solution": 1}, {}, "it lacks ('prompt', 'answer')"),
+        ('["q", 1]', {}, "it lacks ('prompt', 'answer')"),
         ('{"prompt": "q"', {}, "is not JSON in UTF-8"),
-        ({"prompt": "  ", "answer": 1}, {}, "'prompt' is neither a text nor messages"),
-        ({"prompt": 5, "answer": 1}, {}, "(--prompt_column, --answer_column): {'prompt': 5"),
+        ({"prompt": "  ", "answer": 1}, {}, "'prompt' is empty, or neither a text nor messages"),
+        ({"prompt": 5, "answer": 1}, {}, "neither a text nor messages: {'prompt': 5"),
         ({"prompt": [{"role": "user"}], "answer": 1}, {}, "neither a text nor messages"),
-        ({"prompt": "q", "answer": None}, {}, "'answer' is neither a text nor a number"),
+        ({"prompt": "q", "answer": []}, {}, "'answer' is neither a text nor a number"),
         ({"prompt": "q", "answer": True}, {}, "'answer' is neither a text nor a number"),
-        ({"prompt": "q", "answer": " "}, {}, "--match exact finds nothing in 'answer'"),
-        ({"prompt": "q", "answer": "x"}, {"match": "number"}, "--match number finds nothing"),
+        ({"prompt": "q", "answer": " "}, {}, "--match exact: nothing to compare with in 'answer'"),
+        ({"prompt": "q", "answer": "x"}, {"match": "number"}, "--match number: nothing to compare"),
+        ({"prompt": "q", "answer": " "}, {"match": "regex"}, "--match regex: nothing to compare"),
         ({"prompt": "q", "answer": "("}, {"match": "regex"}, "missing ), unterminated subpattern"),
+        ({"prompt": "q", "answer": "a{99999999999}"}, {"match": "regex"}, "repetition number"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(row, options, says, tmp_path):
@@ -72,10 +75,14 @@ def test_a_bad_row_is_named_by_its_line(row, options, says, tmp_path):
         ({}, "give --data, a .jsonl file"),
         ({"data": "absent.jsonl"}, "absent.jsonl cannot be read: No such file"),
         ({"data": "empty"}, "is empty"),
+        ({"data": "one"}, "--test_share 0.1 of 1 rows leaves nothing to train or to test on"),
+        ({"data": "two", "test_share": 1.0}, "--test_share 1.0 of 2 rows leaves nothing"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(options, says, tmp_path):
-    options = {k: write(tmp_path / v) if v == "empty" else v for k, v in options.items()}
+    if (count := {"empty": 0, "one": 1, "two": 2}.get(options.get("data"))) is not None:
+        rows = [{"prompt": "q", "answer": 1}] * count
+        options = options | {"data": write(tmp_path / "rows.jsonl", *rows)}
     with pytest.raises(UserError, match=says):
         load_task("jsonl", **options).queries("train")
 

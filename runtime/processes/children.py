@@ -35,6 +35,7 @@ def environment(place: Place) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",  # a task that goes through a set makes the same queries everywhere
         # Engine and worker in the searcher's own process: nothing to orphan.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Or vLLM moves the threads to cores of its own choice.

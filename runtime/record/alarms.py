@@ -114,12 +114,15 @@ def first_look(config: Config, figures: dict, groups: int, left_out: int) -> Ite
     yield f"first {groups} groups: {reward}; all rewards equal in {equal:.0%} of them"
     if equal == 1.0:
         yield (
-            "so there is nothing to learn from yet: see in samples.jsonl whether score() finds the "
-            "answer; else try easier queries, a larger --samples_per_query or --temperature"
+            "so they do not say which response is better. If that is not the best reward there is, "
+            "see in samples.jsonl whether score() finds the answer; else try easier queries, a "
+            "larger --samples_per_query or --temperature"
         )
     if cut:
-        what = "--max_episode_tokens" if config.max_episode_tokens else "--max_response_tokens"
-        yield f"{cut:.0%} of the first responses were cut off by {what}"
+        what = "--max_turns or --max_episode_tokens, or a turn by " * bool(
+            config.max_episode_tokens
+        )
+        yield f"{cut:.0%} of the first responses were cut off by {what}--max_response_tokens"
     if left_out:
-        limit = config.max_prompt_tokens
-        yield f"prompts left out, empty or over --max_prompt_tokens {limit}: {left_out}"
+        why = f"over --max_prompt_tokens {config.max_prompt_tokens}, empty or not Unicode"
+        yield f"prompts left out, {why}: {left_out}"

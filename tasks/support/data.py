@@ -67,7 +67,7 @@ def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
         with open(path, "rb") as lines:  # decoded line by line: else the number is that of a block
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    rows.append((f"{path} line {number}", json.loads(line.decode())))
+                    rows.append((f"{path} line {number}", json.loads(line.decode().strip())))
                     # An escape may be half of a character, as of an emoji, which nothing encodes.
                     json.dumps(rows[-1][1], ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
