@@ -88,7 +88,7 @@ class Trainer:
             rows = self.next_batch()
             if not rows:  # the run is to end
                 break
-            self.metrics.first_look(self.report.say)
+            self.metrics.first_look(self.report.say)  # before the first step alone
             with self.timeline.span("step"):
                 self.resets.renew(rows)  # after a reset: log pi_ref under the new reference
                 metrics = self.learner.update(rows)
