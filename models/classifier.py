@@ -101,6 +101,12 @@ def last_states(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -
     return hidden[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
 
 
+def load_task_model(kind: type, model: str) -> torch.nn.Module:
+    """Load a task's model on this process's device. kind: the class of transformers for it."""
+    directory = cached_model("the task's model", model)
+    return kind.from_pretrained(directory, dtype="auto").to(device()).eval()
+
+
 class Classifier:
     """A sequence classifier: it reads text, whatever the policy's tokens.
 
@@ -109,9 +115,7 @@ class Classifier:
 
     def __init__(self, model: str, tokenizer: str = ""):
         self.tokenizer = read_tokenizer("the task's model", tokenizer or model)
-        directory = cached_model("the task's model", model)
-        loaded = AutoModelForSequenceClassification.from_pretrained(directory, dtype="auto")
-        self.model = loaded.to(device()).eval()
+        self.model = load_task_model(AutoModelForSequenceClassification, model)
 
     def rewards(self, texts: list[str]) -> np.ndarray:
         """Score texts with a causal model of one label: (N,).
@@ -173,9 +177,7 @@ class Judge:
 
     def __init__(self, model: str):
         self.tokenizer = read_tokenizer("the task's model", model)
-        directory = cached_model("the task's model", model)
-        loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-        self.model = loaded.to(device()).eval()
+        self.model = load_task_model(AutoModelForCausalLM, model)
         self.verdict = self.tokenizer(VERDICT, add_special_tokens=False).input_ids[0]
 
     def probabilities(self, prompts: list[str], answers: list[str]) -> np.ndarray:

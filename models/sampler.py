@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.device import device
+from models.classifier import load_task_model
 from models.hub import cached_model
 
 
@@ -15,8 +15,7 @@ class Sampler:
         self.tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.is_chat = self.tokenizer.chat_template is not None
-        loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-        self.model = loaded.to(device()).eval()
+        self.model = load_task_model(AutoModelForCausalLM, model)
 
     @torch.no_grad()
     def sample(

@@ -41,12 +41,16 @@ class ReasoningGym(Task):
     score_timeout = 10.0  # verifiers of many authors, some of which run a solver
     late_score = 0.0
 
-    def load(self) -> None:
-        _ = self.datasets  # slow: not within the time of the first score
+    @cached_property
+    def train(self):
+        return self.make_dataset(seed=0, size=self.train_queries)
 
     @cached_property
-    def datasets(self) -> dict:
-        """The dataset of each split. Raises UserError."""
+    def test(self):
+        return self.make_dataset(seed=TEST_SEED, size=self.test_queries)
+
+    def make_dataset(self, seed: int, size: int):
+        """Make the dataset of a split. Raises UserError."""
         try:
             from reasoning_gym.factory import DATASETS, create_dataset
         except ImportError as error:
@@ -55,32 +59,34 @@ class ReasoningGym(Task):
         names = sorted(set(DATASETS) - {"composite"})  # which no JSON can describe
         if self.dataset not in names:
             raise UserError(f"--dataset is {self.dataset!r}: it is one of {', '.join(names)}")
-        found, own = {}, {"train": (0, self.train_queries), "test": (TEST_SEED, self.test_queries)}
         try:
-            for split, (seed, size) in own.items():
-                settings = json.loads(self.settings)
-                found[split] = create_dataset(self.dataset, seed=seed, size=size, **settings)
-                _ = found[split][0], range(size)[0]
+            settings = json.loads(self.settings)
+            made = create_dataset(self.dataset, seed=seed, size=size, **settings)
+            _ = made[0], range(size)[0]
         except Exception as error:  # asserts, and whatever a dataset raises
             problem = f"--settings {self.settings} and the numbers of queries do not suit"
             kind = type(error).__name__
             raise UserError(f"{problem} --dataset {self.dataset}: {kind}: {error}") from error
-        return found
+        return made
 
     def prepare(self) -> None:
-        made = self.datasets["train"]
-        if made[0] != made[0]:  # log Z is of one query
+        if self.train[0] != self.train[0]:  # log Z is of one query
             raise UserError(
                 f"--dataset {self.dataset} gives another query each time one is read: use another"
             )
 
     def queries(self, split: str) -> Sequence[Query]:
+        dataset = self.test if split == "test" else self.train
+
         def make(index: int) -> Query:
-            entry = self.datasets[split][index]
+            entry = dataset[index]
             text = ASKED.format(question=entry["question"])
             return Query(index, [{"role": "user", "content": text}] if self.chat else text, entry)
 
-        return LazyQueries(len(self.datasets[split]), make)
+        return LazyQueries(len(dataset), make)
+
+    def load(self) -> None:
+        _ = self.test  # slow: not within the time of the first score
 
     def score(
         self, queries: list[Query], responses: list[str], finished: list[bool]
@@ -90,7 +96,7 @@ class ReasoningGym(Task):
             answer = self.extract(response)
             if is_finished and answer is not None:
                 with suppress(Exception):  # of a verifier that cannot read the answer
-                    scores[i] = float(self.datasets["train"].score_answer(answer, query.answer))
+                    scores[i] = float(self.test.score_answer(answer, query.answer))
         return np.nan_to_num(scores).tolist()
 
     def extract(self, response: str) -> str | None:

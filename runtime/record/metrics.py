@@ -67,7 +67,8 @@ class StepMetrics:
         if not groups:
             return
         self.figures |= describe(groups)
-        self.first = self.first + groups if self.learner.step == 0 else []
+        if self.learner.step == 0:
+            self.first += groups
         if self.learner.step >= self.mismatch_due:
             self.measure_mismatch(groups + self.batches.waiting())
 
