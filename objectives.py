@@ -254,6 +254,21 @@ def icepop(x: LossInputs) -> tuple[Tensor, Metrics]:
     return _weighted_tokens(x, torch.where((ratio >= 0.5) & (ratio <= 5.0), ratio, 0.0)), {}
 
 
+def dppo(x: LossInputs) -> tuple[Tensor, Metrics]:
+    """DPPO (arXiv 2602.04879, binary TV), prime-rl's form: sum_t (1e-3 log^2 rho_t - m_t rho_t A).
+
+    A = r - mean r; rho carries the gradient. m_t is 0 where pi_t - b_t is over 0.2 and A > 0, or
+    under -0.2 and A < 0. prime-rl averages over the batch's tokens. beta is not used. Needs
+    behaviour log-probabilities. What masks a stale token is how far its probability has moved, not
+    by what ratio.
+    """
+    advantage = _centred(x.rewards, x.group_size)[:, None]
+    log_ratio = torch.where(x.mask.bool(), x.logprobs - _behavior(x), 0.0)  # (N, T)
+    moved = (x.logprobs.detach().exp() - _behavior(x).exp()) * advantage.sign()
+    gain = torch.where(moved <= 0.2, _ratio(log_ratio) * advantage, 0.0)
+    return sequence_sum(1e-3 * log_ratio.square() - gain, x.mask).mean(), {}
+
+
 LOSSES: dict[str, Callable[[LossInputs], tuple[Tensor, Metrics]]] = {
     "tb": trajectory_balance,
     "tba_prime": tba_prime,
@@ -277,12 +292,13 @@ LOSSES: dict[str, Callable[[LossInputs], tuple[Tensor, Metrics]]] = {
     "cispo": cispo,
     "tis": tis,
     "icepop": icepop,
+    "dppo": dppo,
 }
 
 # These read no reference log-probabilities: no searcher loads a reference policy for them.
 WITHOUT_REFERENCE = frozenset(
     ("tb_behavior", "kimi_k2", "oapl", "dr_grpo", "dr_grpo_ratio", "raft", "opmd", "asymre")
-    + ("topr", "gspo", "cispo", "tis", "icepop")
+    + ("topr", "gspo", "cispo", "tis", "icepop", "dppo")
 )
 
 CLIP = 0.2  # PPO's epsilon

@@ -30,10 +30,11 @@ PROMPTS = [7] * 4 + [2] * 4 + [30] * 4  # tokens of each row's prompt
 NAMES = (
     "tb tba_prime tba_prime_ratio tba_prime_released reinforce rloo proximal_rloo grpo dr_grpo"
     " dr_grpo_ratio online_dpo raft tb_behavior kimi_k2 oapl opmd asymre topr gspo cispo tis icepop"
+    " dppo"
 ).split()
 NEED_BEHAVIOR = (
     "tba_prime_ratio tba_prime_released reinforce rloo proximal_rloo grpo dr_grpo dr_grpo_ratio"
-    " tb_behavior kimi_k2 oapl topr gspo cispo tis icepop"
+    " tb_behavior kimi_k2 oapl topr gspo cispo tis icepop dppo"
 ).split()
 # Stay bounded, or are defined, where policy and behaviour policy are e^50 apart.
 STAND_EXTREMES = ["tb_behavior", "kimi_k2", "oapl", "topr", "gspo", "cispo", "tis", "icepop"]
@@ -91,6 +92,8 @@ def make_example(pattern, far=False, extreme=False):
     if far:
         reference[1][0] = policy[1][0] - 12.5
         policy[5][2], behavior[5][2], reference[5][2] = -13.5, -13.4, -1.5
+        for row, p in (0, 0.7), (2, 0.7), (1, 0.4), (3, 0.4), (4, 0.4):  # dppo's mask
+            policy[row][-1], behavior[row][-1] = math.log(p), math.log(1.1 - p)
     return Example(policy, behavior, reference, REWARDS[pattern], PROMPTS)
 
 
@@ -296,6 +299,19 @@ def reference_gspo(e):
     return over_rows(row_loss, e.behavior, grpo_advantages(e))
 
 
+def reference_dppo(e):
+    def row_loss(row, behavior, sampled, advantage):
+        kept = [
+            (math.exp(s) - math.exp(b)) * math.copysign(1.0, advantage) <= 0.2
+            for s, b in zip(sampled, behavior)
+        ]
+        gains = [math.exp(p - b) * advantage for p, b in zip(row, behavior)]
+        log_ratios = [p - b for p, b in zip(row, behavior)]
+        return sum(1e-3 * d**2 - g * keep for d, g, keep in zip(log_ratios, gains, kept))
+
+    return over_rows(row_loss, e.behavior, e.policy, minus_group_mean(e, e.rewards))
+
+
 def weighted_tokens(e, weight):
     """Policy gradient with A = r - mean r; each token is weighted by a function of its ratio."""
     rows = zip(e.policy, e.behavior)
@@ -353,6 +369,7 @@ REFERENCES = {
     "asymre": lambda e: policy_gradient(e, [a + 0.1 for a in minus_group_mean(e, e.rewards)]),
     "topr": reference_topr,
     "gspo": reference_gspo,
+    "dppo": reference_dppo,
     "cispo": lambda e: weighted_tokens(e, lambda ratio: min(ratio, 1.2)),
     "tis": lambda e: weighted_tokens(e, lambda ratio: min(ratio, 2.0)),
     "icepop": lambda e: weighted_tokens(e, lambda ratio: ratio if 0.5 <= ratio <= 5.0 else 0.0),
@@ -485,6 +502,9 @@ def test_the_examples_lie_on_both_sides_of_every_clip_and_clamp(pattern):
     assert kinds(zip(row_ratios, leave_one_out_advantages(example))) == everything
     rows = zip(token_ratios, grpo_advantages(example))
     assert kinds((ratio, advantage) for row, advantage in rows for ratio in row) == everything
+    rows = zip(example.policy, example.behavior, minus_group_mean(example, example.rewards))
+    moved = [(math.exp(p) - math.exp(b), a) for *pair, a in rows for p, b in zip(*pair)]
+    assert len({(m > 0, m * a > 0) for m, a in moved if abs(m) > 0.2}) == 4  # dppo's mask
     assert max(map(max, token_ratios)) > 8.0 > min(map(min, token_ratios))
     assert min(shifts) < -10.0 and max(shifts) > 10.0
     assert any(abs(shift) < 10.0 for shift in shifts)
