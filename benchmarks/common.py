@@ -42,17 +42,25 @@ def as_flags(**settings: object) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def machine() -> str:
-    """Describe the machine: cores, processor, GPUs and date."""
+def processor() -> str:
+    """Name the processor, and what torch's kernels use of it: results depend on both."""
     import torch
 
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    processor = names[0] if names else platform.processor()
+    return (
+        f"{names[0] if names else platform.processor()}, {torch.backends.cpu.get_cpu_capability()}"
+    )
+
+
+def machine() -> str:
+    """Describe the machine: cores, processor, GPUs and date."""
+    import torch
+
     cores = len(os.sched_getaffinity(0))
     gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return f"{cores} cores of an {processor}, {gpus or 'no GPU'}, {datetime.date.today()}"
+    return f"{cores} cores of an {processor()}, {gpus or 'no GPU'}, {datetime.date.today()}"
 
 
 def results_dir(quick: bool) -> Path:

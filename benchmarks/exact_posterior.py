@@ -12,7 +12,7 @@ Writes benchmarks/results/exact_posterior.{md,png}.
 """
 
 import itertools
-from collections import defaultdict, deque
+from collections import defaultdict
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -20,7 +20,6 @@ import torch
 from common import RESULTS, save, table
 
 from loss import LossInputs
-from models.importance import effective_share
 from objectives import LOSSES
 
 LETTERS, LENGTH, QUERIES, K, BETA = 2, 4, 3, 16, 0.5
@@ -61,16 +60,12 @@ def train(
     objective: str,
     learning_rate: float,
     seed: int,
-    staleness: int | None = None,
     steps: int = STEPS,
 ) -> dict[str, list[float]]:
-    """Train a policy, and measure it every MEASURE steps.
+    """Train a policy on responses of a fixed behaviour policy; measure it every MEASURE steps.
 
-    staleness: responses are drawn from the policy of so many steps before (of the first one, while
-    there is none); None: from one fixed behaviour policy. Returns KL(pi || pi*), the same to the
-    best policy near the fixed behaviour policy, KL(pi || reference), the mean reward, the effective
-    number of responses (e to the entropy) and the error of log Z, all means over queries, and the
-    effective sample size of the batch's pi / b.
+    Returns KL(pi || pi*), the same to the best policy near the behaviour policy, and the error of
+    log Z, all means over queries.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -86,20 +81,15 @@ def train(
     unnormalised = (ref_logprobs * MASK).sum(-1) + rewards / BETA  # (Q, R)
     true_log_z = unnormalised.logsumexp(-1)
     best = unnormalised - true_log_z[:, None]  # log pi*
-    log_b = (token_logprobs(behavior) * MASK).sum(-1)  # (Q, R)
+    behavior_logprobs = token_logprobs(behavior)  # (Q, R, T)
+    log_b = (behavior_logprobs * MASK).sum(-1)  # (Q, R)
     near_behavior = (log_b + rewards / BETA).log_softmax(-1)
 
     tables = reference.clone().requires_grad_()
     optimizer = torch.optim.Adam([tables], lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     history = defaultdict(list)
-    past = deque([reference], maxlen=(staleness or 0) + 1)  # tables, the oldest first
     for step in range(steps + 1):
-        if staleness is not None:
-            past.append(tables.detach().clone())
-            behavior = past[0]
-        behavior_logprobs = token_logprobs(behavior)  # (Q, R, T)
-        log_b = (behavior_logprobs * MASK).sum(-1)  # (Q, R)
         if step % MEASURE == 0:
             with torch.no_grad():
                 log_pi = (token_logprobs(tables) * MASK).sum(-1)
@@ -108,15 +98,7 @@ def train(
                     history[name].append(float(kl.mean()))
                 log_z_error = ((unnormalised - log_pi).mean(-1) - true_log_z).abs()
             history["log_z_error"].append(float(log_z_error.mean()))
-            kl_reference = log_pi - (ref_logprobs * MASK).sum(-1)
-            for name, values in ("kl_reference", kl_reference), ("reward", rewards):
-                history[name].append(float((log_pi.exp() * values).sum(-1).mean()))
-            entropy = -(log_pi.exp() * log_pi).sum(-1)
-            history["distinct"].append(float(entropy.exp().mean()))
         drawn = torch.multinomial(log_b.exp(), K, replacement=True, generator=generator)  # (Q, K)
-        if step % MEASURE == 0:
-            log_w = (log_pi - log_b).gather(1, drawn).flatten()
-            history["ess"].append(effective_share(log_w))
         rows = drawn[..., None].expand(-1, -1, LENGTH)
         inputs = LossInputs(
             logprobs=token_logprobs(tables).gather(1, rows).flatten(0, 1),

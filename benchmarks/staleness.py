@@ -1,429 +1,422 @@
-"""Chart what staleness does to each objective, each at its best learning rate at that staleness.
+"""Chart what stale data does to objectives: reward against KL, beside the best that there is.
 
-    python benchmarks/staleness.py             # two hours on 2 cores
-    python benchmarks/staleness.py --quick     # four objectives, one rate, one seed: in 3 minutes
-    python benchmarks/staleness.py --full      # all objectives, staleness 0 to 128: days
+    python benchmarks/staleness.py                  # 930 runs: an hour and a half on 2 cores
+    python benchmarks/staleness.py --quick          # two objectives, one seed: in ten minutes
+    python benchmarks/staleness.py --cell "tb 8"    # an objective at a staleness, made again
 
-A study that was interrupted continues where it was; every run is kept.
+A study that was interrupted continues where it was. A processor has a file of its own, for its
+rounding decides what a run comes to: results of two are two columns.
 
-stale    each batch is trained on exactly so many steps after the weights that made it
-         (--constant_staleness), once
-replay   batches come from the replay buffer, with most-on-policy probability m
-reuse    the same with m = 0.25 and fewer responses generated: as many steps for each
+The task is addends, and all runs begin with the model in benchmarks/addends. A step is 16 queries x
+8 responses. Each batch is trained on exactly 0, 8 or 32 steps after the weights that made it, or
+comes from the replay buffer: m = 0.25, and as many new responses a step as are trained on.
 
-Tasks: arithmetic (one right answer), addends (many), and a language small enough to enumerate
-(exact_posterior.py), where KL to pi* is exact. A step is 16 queries x 8 responses, or 3 x 16 in the
-language. The learning rate of a cell is the best of four, a factor of about three apart, with a
-seed that the tables do not use: by the mean reward of samples for held-out queries, and in the
-language, for those that aim at pi* with fresh data, by KL to that. Where the best lies at an edge,
-the next rate is tried too. Where no rate beats the base model, the cell says so, and no more is
-run.
-Writes benchmarks/results/staleness.{jsonl,md,png}; with --quick benchmarks/results/quick/.
+Reward alone says little where objectives end at different distances from the reference. So each is
+asked for the best reward - price x KL at three prices of a nat, the values of beta too. The optimum
+is known: the reference, tempered (Eq. 2), whose right answers can be enumerated. A cell has nine
+settings, three learning rates x three values of beta, or of what reads no reference, x three
+numbers of steps. The best by the mean of three seeds is measured with three others.
+
+Writes benchmarks/results/staleness.{<processor>.jsonl,md,png}; with --quick results/quick/.
 """
 
+import itertools
+import os
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-import exact_posterior
 import matplotlib.pyplot as plt
 import numpy as np
-from common import results_dir, save, table
-from study import base_model, number, run_all, spread, train
+import torch
+from common import arguments, processor, results_dir, save, table
+from study import base_model, key_of, number, recorded, run_all, small_config, spread
 
-from objectives import LOSSES
-from runtime.record.timeline import read_lines
+from models.hub import identify_weights
+from models.logprobs import response_logprobs
+from models.policy import load_policy, load_tokenizer
+from objectives import WITHOUT_REFERENCE
+from tasks import load_task
 
-OBJECTIVES = (
-    "tb",
-    "tba_prime",
-    "tb_behavior",
-    "kimi_k2",
-    "oapl",
-    "reinforce",
-    "proximal_rloo",
-    "grpo",
-    "topr",
-    "raft",
-)
-REGRESSIONS = ("tb", "tba_prime", "tb_behavior", "kimi_k2", "oapl")
-# Those whose fixed point on fresh data is pi*.
-AIM_AT_PI_STAR = ("tb", "tba_prime", "reinforce", "rloo", "proximal_rloo")
-WITH_BUFFER = ("tb", "kimi_k2", "grpo", "raft")
-LANGUAGE = "language"
-TASKS = ("arithmetic", "addends", LANGUAGE)
-STALENESS, MIXES, REUSES = (0, 8, 64), (0.25, 0.95), (1, 2, 4, 8)
-RATES = {"arithmetic": (1e-4, 3e-4, 1e-3, 3e-3), "addends": (1e-4, 3e-4, 1e-3, 3e-3)}
-RATES |= {LANGUAGE: (0.003, 0.01, 0.03, 0.1)}
-FACTOR = 3.3  # about, between two rates
-STEPS, LANGUAGE_STEPS = 300, 2000
-RESPONSES = 128 * 75  # generated in a run of "reuse"
-SEARCH_SEED, SEEDS = 100, (0, 1, 2)
-BATCH = dict(queries_per_batch=16, tokens_per_micro_batch=4000, responses_per_query=8)
-BUFFER = dict(samples_per_query=8, sync_period=1, initial_responses=256)
-TARGETS = {"arithmetic": 0.9, "addends": 0.7}  # reward that "reuse" is to reach
-MEANING = {
-    "reward": "mean reward of samples, held-out queries",
-    "kl": "KL to the reference policy, nats a response",
-    "distinct": "different right responses among 100 samples of a query (addends), or e to the "
-    "entropy (language)",
-    "kl_star": "KL to π*",
-    "ess": "effective sample size of π / b over the responses of a batch, mean of a run",
-}
-
-AXIS = {
-    "reward": "reward",
-    "distinct": "different right answers",
-    "kl_star": "KL to π*",
-}
+OBJECTIVES = ("tb", "tba_prime", "kimi_k2", "proximal_rloo", "topr", "dppo")
+STALE, REPLAY = (0, 8, 32), "replay"
+AGES = (*STALE, REPLAY)
+PRICES = (0.03, 0.1, 0.3)  # of a nat, and beta of what reads a reference
+# Of Adam, four apart as the two lags are: 8 x 1e-3 = 32 x 2.5e-4.
+RATES = (2.5e-4, 1e-3, 4e-3)
+STEPS = 200, 100, 50  # the first where beta is varied
+SEARCH_SEEDS, SEEDS = (100, 101, 102), (0, 1, 2)
+BATCH = dict(queries_per_batch=16, responses_per_query=8, tokens_per_micro_batch=4000)
+BUFFER = dict(samples_per_query=8, sync_period=1, initial_responses=256, most_on_policy_prob=0.25)
+CLIPPING = 8, 0.1  # age and price of the row without clipping
+# The first two change no bit on an AMD processor, where MKL decides by itself.
+OTHER_ROUNDING = dict(MKL_ENABLE_INSTRUCTIONS="AVX2", ONEDNN_MAX_CPU_ISA="AVX2")
+OTHER_ROUNDING |= dict(MKL_CBWR="COMPATIBLE", ATEN_CPU_CAPABILITY="avx2")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What is compared at its best learning rate: an objective on data of some age."""
+class Setting(NamedTuple):
+    """What is chosen for a cell."""
 
-    task: str
+    rate: float
+    beta: float
+    steps: int
+
+
+class Cell(NamedTuple):
+    """An objective on data of some age: a staleness in steps, or REPLAY."""
+
     objective: str
-    kind: str  # stale, replay or reuse
-    age: float  # staleness, m, or steps for each response
+    age: int | str
 
 
-def job(cell: Cell, rate: float, seed: int, steps: int) -> dict:
-    """Describe a run, for run()."""
-    if cell.task == LANGUAGE:
-        of_it = dict(objective=cell.objective, learning_rate=rate, seed=seed)
-        return {"language": of_it | dict(staleness=int(cell.age), steps=LANGUAGE_STEPS)}
-    settings = BATCH | dict(task=cell.task, loss=cell.objective, learning_rate=rate, seed=seed)
-    if cell.kind == "stale":
-        return {"settings": settings | dict(constant_staleness=int(cell.age), steps=steps)}
-    groups = BATCH["queries_per_batch"]
-    if cell.kind == "replay":
-        settings |= BUFFER | dict(most_on_policy_prob=cell.age, steps=steps)
-    else:
-        reuse = int(cell.age)
-        settings |= BUFFER | dict(most_on_policy_prob=0.25, steps=RESPONSES * reuse // 128)
-        groups //= reuse
-    return {"settings": settings, "groups_per_sync": groups}
+def settings_of(objective: str) -> list[Setting]:
+    """The nine. Of kimi_k2 beta pulls towards the policy that sampled: it is left as it is."""
+    if objective in WITHOUT_REFERENCE:
+        return [Setting(rate, 0.1, steps) for rate in RATES for steps in STEPS]
+    return [Setting(rate, beta, STEPS[0]) for rate in RATES for beta in PRICES]
 
 
-def run(
-    settings: dict | None = None,
-    groups_per_sync: int = 0,
-    language: dict | None = None,
-    base: str = "",
-) -> dict:
-    """Make a run, or measure a task's base model. Returns its figures."""
-    if base:
-        return base_model(base)
-    if settings:
-        return train(settings, groups_per_sync)
-    history = exact_posterior.train(**language)
-    ends = {name: values[-1] for name, values in history.items()}
-    return {
-        "reward": ends["reward"],
-        "kl": ends["kl_reference"],
-        "kl_star": ends["kl"],
-        "distinct": ends["distinct"],
-        "history": {"ess_responses": history["ess"], "reward": history["reward"]},
-    }
+def job(cell: Cell, setting: Setting, seed: int, **others) -> dict:
+    """Describe a run, for run_all()."""
+    chosen = dict(learning_rate=setting.rate, beta=setting.beta, steps=setting.steps, seed=seed)
+    settings = BATCH | dict(task="addends", loss=cell.objective) | chosen | others
+    if cell.age == REPLAY:
+        groups = BATCH["queries_per_batch"]
+        return {"settings": settings | BUFFER, "groups_per_sync": groups}
+    return {"settings": settings | dict(constant_staleness=cell.age)}
 
 
-def language_base(seeds: tuple[int, ...]) -> dict[str, float]:
-    """Measure the reference policy of the language, the mean over seeds."""
-    begin = [exact_posterior.train("tb", 0.1, seed, staleness=0, steps=0) for seed in seeds]
-    named = {"kl_star": "kl", "reward": "reward", "distinct": "distinct"}
-    return {name: float(np.mean([b[key][0] for b in begin])) for name, key in named.items()}
-
-
-def score(cell: Cell, result: dict) -> float:
-    """What a learning rate is chosen by: the more the better."""
-    is_near = cell.task == LANGUAGE and cell.objective in AIM_AT_PI_STAR
-    found = -result["kl_star"] if is_near else result["reward"]
+def worth(result: dict, price: float) -> float:
+    """Reward - price x KL: what a setting is chosen by, and what the tables compare."""
+    found = result["reward"] - price * result["kl"]
     return found if np.isfinite(found) else -np.inf
 
 
 class Study:
-    """The runs so far. do: makes those of a list that are missing."""
+    """The runs of a processor. do(jobs, file): makes those that the file lacks."""
 
-    def __init__(self, file: Path, steps: int, seeds: tuple[int, ...], do: Callable = run_all):
-        self.file, self.steps, self.seeds, self.do = file, steps, seeds, do
-        self.tried: dict[Cell, dict[float, float]] = {}  # rate -> score
-        self.results: dict[Cell, list[dict]] = {}  # a result a seed; none where no rate is any good
-        # What each task begins with, by the seed of the search and by those of the tables. Only in
-        # the language are the two not the same: there a seed has reward and reference of its own.
-        self.base: dict[str, dict] = {}
-        self.shown_base: dict[str, dict] = {}
+    def __init__(self, file: Path, objectives=OBJECTIVES, ages=AGES, seeds=SEEDS, do=run_all):
+        self.file, self.objectives, self.ages, self.do = file, objectives, ages, do
+        self.seeds, self.search_seeds = seeds, SEARCH_SEEDS[: len(seeds)]
+        self.cells = [Cell(objective, age) for objective in objectives for age in ages]
+        self.results: dict[tuple, dict] = {}  # by cell, setting and seed
 
-    def run_all(self, jobs: list[dict]) -> list[dict]:
-        return [line["result"] for line in self.do(jobs, self.file, run=run)]
+    def make(self) -> None:
+        """Search the settings, then measure those that are chosen."""
+        tried = {cell: settings_of(cell.objective) for cell in self.cells}
+        self.run_all(tried, self.search_seeds)
+        chosen = {c: sorted({self.choice(c, price) for price in PRICES}) for c in self.cells}
+        self.run_all(chosen, self.seeds)
 
-    def measure_base(self, tasks: list[str]) -> None:
-        """Measure what each task begins with."""
-        for task in tasks:
-            if task == LANGUAGE:
-                self.base[task] = language_base((SEARCH_SEED,))
-                self.shown_base[task] = language_base(self.seeds)
-            else:
-                self.base[task] = self.shown_base[task] = self.run_all([{"base": task}])[0]
+    def run_all(self, wanted: dict[Cell, list[Setting]], seeds: tuple[int, ...]) -> None:
+        runs = [(c, setting, seed) for seed in seeds for c in wanted for setting in wanted[c]]
+        lines = self.do([job(*run) for run in runs], self.file)
+        self.results |= {run: line["result"] for run, line in zip(runs, lines)}
 
-    def search(self, cells: list[Cell], rates: dict[str, tuple[float, ...]]) -> None:
-        """Try each cell's learning rates, and the next one where the best lies at an edge."""
-        wanted = [(cell, rate) for cell in cells for rate in rates[cell.task]]
-        while wanted:
-            jobs = [job(cell, rate, SEARCH_SEED, self.steps) for cell, rate in wanted]
-            for (cell, rate), result in zip(wanted, self.run_all(jobs)):
-                self.tried.setdefault(cell, {})[rate] = score(cell, result)
-            wanted = []
-            for cell in cells:
-                best, tried = self.best(cell), self.tried[cell]
-                if best is None or len(tried) > len(rates[cell.task]) or len(tried) == 1:
-                    continue
-                if best in (min(tried), max(tried)):
-                    beyond = best / FACTOR if best == min(tried) else best * FACTOR
-                    wanted.append((cell, float(f"{beyond:.1g}")))
+    def choice(self, cell: Cell, price: float) -> Setting:
+        """The setting of the largest mean worth over the seeds of the search."""
 
-    def best(self, cell: Cell) -> float | None:
-        """The best learning rate of a cell; None if none beats the base model."""
-        tried = self.tried[cell]
-        rate = max(tried, key=tried.get)
-        return rate if tried[rate] > score(cell, self.base[cell.task]) else None
+        def mean_worth(setting: Setting) -> float:
+            return np.mean([worth(r, price) for r in self.of(cell, setting, self.search_seeds)])
 
-    def measure(self, cells: list[Cell]) -> None:
-        """Run each cell at its best rate with the seeds of the tables."""
-        good = [cell for cell in cells if self.best(cell)]
-        jobs = [job(c, self.best(c), seed, self.steps) for c in good for seed in self.seeds]
-        found, count = self.run_all(jobs), len(self.seeds)
-        self.results |= {cell: [] for cell in cells}
-        self.results |= {cell: found[i * count :][:count] for i, cell in enumerate(good)}
+        return max(settings_of(cell.objective), key=mean_worth)
 
-    def values(self, cell: Cell, measure: str) -> list[float]:
-        """A figure of each seed's run."""
-        if measure == "ess":
-            return [float(np.mean(r["history"]["ess_responses"])) for r in self.results[cell]]
-        return [result[measure] for result in self.results[cell]]
+    def of(self, cell: Cell, setting: Setting, seeds: tuple[int, ...]) -> list[dict]:
+        return [self.results[cell, setting, seed] for seed in seeds]
 
-    def shown(self, cell: Cell, measure: str) -> str:
-        if not self.results[cell]:
-            return "no rate beats the base model"
-        return spread(self.values(cell, measure))
+    def measured(self, cell: Cell, price: float) -> list[dict]:
+        """What the tables show of a cell: a result for each seed."""
+        return self.of(cell, self.choice(cell, price), self.seeds)
+
+    def searched(self, objective: str, *ages: int | str) -> list[tuple]:
+        """Runs of the search: (age, setting, seed, result)."""
+        return [
+            (cell.age, setting, seed, result)
+            for (cell, setting, seed), result in self.results.items()
+            if cell.objective == objective and cell.age in ages and seed in self.search_seeds
+        ]
 
 
-def tables(study: Study, cells: list[Cell]) -> list[str]:
-    """A table a task, kind and measure: a row an objective, a column an age."""
+def right_shares(split: str) -> np.ndarray:
+    """The base model's probability of a right answer to each query, all of them added up."""
+    config = small_config(dict(task="addends"))
+    model, tokenizer = load_policy(config, torch.device("cpu")), load_tokenizer(config)
+    shares = []
+    for query in load_task("addends").queries(split):
+        answers = [f"{n:02}+{query.answer - n:02}" for n in range(query.answer + 1)]
+        rows = [np.array([*tokenizer(a).input_ids, tokenizer.eos_token_id]) for a in answers]
+        prompts = [np.array(tokenizer(query.prompt).input_ids)] * len(rows)
+        with torch.no_grad():
+            logprobs = response_logprobs(model, prompts, rows, config.temperature).sum(1)
+        shares.append(float(logprobs.exp().sum()))
+    return np.array(shares)
+
+
+def optimum(shares: np.ndarray, price: float) -> tuple[float, float]:
+    """Reward and KL of the best policy at this price: p e^(r / price) / Z, means over queries."""
+    weight = np.exp(1 / price)
+    z = 1 - shares + shares * weight
+    reward = shares * weight / z
+    return float(reward.mean()), float((reward / price - np.log(z)).mean())
+
+
+def tables(studies: dict[str, Study], shares: dict[str, np.ndarray]) -> list[str]:
+    """For each price what the objectives make of it: a row each, a column an age and processor."""
+    first = next(iter(studies.values()))
+    columns = list(itertools.product(first.ages, studies))
+    header = [f"{age} ({name})" if len(studies) > 1 else f"{age}" for age, name in columns]
     parts = []
-    for kind in dict.fromkeys(cell.kind for cell in cells):
-        for task in dict.fromkeys(cell.task for cell in cells if cell.kind == kind):
-            own = [cell for cell in cells if (cell.kind, cell.task) == (kind, task)]
-            measures = ["kl_star"] if task == LANGUAGE else []
-            measures += ["reward", "kl", "ess"] + (["distinct"] if task != "arithmetic" else [])
-            for measure in measures:
-                rows = [
-                    [f"`{name}`", *(study.shown(cell, measure) for cell in row)]
-                    for name, row in by_objective(own).items()
+    for price in PRICES:
+        reward, kl = optimum(shares["test"], price)
+        trained, trained_kl = optimum(shares["train"], price)
+        kinds = {
+            f"reward − {price:g} × KL. The best there is has {reward - price * kl:.3f} "
+            f"({reward:.3f} at {kl:.3f}), the base model {shares['test'].mean():.3f}": shown_worth,
+            "reward at KL in nats, different right answers in 100 samples": shown_figures,
+            f"reward − {price:g} × KL on the queries that were trained on. The best there is has "
+            f"{trained - price * trained_kl:.3f}": lambda runs, price: shown_worth(
+                [run["trained"] for run in runs], price
+            ),
+        }
+        for title, show in kinds.items():
+            rows = [
+                [f"`{objective}`"]
+                + [
+                    show(studies[name].measured(Cell(objective, age), price), price)
+                    for age, name in columns
                 ]
-                ages = list(dict.fromkeys(cell.age for cell in own))
-                of_base = study.shown_base[task].get(measure)
-                base = "" if of_base is None else f"; base model {of_base:.3f}"
-                title = f"**{kind}, {task}**: {MEANING[measure]}{base}"
-                parts.append(f"{title}\n\n{table([AGE[kind], *map(str, ages)], rows)}")
+                for objective in first.objectives
+            ]
+            parts.append(f"**price {price:g}**: {title}\n\n{table(['staleness', *header], rows)}")
     return parts
 
 
-AGE = {"stale": "staleness, steps", "replay": "m", "reuse": "steps for each response"}
+def shown_worth(runs: list[dict], price: float) -> str:
+    return spread([worth(run, price) for run in runs])
 
 
-def by_objective(cells: list[Cell]) -> dict[str, list[Cell]]:
-    return {
-        name: [cell for cell in cells if cell.objective == name]
-        for name in dict.fromkeys(cell.objective for cell in cells)
-    }
+def shown_figures(runs: list[dict], _: float) -> str:
+    means = [np.mean([run[name] for run in runs]) for name in ("reward", "kl", "distinct")]
+    return "{:.2f} at {:.2f}, {:.0f}".format(*means)
 
 
-def rates_table(study: Study, cells: list[Cell]) -> str:
-    """Every choice of a learning rate, and whether it lies at an edge of what was tried."""
+def choices_table(study: Study) -> str:
+    """Every choice, whether its rate lies at an edge, and what search and test say of it."""
     rows = []
-    for cell in cells:
-        tried, best = study.tried[cell], study.best(cell)
-        edge = {min(tried): "smallest", max(tried): "largest"}.get(best, "no")
-        scores = ", ".join(f"{rate:g}: {tried[rate]:.3f}" for rate in sorted(tried))
-        chosen = "none" if best is None else f"{best:g}"
-        where = [cell.kind, cell.task, f"`{cell.objective}`", f"{cell.age:g}"]
-        rows.append([*where, chosen, "" if best is None else edge, scores])
-    header = ["", "task", "objective", "age", "rate", "at an edge", "score by rate"]
-    return "**every choice of a learning rate**\n\n" + table(header, rows)
+    for cell, price in itertools.product(study.cells, PRICES):
+        chosen = study.choice(cell, price)
+        edge = {min(RATES): "smallest", max(RATES): "largest"}.get(chosen.rate, "no")
+        found = [f"{price:g}", f"{chosen.rate:g}", edge, f"{chosen.beta:g}", f"{chosen.steps}"]
+        searched = study.of(cell, chosen, study.search_seeds)
+        shown = [shown_worth(runs, price) for runs in (searched, study.measured(cell, price))]
+        rows.append([f"`{cell.objective}`", f"{cell.age}", *found, *shown])
+    header = ["", "staleness", "price", "rate", "at an edge", "β", "steps", "search", "test"]
+    return f"**every choice**\n\n{table(header, rows)}"
 
 
-def responses_table(study: Study, cells: list[Cell]) -> str:
-    """What replay buys: how many responses are generated until a reward is reached."""
+def lag_table(study: Study) -> str:
+    """What staleness costs, by lag, by rate, and by their product: which of them explains it?"""
+    pairs = sorted(itertools.product(STALE[1:], RATES), key=lambda pair: (pair[0] * pair[1], pair))
     rows = []
-    for name, row in by_objective(cells).items():
-        shown = [f"`{name}`"]
-        for cell in row:
-            needed = [
-                responses_until(r["history"], TARGETS[cell.task]) for r in study.results[cell]
-            ]
-            reached = [count for count in needed if np.isfinite(count)]
-            mean = f"{number(reached)[0]:.0f}" if reached else "never"
-            few = f" ({len(reached)} of {len(needed)} seeds)" if len(reached) < len(needed) else ""
-            shown.append(mean + few if needed else "no rate beats the base model")
-        rows.append(shown)
-    task = cells[0].task
-    title = f"**what replay buys, {task}**: responses generated until new ones have a reward of "
-    ages = [f"{cell.age:g}" for cell in next(iter(by_objective(cells).values()))]
-    return f"{title}{TARGETS[task]}\n\n{table([AGE['reuse'], *ages], rows)}"
+    for objective in study.objectives:
+        fresh = {tuple(run[1:]): result["reward"] for *run, result in study.searched(objective, 0)}
+        runs = study.searched(objective, *STALE[1:])
+        lost = np.array([fresh[tuple(run[1:])] - result["reward"] for *run, result in runs])
+        own = [(age, setting.rate) for age, setting, *_ in runs]
+        shown = [f"{lost[[one == pair for one in own]].mean():.2f}" for pair in pairs]
+        products = [f"{lag * rate:.3g}" for lag, rate in own]
+        kinds = [lag for lag, _ in own], [rate for _, rate in own], products, own
+        rows.append([f"`{objective}`", *shown, *(f"{explained(lost, kind):.2f}" for kind in kinds)])
+    header = [f"{lag} × {rate:g} = {lag * rate:g}" for lag, rate in pairs]
+    header += ["share explained by lag", "by rate", "by lag × rate", "by both"]
+    title = "reward lost against fresh data, all else alike; runs of the search"
+    return f"**lag × learning rate**: {title}\n\n{table(['', *header], rows)}"
 
 
-def responses_until(history: dict[str, list[float]], target: float) -> float:
-    """Responses generated until those of a thirtieth of the run reached this reward; inf: never."""
-    reached = [n for n, reward in zip(history["received"], history["reward"]) if reward >= target]
-    return min(reached, default=float("inf"))
+def explained(values: np.ndarray, groups: list) -> float:
+    """Share of the variance between groups, less what chance would give so many of them."""
+    names = np.array([str(group) for group in groups])
+    parts = [values[names == name] for name in set(names)]
+    within = sum(((part - part.mean()) ** 2).sum() for part in parts)
+    total = ((values - values.mean()) ** 2).sum()
+    return 1 - within / (len(values) - len(parts)) * (len(values) - 1) / total
 
 
-def collapse_table(cells: list[Cell], lines: list[dict]) -> str:
-    """Does a small effective sample size foretell a collapse?
+def ess_table(study: Study, base_reward: float) -> str:
+    """Does a small effective sample size foretell that a run ends below the base model?
 
-    In the first `staleness` steps: all data come from the base model, and rewards show nothing yet.
-    Of all runs, those of the search too. Without staleness it is 1.
+    That of the first steps, when all data come from the base model and rewards show nothing yet.
     """
     rows = []
-    for age in sorted({cell.age for cell in cells} - {0}):
-        runs = [
-            line
-            for line in lines
-            if line["job"].get("settings", {}).get("constant_staleness") == age
-        ]
-        fallen = [run for run in runs if has_collapsed(run["result"]["history"]["reward"])]
-        fine = [run for run in runs if run not in fallen]
-        pairs = [(one, other) for one in fallen for other in fine]
-        alike = [pair for pair in pairs if task_and_rate(pair[0]) == task_and_rate(pair[1])]
-        shown = [
-            f"{np.median([early_ess(run, age) for run in part]):.3f}" if part else ""
-            for part in (fallen, fine)
-        ]
-        shown += [
-            f"{np.mean([early_ess(a, age) < early_ess(b, age) for a, b in part]):.2f}"
-            if part
-            else ""
-            for part in (pairs, alike)
-        ]
-        rows.append([f"{age:g}", str(len(fallen)), str(len(fine)), *shown])
-    header = [
-        "staleness",
-        "collapsed",
-        "not",
-        "early ESS, median, where it collapses",
-        "where not",
-        "P(smaller where it collapses)",
-        "the same, of runs of one task and rate",
-    ]
-    return "**does a small effective sample size foretell a collapse?**\n\n" + table(header, rows)
+    for objective in study.objectives:
+        runs = study.searched(objective, *STALE[1:])
+        fallen = np.array([result["reward"] < base_reward for *_, result in runs])
+        ess = np.array([early_ess(result["history"], age) for age, *_, result in runs])
+        rate = np.array([setting.rate for _, setting, *_ in runs])
+        alike = [str((age, setting.rate)) for age, setting, *_ in runs]
+        shown = [foretold(-ess, fallen), foretold(rate, fallen), foretold(-ess, fallen, alike)]
+        rows.append([f"`{objective}`", f"{fallen.sum()} of {len(fallen)}", *shown])
+    header = ["", "below the base model", "early effective sample size", "learning rate"]
+    header.append("effective sample size, among runs of one lag and rate")
+    title = "probability that of two runs the one that ends below the base model is told by …"
+    return f"**foretelling a collapse**: {title} (95 % by bootstrap)\n\n{table(header, rows)}"
 
 
-def early_ess(line: dict, age: float) -> float:
+def early_ess(history: dict[str, list[float]], age: int) -> float:
     """Mean effective sample size of a run's first `age` steps."""
-    history = line["result"]["history"]
-    return float(
-        np.mean([e for s, e in zip(history["step"], history["ess_responses"]) if s <= age])
-    )
+    pairs = zip(history["step"], history["ess_responses"])
+    return float(np.mean([ess for step, ess in pairs if step <= age]))
 
 
-def task_and_rate(line: dict) -> tuple[str, float]:
-    settings = line["job"]["settings"]
-    return settings["task"], settings["learning_rate"]
+def foretold(score: np.ndarray, fallen: np.ndarray, alike: list[str] | None = None) -> str:
+    """The area under the curve of a score, where a large one says "falls", and its interval.
+
+    alike: only pairs of the same are compared.
+    """
+    kinds = np.array(alike or [""] * len(score))
+
+    def area(rows: np.ndarray) -> float:
+        down, up = rows[fallen[rows]], rows[~fallen[rows]]
+        is_pair = kinds[down][:, None] == kinds[up]
+        differences = (score[down][:, None] - score[up])[is_pair]
+        return float(np.mean((np.sign(differences) + 1) / 2)) if differences.size else np.nan
+
+    everything = np.arange(len(score))
+    if np.isnan(middle := area(everything)):
+        return "no such pair"
+    rng = np.random.default_rng(0)
+    again = [area(rng.choice(everything, len(score))) for _ in range(1000)]
+    low, high = np.nanpercentile(again, [2.5, 97.5])
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def has_collapsed(reward: list[float]) -> bool:
-    """Whether the last tenth of a run has less than half of the best reward of the first half."""
-    best = max(reward[: len(reward) // 2])
-    return float(np.mean(reward[-len(reward) // 10 :])) < best / 2
+def clipping_table(study: Study) -> str:
+    """How much of a gradient is clipped, and what a run comes to unclipped."""
+    rows, (age, price) = [], CLIPPING
+    for objective in study.objectives:
+        cell = Cell(objective, age)
+        chosen, clipped = study.choice(cell, price), study.measured(cell, price)
+        jobs = [job(cell, chosen, seed, max_grad_norm=None) for seed in study.seeds]
+        unclipped = [line["result"] for line in study.do(jobs, study.file)]
+        norm, share = (np.median([r[name] for r in clipped]) for name in ("grad_norm", "clipped"))
+        shown = [shown_worth(part, price) for part in (clipped, unclipped)]
+        rows.append([f"`{objective}`", f"{norm:.2g}", f"{share:.2f}", *shown])
+    header = ["", "median norm of the gradient", "share of steps clipped to 1", "clipped", "not"]
+    title = f"reward − {price:g} × KL at staleness {age}, with and without"
+    return f"**clipping**: {title}\n\n{table(header, rows)}"
 
 
-def draw(study: Study, cells: list[Cell], path: Path) -> None:
-    """Reward, right responses, and KL to pi*, against staleness; a line an objective."""
+def rounding_table(study: Study, base_reward: float) -> str:
+    """A random tenth of all runs again, computed as a processor without AVX-512 would round.
+
+    The difference of two runs has sqrt 2 times the deviation of one.
+    """
+    runs = list(study.results)
+    chosen = np.random.default_rng(0).choice(len(runs), max(1, len(runs) // 10), replace=False)
+    runs = [runs[i] for i in sorted(chosen)]
+    os.environ |= OTHER_ROUNDING  # for the processes that make the runs
+    jobs = [job(*run) for run in runs]
+    lines = study.do(jobs, study.file.with_suffix(".rounded.jsonl"))
+    kinds = "as in the tables", "of the search", "that end below the base model"
+    deviations = {kind: [] for kind in kinds}
+    for (cell, setting, seed), line in zip(runs, lines):
+        seeds = study.search_seeds if seed in study.search_seeds else study.seeds
+        results, figures = study.of(cell, setting, seeds), []
+        for price in PRICES:
+            worths = [worth(result, price) for result in results]
+            moved = worth(line["result"], price) - worths[seeds.index(seed)]
+            figures += [moved / np.sqrt(2), number(worths)[1]]
+        is_below = results[seeds.index(seed)]["reward"] < base_reward
+        deviations[kinds[2 if is_below else seeds == study.search_seeds]].append(figures)
+    rows = []
+    for kind, figures in deviations.items():
+        shown = np.sqrt(np.mean(np.square(figures), axis=0)) if figures else []
+        rows.append([kind, f"{len(figures)}", *(f"{figure:.3f}" for figure in shown)])
+    header = ["", "runs"] + [f"price {p:g}, by {kind}" for p in PRICES for kind in ("it", "seed")]
+    title = "standard deviation by rounding, a random tenth of the runs again, and by seed"
+    return f"**another rounding**: {title}\n\n{table(header, rows)}"
+
+
+def draw(study: Study, shares: np.ndarray, path: Path) -> None:
+    """Reward against KL, a panel an age, beside the best there is."""
     plt.switch_backend("agg")
-    own_tasks = [task for task in TASKS if task in {cell.task for cell in cells}]
-    panels = [(task, "reward") for task in own_tasks if task != LANGUAGE]
-    panels += [(task, "distinct") for task in own_tasks if task == "addends"]
-    panels.append((LANGUAGE, "kl_star"))
-    size = (4 * len(panels), 4.5)
-    figure, axes = plt.subplots(1, len(panels), figsize=size, constrained_layout=True)
-    ages = sorted({cell.age for cell in cells})
-    places = {age: i for i, age in enumerate(ages)}
-    for axis, (task, measure) in zip(axes, panels):
-        own = by_objective([cell for cell in cells if cell.task == task])
-        for i, (name, row) in enumerate(own.items()):
-            good = [cell for cell in row if study.results[cell]]
-            points = [number(study.values(cell, measure)) for cell in good]
-            style = dict(linestyle="-" if name in REGRESSIONS else "--", color=f"C{i}", capsize=2)
-            axis.errorbar(
-                [places[cell.age] + 0.02 * (i - len(own) / 2) for cell in good],
-                [mean for mean, _ in points],
-                yerr=[deviation for _, deviation in points],
-                linewidth=3 if name == "tb" else 1.5,
-                label=name,
-                **style,
+    columns = len(study.ages)
+    style = dict(figsize=(3.6 * columns + 1.6, 4), constrained_layout=True)
+    figure, axes = plt.subplots(1, columns, sharex=True, sharey=True, **style)
+    best = [optimum(shares, price) for price in np.geomspace(0.05, 50, 100)]
+    for axis, age in zip(axes, study.ages):
+        axis.plot([kl for _, kl in best], [r for r, _ in best], "k", label="the best there is")
+        axis.plot(0, shares.mean(), "ko", label="base model")
+        for i, objective in enumerate(study.objectives):
+            chosen = [study.measured(Cell(objective, age), price) for price in PRICES]
+            points = sorted(
+                [number([run[name] for run in runs]) for name in ("kl", "reward")]
+                for runs in chosen
             )
-        axis.axhline(
-            study.shown_base[task][measure], color="gray", linestyle=":", label="base model"
-        )
-        axis.set_xticks(range(len(ages)), [f"{age:g}" for age in ages])
-        axis.set(title=f"{task}: {AXIS[measure]}", xlabel="staleness, steps")
-        if measure == "kl_star":
-            axis.set_yscale("log")
-            axis.invert_yaxis()  # up is better in each panel
-    figure.suptitle("What staleness does, each objective at its best learning rate (up: better)")
-    kinds = "solid: regressions\ndashed: others"
-    axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title=kinds)
+            (x, dx), (y, dy) = np.transpose(points, (1, 2, 0))
+            style = dict(linestyle="--" if objective in WITHOUT_REFERENCE else "-", color=f"C{i}")
+            axis.errorbar(x, y, dy, dx, marker="o", label=objective, **style)
+        axis.set(title=f"staleness: {age}", xlabel="KL to the reference, nats")
+    axes[0].set_ylabel("reward, held-out queries")
+    axes[-1].legend(title="dashed: no reference", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.suptitle(f"Reward against KL: up and to the left is better ({processor()})")
     figure.savefig(path, dpi=80)
 
 
+def again(cell: Cell, studies: dict[str, Study]) -> None:
+    """Make the runs of a cell's table entries again, and print them beside what is recorded."""
+    for name, study in studies.items():
+        for price in PRICES:
+            chosen = study.choice(cell, price)
+            with tempfile.TemporaryDirectory() as empty:
+                jobs = [job(cell, chosen, seed) for seed in study.seeds]
+                new = [line["result"] for line in run_all(jobs, Path(empty) / "again.jsonl")]
+            then, now = (shown_worth(runs, price) for runs in (study.measured(cell, price), new))
+            print(f"price {price:g}: {then} on record ({name}), {now} here; {chosen}", flush=True)
+
+
+def on_record(directory: Path, *parts) -> dict[str, Study]:
+    """The studies of all processors, by their names. Raises KeyError where a run is missing."""
+
+    def look_up(jobs: list[dict], file: Path) -> list[dict]:
+        lines = recorded(file)
+        return [lines[key_of(job)] for job in jobs]
+
+    studies = {}
+    for file in sorted(directory.glob("staleness.*.jsonl")):
+        if ".rounded" not in file.suffixes:
+            name = next(iter(recorded(file).values()))["processor"]
+            studies[name] = Study(file, *parts, do=look_up)
+            studies[name].make()
+    return studies
+
+
 def main() -> None:
-    if unknown := set(sys.argv[1:]) - {"--quick", "--full"}:
-        sys.exit(f"error: {', '.join(sorted(unknown))}: the flags are --quick and --full")
-    quick, full = "--quick" in sys.argv, "--full" in sys.argv
-    objectives, staleness, tasks = OBJECTIVES, STALENESS, TASKS
-    steps, seeds, rates = STEPS, SEEDS, RATES
-    if quick:
-        objectives, staleness, tasks, steps, seeds = WITH_BUFFER, (0, 8), TASKS[::2], 60, SEEDS[:1]
-        rates = {task: values[-2:-1] for task, values in RATES.items()}
-    if full:
-        objectives, staleness = tuple(LOSSES), (0, *(2**i for i in range(8)))
-    output = results_dir(quick) / "staleness"
-    study = Study(output.with_suffix(".jsonl"), steps, seeds)
-    stale = [Cell(t, o, "stale", age) for t in tasks for o in objectives for age in staleness]
-    kinds = {} if quick else {"replay": MIXES, "reuse": REUSES}
-    others = [
-        Cell(task, objective, kind, age)
-        for kind, ages in kinds.items()
-        for task in TASKS[:2]
-        for objective in WITH_BUFFER
-        for age in ages
-    ]
-    study.measure_base(list(tasks))
-    # A task after the other, the quick one first.
-    for part in ([c for c in stale if c.task == task] for task in reversed(tasks)):
-        study.search(part, rates)
-        study.measure(part)
-    if others:
-        study.search(others, rates)
-        study.measure(others)
-    cells = stale + others
-    parts = tables(study, cells)
-    for task in TASKS[:2]:
-        if reuse := [cell for cell in others if (cell.kind, cell.task) == ("reuse", task)]:
-            parts.append(responses_table(study, reuse))
-    parts += [collapse_table(stale, read_lines(study.file)), rates_table(study, cells)]
-    save("staleness", quick, caption(steps, seeds) + (" (--full)" if full else ""), *parts)
-    draw(study, stale, output.with_suffix(".png"))
-
-
-def caption(steps: int, seeds: tuple[int, ...]) -> str:
-    return (
-        f"{steps} steps, in the language {LANGUAGE_STEPS}; mean ± standard deviation of "
-        f"{len(seeds)} seeds, at the learning rate of the last table. The machine is the one that "
-        "the last runs were made on"
+    args = arguments(__doc__, ("--cell", None))
+    parts = (("tb", "topr"), STALE, SEEDS[:1]) if args.quick else (OBJECTIVES, AGES, SEEDS)
+    directory = results_dir(args.quick)
+    if args.cell:
+        cells = {f"{cell.objective} {cell.age}": cell for cell in Study(directory, *parts).cells}
+        if args.cell not in cells:
+            sys.exit(f"error: --cell {args.cell!r} is none of {', '.join(cells)}")
+        return again(cells[args.cell], on_record(directory, *parts))
+    own = re.sub(r"\W+", "-", processor().lower())
+    study = Study(directory / f"staleness.{own}.jsonl", *parts)
+    study.make()
+    shares = {split: right_shares(split) for split in ("test", "train")}
+    base_reward = shares["test"].mean()
+    found = [*tables(on_record(directory, *parts), shares), lag_table(study)]
+    found += [ess_table(study, base_reward), clipping_table(study)]
+    found += [rounding_table(study, base_reward), choices_table(study)]
+    caption = (
+        f"Base model {identify_weights(base_model('addends'))}. The gradient is clipped to 1. "
+        "Settings are chosen by the mean of three seeds; tables show mean ± standard deviation of "
+        f"three others, with --quick of one. From the lags on: {processor()} alone"
     )
+    save("staleness", args.quick, caption, *found)
+    draw(study, shares["test"], directory / "staleness.png")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 A searcher that generates with transformers stands where the trainer's queue stands. There is no
 vLLM to start and no clock to race against: a run takes seconds and comes out the same every time.
-staleness.py and ablations.py are lists of such runs. Each is appended to a file as
-it ends, and a study that was interrupted continues where it was.
+staleness.py and ablations.py are lists of such runs. Each is appended to a file as it ends, and a
+study that was interrupted continues where it was. addends/ is the base model of the task of that
+name, so that runs begin alike on every machine: a recipe gives another model on another processor.
 """
 
 import contextlib
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -16,13 +16,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import common  # noqa: F401 (the project's root on sys.path)
 import numpy as np
 import torch
+from common import processor
 
 from buffer import Group
 from config import Config, settle
@@ -39,7 +37,8 @@ from tasks import Query, find_presets, load_task
 from trainer import Trainer
 from weights import SharedWeights
 
-SAMPLES = 2000  # responses to held-out queries, by which the trained policy is measured
+SHIPPED = {"addends": Path(__file__).parent / "addends"}  # base models, by task
+SAMPLES = 2000  # responses by which the trained policy is measured
 POINTS = 30  # of a run's history that are kept
 HISTORY = ("step", "reward", "ess_responses", "ess_tokens", "log_w_5", "received")
 
@@ -58,7 +57,7 @@ class InlineSearcher:
         self.task = load_task(config.task)
         self.tokenizer = load_tokenizer(config)
         self.policy, self.reference = (load_policy(config, torch.device("cpu")) for _ in range(2))
-        self.train, self.test = self.task.queries("train"), self.task.queries("test")
+        self.train, self.test = map(self.task.queries, ("train", "test"))
         self.order = np.random.default_rng(config.seed).permutation(len(self.train))
         self.started = 0  # queries
         self.version, self.evaluated = -1, -1
@@ -109,14 +108,8 @@ class InlineSearcher:
         queries = [self.train[self.order[number % len(self.train)]] for number in numbers]
         self.started += len(batches)
         rows = [query for query in queries for _ in range(size)]
-        prompts, responses, texts, finished, rewards = self.generate(
-            self.policy, rows, greedy=False
-        )
-        with torch.no_grad():
-            behavior, reference = (
-                response_logprobs(model, prompts, responses, config.temperature).numpy()
-                for model in (self.policy, self.reference)
-            )
+        prompts, responses, behavior, texts, finished, rewards = self.generate(self.policy, rows)
+        reference = self.reference_logprobs(prompts, responses)
         lengths = [len(response) for response in responses]
         groups = []
         for i, query, batch in zip(range(0, len(rows), size), queries, batches):
@@ -140,32 +133,44 @@ class InlineSearcher:
         return groups
 
     @torch.no_grad()
+    def reference_logprobs(self, prompts, responses) -> np.ndarray:
+        reference, temperature = self.reference, self.config.temperature
+        return response_logprobs(reference, prompts, responses, temperature).numpy()
+
+    @torch.no_grad()
     def generate(
-        self, policy: torch.nn.Module, queries: list[Query], greedy: bool
-    ) -> tuple[list[np.ndarray], list[np.ndarray], list[str], list[bool], np.ndarray]:
+        self, policy: torch.nn.Module, queries: list[Query], greedy: bool = False
+    ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray, list[str], list[bool], np.ndarray]:
         """Generate one response to each query. Their prompts have one length.
 
-        Returns prompt ids, response ids with the end-of-sequence token, texts, whether they were
-        finished or cut off, rewards.
+        Returns prompt ids, response ids with the end-of-sequence token, log-probabilities of these,
+        (N, T), 0 as padding; texts, whether they were finished or cut off, rewards.
         """
+        temperature = self.config.temperature
         ids = torch.tensor(self.tokenizer([query.prompt for query in queries]).input_ids)
         sampling = dict(do_sample=False)
         if not greedy:
-            sampling = dict(do_sample=True, temperature=self.config.temperature, top_k=0)
-        out = policy.generate(
+            sampling = dict(do_sample=True, temperature=temperature, top_k=0)
+        made = policy.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=self.config.max_response_tokens,
+            return_dict_in_generate=True,
+            output_logits=True,
             **sampling,
         )
-        out = out[:, ids.shape[1] :]
+        out = made.sequences[:, ids.shape[1] :]  # (N, T)
+        logprobs = (torch.stack(made.logits, dim=1) / temperature).log_softmax(-1)
+        logprobs = logprobs.gather(2, out[..., None])[..., 0]
         ended = (out == self.tokenizer.eos_token_id).int()
-        finished = ended.any(1).tolist()
-        lengths = torch.where(ended.any(1), ended.argmax(1) + 1, out.shape[1]).tolist()
-        responses = [row[:length].astype(np.int32) for row, length in zip(out.numpy(), lengths)]
+        finished = ended.any(1)
+        lengths = torch.where(finished, ended.argmax(1) + 1, out.shape[1])
+        logprobs = torch.where(torch.arange(out.shape[1]) < lengths[:, None], logprobs, 0.0)
+        responses = [row[:n].astype(np.int32) for row, n in zip(out.numpy(), lengths.tolist())]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        rewards = score(self.task, queries, texts, finished)
-        return list(ids.numpy().astype(np.int32)), responses, texts, finished, rewards
+        rewards = score(self.task, queries, texts, finished.tolist())
+        prompts = list(ids.numpy().astype(np.int32))
+        return prompts, responses, logprobs.numpy(), texts, finished.tolist(), rewards
 
     def evaluate(self) -> Evaluation:
         """Evaluate the policy on the held-out queries."""
@@ -176,37 +181,34 @@ class InlineSearcher:
         """Measure the share of held-out queries whose greedy response is right."""
         return float(self.generate(policy, self.test, greedy=True)[-1].mean())
 
-    def measure(self, policy: torch.nn.Module) -> dict[str, float]:
-        """Measure what the policy does with held-out queries.
+    def measure(self, policy: torch.nn.Module, split: str = "test") -> dict[str, float]:
+        """Measure what the policy does with the queries of a split, by some SAMPLES of it.
 
-        reward: mean over SAMPLES samples; kl: to the reference, nats a response; distinct: how many
-        different right responses the samples of a query hold.
+        reward: their mean; kl: to the reference, nats a response; distinct: right responses of a
+        query that differ.
         """
-        queries = [query for query in self.test for _ in range(SAMPLES // len(self.test))]
-        prompts, responses, texts, finished, rewards = self.generate(policy, queries, greedy=False)
-        with torch.no_grad():
-            ours, reference = (
-                response_logprobs(model, prompts, responses, self.config.temperature).sum(1)
-                for model in (policy, self.reference)
-            )
+        own = self.test if split == "test" else self.train
+        queries = [query for query in own for _ in range(max(1, SAMPLES // len(own)))]
+        prompts, responses, ours, texts, _, rewards = self.generate(policy, queries)
+        kl = ours.sum(1) - self.reference_logprobs(prompts, responses).sum(1)
         rows = zip(queries, texts, rewards)
         right = {(query.id, text) for query, text, reward in rows if reward == 1}
         return {
-            "accuracy": self.accuracy(policy),
             "reward": float(rewards.mean()),
-            "kl": float((ours - reference).mean()),
-            "distinct": len(right) / len(self.test),
+            "kl": float(kl.mean()),
+            "distinct": len(right) / len(own),
         }
 
 
-def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
-    """Make a run with these settings over the task's preset, and measure its policy at the end."""
+def train(settings: dict, groups_per_sync: int = 0) -> dict:
+    """Make a run with these settings over the task's preset, and measure its policy at the end.
+
+    Returns what measure() says of the test queries, and their greedy accuracy; "trained", of those
+    that were trained on; the gradient's median norm, the share of steps clipped; a history.
+    """
     torch.set_num_threads(1)
-    preset = next(iter(find_presets(settings["task"]).values()))
-    quiet = {"eval_every": 0, "checkpoint_every": 0, "searchers": 1}
-    config = settle(Config(**preset | quiet | settings))
+    config = small_config(settings)
     check(config)
-    config = dataclasses.replace(config, model=load_task(config.task).base_model())
     with (
         tempfile.TemporaryDirectory() as run_dir,
         open(os.devnull, "w") as nowhere,
@@ -218,84 +220,89 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict[str, float]:
         searcher = InlineSearcher(config, weights, board, groups_per_sync)
         trainer = Trainer(config, weights, searcher, board, run_dir)
         trainer.train()
-        lines = read_lines(Path(run_dir) / "metrics.jsonl")
-        return searcher.measure(trainer.learner.policy) | {"history": thinned(lines)}
+        lines = [line for line in read_lines(Path(run_dir) / "metrics.jsonl") if "loss" in line]
+        policy = trainer.learner.policy
+        norms = np.array([line["grad_norm"] for line in lines], dtype=float)
+        return searcher.measure(policy) | {
+            "accuracy": searcher.accuracy(policy),
+            "trained": searcher.measure(policy, "train"),
+            "grad_norm": float(np.nanmedian(norms)),
+            "clipped": float((norms > (config.max_grad_norm or np.inf)).mean()),
+            "history": thinned(lines),
+        }
+
+
+def small_config(settings: dict) -> Config:
+    """The settings over the preset of their task, with its base model."""
+    task = settings["task"]
+    preset = next(iter(find_presets(task).values()))
+    quiet = {"eval_every": 0, "checkpoint_every": 0, "searchers": 1, "model": base_model(task)}
+    return settle(Config(**preset | quiet | settings))
+
+
+def base_model(task: str) -> str:
+    """The model that the runs of a task begin with: the shipped one, else the task's own."""
+    return str(SHIPPED[task]) if task in SHIPPED else load_task(task).base_model()
 
 
 def thinned(lines: list[dict]) -> dict[str, list[float]]:
     """Keep some POINTS of a run's metrics: means over as many stretches of its steps."""
-    steps = [line for line in lines if "loss" in line]
-    stretches = np.array_split(np.arange(len(steps)), min(POINTS, len(steps)))
+    stretches = np.array_split(np.arange(len(lines)), min(POINTS, len(lines)))
     return {
         name: [
-            float(f"{np.mean([steps[i].get(name) for i in stretch], dtype=float):.4g}")
+            float(f"{np.mean([lines[i].get(name) for i in stretch], dtype=float):.4g}")
             for stretch in stretches
         ]
         for name in HISTORY
     }
 
 
-def base_model(task: str) -> dict[str, float]:
-    """Measure the policy that the runs of a task begin with."""
-    torch.set_num_threads(1)
-    preset = next(iter(find_presets(task).values()))
-    config = settle(Config(**preset | {"task": task}))
-    config = dataclasses.replace(config, model=load_task(task).base_model())
-    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-    searcher = InlineSearcher(config, weights, Board(["trainer", "searcher 0"]), 0)
-    return searcher.measure(searcher.policy)
-
-
-def run_all(
-    jobs: list[dict], file: Path, processes: int = 2, run: Callable[..., dict] = train
-) -> list[dict]:
-    """Run jobs, the arguments of run(**job). Returns a line per job, with its "result".
+def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:
+    """Run jobs, the arguments of train(**job). Returns a line per job, with its "result".
 
     A job that is listed twice is run once. Those that `file` already holds are not run again. Ends
-    the process where they began with other base models than this machine makes.
+    the process where they began with other base models than this machine has.
     """
     file.parent.mkdir(exist_ok=True)
-    # Made here once, before several processes want them.
-    models = {
-        task: identify_weights(load_task(task).base_model()) for task in map(_task, jobs) if task
-    }
-    lines = read_lines(file)
-    for line in lines:
-        if (task := _task(line["job"])) in models and line["base_model"] != models[task]:
+    tasks = {job["settings"]["task"] for job in jobs}
+    models = {task: identify_weights(base_model(task)) for task in tasks}
+    done = recorded(file)
+    for line in done.values():
+        task, model = line["job"]["settings"]["task"], line["base_model"]
+        if model != models.get(task, model):
             sys.exit(
-                f"{file} has results of {task} with base model {line['base_model']}, and here it "
-                f"is {models[task]}: they make no mean together, put that file aside"
+                f"{file} has results of {task} with base model {model}, and here it is "
+                f"{models[task]}: they make no mean together, put that file aside"
             )
-    done = {_key(line["job"]): line for line in lines}
-    missing = [job for key, job in {_key(job): job for job in jobs}.items() if key not in done]
+    missing = [job for key, job in {key_of(job): job for job in jobs}.items() if key not in done]
     start = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     num_processes = min(processes, len(os.sched_getaffinity(0)))
     with spawn.Pool(num_processes) as pool, open(file, "a") as out:
-        for i, line in enumerate(pool.imap_unordered(partial(_run, run), missing), 1):
-            line["base_model"] = models.get(_task(line["job"]))
+        for i, line in enumerate(pool.imap_unordered(_run, missing), 1):
+            line["base_model"] = models[line["job"]["settings"]["task"]]
             print(json.dumps(line), file=out, flush=True)
-            done[_key(line["job"])] = line
+            done[key_of(line["job"])] = line
             if i % 10 == 0 or i == len(missing):
                 print(f"{i} of {len(missing)} runs, {time.monotonic() - start:.0f} s", flush=True)
-    return [done[_key(job)] for job in jobs]
+    return [done[key_of(job)] for job in jobs]
 
 
-def _task(job: dict) -> str | None:
-    """Return the task whose base model a job begins with."""
-    return job.get("settings", {}).get("task") or job.get("base")
+def recorded(file: Path) -> dict[str, dict]:
+    """The lines of a file, by key_of() their jobs."""
+    return {key_of(line["job"]): line for line in read_lines(file)}
 
 
-def _key(job: dict) -> str:
+def key_of(job: dict) -> str:
     """Name a job. Runs are recorded with the settings that they had: a micro-batch decides none."""
-    settings = {name: v for name, v in job.get("settings", {}).items() if "micro_batch" not in name}
+    settings = {name: v for name, v in job["settings"].items() if "micro_batch" not in name}
     return json.dumps(job | {"settings": settings}, sort_keys=True)
 
 
-def _run(run: Callable[..., dict], job: dict) -> dict:
+def _run(job: dict) -> dict:
     start = time.monotonic()
-    result = run(**job)
-    return {"job": job, "result": result, "seconds": round(time.monotonic() - start, 1)}
+    line = {"job": job, "result": train(**job), "processor": processor()}
+    return line | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def number(values: list[float]) -> tuple[float, float]:

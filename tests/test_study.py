@@ -1,10 +1,11 @@
 """The benchmarks' small runs: the real trainer, with a searcher that generates in its process."""
 
 import json
+import os
 from pathlib import Path
 
 import common
-import exact_posterior
+import numpy as np
 import pytest
 import staleness
 import study
@@ -14,6 +15,7 @@ from models.hub import identify_weights
 from runtime.record.timeline import read_lines
 from tasks import load_task
 
+RECORDED = list(common.RESULTS.glob("staleness.*.jsonl"))
 SMALL = dict(
     task="arithmetic",
     seed=3,
@@ -68,7 +70,9 @@ def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries
     settings = SMALL | dict(constant_staleness=1)
     results = [study.train(settings) for _ in range(2)]
     assert results[0] == results[1] and results[0] != study.train(settings | dict(seed=4))
-    assert results[0].keys() == {"accuracy", "reward", "kl", "distinct", "history"}
+    assert results[0].keys() == {
+        *("reward", "kl", "distinct", "accuracy", "trained", "grad_norm", "clipped", "history")
+    }
     assert len(results[0]["history"]["ess_responses"]) == settings["steps"]
     assert 0.2 < results[0]["reward"] < 0.7, "a few steps from the base model"
     assert 0 < results[0]["distinct"] <= 1, "one right answer a query"
@@ -82,12 +86,13 @@ def test_a_study_runs_only_what_is_missing_and_refuses_results_of_another_base_m
     kept = {"job": jobs[0], "result": "already here", "base_model": model}
     file.write_text(json.dumps(kept) + "\n")
     lines = study.run_all([jobs[1], *jobs], file, processes=1)
+    assert lines[0]["processor"] == common.processor()
     assert [line["job"] for line in lines] == [jobs[1], *jobs]
     assert lines[1]["result"] == "already here" and lines[2]["result"]["reward"] > 0
     assert [line["base_model"] for line in read_lines(file)] == [model, model]
     file.write_text(json.dumps(kept | {"base_model": "another"}) + "\n")
     with pytest.raises(SystemExit, match=f"with base model another, and here it is {model}: they"):
-        study.run_all([{"base": "arithmetic"}], file)
+        study.run_all(jobs, file)
 
 
 def test_spread_is_the_mean_and_the_standard_deviation_of_a_sample():
@@ -97,84 +102,152 @@ def test_spread_is_the_mean_and_the_standard_deviation_of_a_sample():
 
 
 class FakeRuns:
-    """In the place of study.run_all: the reward of a run is a function of its learning rate."""
+    """In the place of study.run_all: what a run comes to is a function of its settings."""
 
-    def __init__(self, rewards: dict[float, float]):
-        self.rewards, self.rates = rewards, []
+    def __init__(self, reward, **figures):
+        self.reward, self.figures, self.made = reward, figures, []
 
-    def __call__(self, jobs: list[dict], file: Path, run) -> list[dict]:
+    def __call__(self, jobs: list[dict], file: Path) -> list[dict]:
         lines = []
         for job in jobs:
-            settings = job.get("settings", {})
-            rate = settings.get("learning_rate")
-            self.rates.append((rate, settings.get("seed")))
-            lines.append({"job": job, "result": {"reward": self.rewards.get(rate, 0.4)}})
+            settings = job["settings"]
+            result = dict(reward=self.reward(settings), kl=settings["beta"], distinct=3.0)
+            result |= dict(trained=result, grad_norm=20.0, clipped=0.75) | self.figures
+            self.made.append((file.name, settings))
+            lines.append({"job": job, "result": result})
         return lines
 
 
-def study_of(rewards: dict[float, float]) -> tuple[staleness.Study, staleness.Cell, FakeRuns]:
-    """A study of one cell, searched and measured. The base model's reward is 0.4."""
-    runs, cell = FakeRuns(rewards), staleness.Cell("arithmetic", "tb", "stale", 8)
-    made = staleness.Study(Path("unused"), 10, (0, 1, 2), do=runs)
-    made.measure_base(["arithmetic"])
-    made.search([cell], {"arithmetic": (1e-4, 3e-4, 1e-3)})
-    made.measure([cell])
-    return made, cell, runs
+def study_of(reward, objectives=("tb",), ages=(8,), **figures) -> staleness.Study:
+    made = staleness.Study(Path("a.jsonl"), objectives, ages, do=FakeRuns(reward, **figures))
+    made.make()
+    return made
 
 
-def test_a_cell_is_measured_at_the_best_rate_of_the_search_with_other_seeds():
-    made, cell, runs = study_of({1e-4: 0.5, 3e-4: 0.9, 1e-3: 0.6})
-    assert made.best(cell) == 3e-4 and len(made.tried[cell]) == 3
-    assert runs.rates[-3:] == [(3e-4, 0), (3e-4, 1), (3e-4, 2)]
-    assert {seed for _, seed in runs.rates[1:-3]} == {staleness.SEARCH_SEED}
-    assert made.values(cell, "reward") == [0.9, 0.9, 0.9]
+CELL = staleness.Cell("tb", 8)
 
 
-@pytest.mark.parametrize("best, beyond", [(1e-4, 3e-5), (1e-3, 3e-3)])
-def test_where_the_best_rate_lies_at_an_edge_the_next_one_is_tried_once(best, beyond):
-    made, cell, _ = study_of({best: 0.8, beyond: 0.9})
-    assert sorted(made.tried[cell]) == sorted([1e-4, 3e-4, 1e-3, beyond])
-    assert made.best(cell) == beyond
+def test_a_setting_is_chosen_by_three_seeds_and_measured_with_three_others():
+    def reward(settings):  # the largest rate has the best seed and the worst mean
+        lucky = settings["learning_rate"] == 4e-3 and settings["seed"] == 101
+        return 0.9 if lucky else {2.5e-4: 0.3, 1e-3: 0.5, 4e-3: 0.1}[settings["learning_rate"]]
+
+    made = study_of(reward)
+    # KL is beta here: the smallest is the best at every price.
+    assert {made.choice(CELL, price) for price in staleness.PRICES} == {(1e-3, 0.03, 200)}
+    assert [settings["seed"] for _, settings in made.do.made[-3:]] == [0, 1, 2]
+    assert len(made.do.made) == 9 * 3 + 3
+    assert len(made.measured(CELL, 0.1)) == 3
+    tables = staleness.tables(
+        {"here": made, "there": made}, dict.fromkeys(("test", "train"), np.ones(2) / 2)
+    )
+    header, _, row = tables[0].splitlines()[-3:]
+    assert header == "| staleness | 8 (here) | 8 (there) |", "two processors are two columns"
+    assert row == "| `tb` | 0.499 ± 0.000 | 0.499 ± 0.000 |"
+    assert "0.50 at 0.03, 3" in tables[1]
+    row = staleness.choices_table(made).splitlines()[-1]
+    assert row == "| `tb` | 8 | 0.3 | 0.001 | no | 0.03 | 200 | 0.491 ± 0.000 | 0.491 ± 0.000 |"
 
 
-def test_where_no_rate_beats_the_base_model_the_cell_says_so_and_no_more_is_run():
-    made, cell, runs = study_of({1e-4: 0.3, 3e-4: 0.39, 1e-3: float("nan")})
-    assert made.best(cell) is None and len(runs.rates) == 1 + 3
-    assert made.shown(cell, "reward") == "no rate beats the base model"
+def test_without_a_reference_steps_are_varied_in_the_place_of_beta_and_no_nan_is_chosen():
+    settings = staleness.settings_of("topr")
+    assert {s.beta for s in settings} == {0.1} and {s.steps for s in settings} == {50, 100, 200}
+    made = study_of(lambda s: float("nan") if s["steps"] == 200 else 0.4, objectives=("topr",))
+    assert made.choice(staleness.Cell("topr", 8), 0.1).steps < 200
 
 
-def test_a_collapse_is_a_reward_that_falls_below_half_of_what_it_was():
-    rising, falling = [0.4] * 10 + [0.9] * 20, [0.4, 0.9] * 7 + [0.5] * 8 + [0.1] * 8
-    assert not staleness.has_collapsed(rising) and staleness.has_collapsed(falling)
-    history = {"received": [100, 200, 300], "reward": [0.5, 0.91, 0.95]}
-    assert staleness.responses_until(history, 0.9) == 200
-    assert staleness.responses_until(history, 0.99) == float("inf")
+def test_replay_draws_from_the_buffer_as_many_as_are_new():
+    replay = staleness.job(staleness.Cell("tb", "replay"), staleness.Setting(1e-3, 0.1, 200), 0)
+    assert replay["groups_per_sync"] == replay["settings"]["queries_per_batch"]
+    assert "constant_staleness" not in replay["settings"]
 
 
-def test_the_effective_sample_size_that_foretells_is_that_of_the_base_models_responses():
-    """A run that falls, and one of the same task and rate that does not, with staleness 20."""
-    falling, rising = [0.4, 0.9] * 7 + [0.1] * 16, [0.4] * 10 + [0.9] * 20
-    lines = [
-        {
-            "job": {
-                "settings": {"task": "addends", "learning_rate": 1e-3, "constant_staleness": 20}
-            },
-            "result": {
-                "history": {"step": range(5, 305, 10), "reward": reward, "ess_responses": ess}
-            },
-        }
-        for reward, ess in [(falling, [0.2] * 2 + [0.9] * 28), (rising, [0.8] * 2 + [0.1] * 28)]
-    ]
-    cells = [staleness.Cell("addends", "tb", "stale", age) for age in (0, 20)]
-    *_, row = staleness.collapse_table(cells, lines).splitlines()
-    assert row == "| 20 | 1 | 1 | 0.200 | 0.800 | 1.00 | 1.00 |"
+def test_the_best_there_is_is_the_reference_tempered():
+    """Beside a search over all that move probability to the right answers alone."""
+    shares, price = np.array([0.2, 0.6]), 0.3
+    rewards = np.linspace(1e-6, 1 - 1e-6, 200_001)
+    for share in shares:
+        kl = rewards * np.log(rewards / share) + (1 - rewards) * np.log((1 - rewards) / (1 - share))
+        best = (rewards - price * kl).argmax()
+        found = staleness.optimum(np.array([share]), price)
+        np.testing.assert_allclose(found, (rewards[best], kl[best]), atol=1e-4)
+    each = [staleness.optimum(shares[[i]], price) for i in range(2)]
+    np.testing.assert_allclose(staleness.optimum(shares, price), np.mean(each, axis=0))
 
 
-def test_the_language_on_fresh_data_starts_at_its_reference_and_ends_at_pi_star():
-    """staleness.py's runs of exact_posterior.py."""
-    fresh = exact_posterior.train("tb", 0.03, seed=0, staleness=0, steps=600)
-    stale = exact_posterior.train("tb", 0.03, seed=0, staleness=8, steps=600)
-    assert fresh["kl_reference"][0] == pytest.approx(0, abs=1e-9) and fresh["kl"][0] > 0.05
-    assert fresh["kl"][-1] < 1e-3 and stale["kl"][-1] < 1e-3
-    assert fresh["ess"] == pytest.approx([1.0] * len(fresh["ess"]))
-    assert min(stale["ess"]) < 0.999
+def test_the_shipped_model_is_the_one_on_record_and_its_right_answers_are_counted():
+    results = [line for file in RECORDED for line in read_lines(file)]
+    assert {line["base_model"] for line in results} == {
+        identify_weights(study.base_model("addends"))
+    }
+    shares = staleness.right_shares("test")
+    fresh = study.train(SMALL | dict(task="addends", constant_staleness=0, steps=1))
+    assert len(shares) == 20 and fresh["reward"] == pytest.approx(shares.mean(), abs=0.04)
+
+
+def test_what_staleness_costs_is_told_by_lag_rate_and_product():
+    def reward(settings):  # falls with the product alone
+        return 0.9 - 5 * settings["constant_staleness"] * settings["learning_rate"]
+
+    row = staleness.lag_table(study_of(reward, ages=staleness.STALE)).splitlines()[-1]
+    name, *lost, by_lag, by_rate, by_product, by_both = row.strip("| ").split(" | ")
+    assert lost == ["0.01", "0.04", "0.04", "0.16", "0.16", "0.64"]
+    assert by_product == by_both == "1.00" and float(by_lag) < float(by_rate) < 0.9
+
+
+def test_how_well_a_figure_foretells_is_the_share_of_pairs_that_it_orders():
+    fallen = np.array([True, True, False, False, False])
+    assert staleness.foretold(np.array([5.0, 4, 3, 2, 1]), fallen).startswith("1.00 (1.00 to 1.00)")
+    assert staleness.foretold(np.array([5.0, 1, 3, 2, 1]), fallen).startswith("0.58 (")
+    assert staleness.foretold(np.array([5.0, 0, 3, 2, 1]), fallen, list("abaab")).startswith("0.67")
+    assert staleness.foretold(np.arange(5.0), np.zeros(5, bool)) == "no such pair"
+    history = {"step": [3, 10, 17], "ess_responses": [0.9, 0.5, 0.1]}
+    assert staleness.early_ess(history, 8) == 0.9 and staleness.early_ess(history, 32) == 0.5
+
+
+def test_a_run_that_ends_below_the_base_model_counts_as_fallen():
+    history = {"step": [3], "ess_responses": [0.5]}
+    made = study_of(lambda s: 0.5 - 100 * s["learning_rate"], ages=(8, 32), history=history)
+    row = staleness.ess_table(made, base_reward=0.42).splitlines()[-1].split(" | ")
+    assert row[1] == "36 of 54" and row[2].startswith("0.50") and row[3].startswith("1.00")
+
+
+def test_the_row_without_clipping_is_made_without_clipping():
+    made = study_of(lambda s: 0.5 if "max_grad_norm" in s else 0.7)
+    row = staleness.clipping_table(made).splitlines()[-1]
+    assert row == "| `tb` | 20 | 0.75 | 0.697 ± 0.000 | 0.497 ± 0.000 |"
+    assert [s["max_grad_norm"] for _, s in made.do.made[-3:]] == [None] * 3
+
+
+def test_a_tenth_is_made_again_with_another_rounding_in_a_file_of_its_own(monkeypatch):
+    made = study_of(lambda settings: 0.1 if settings["learning_rate"] == 4e-3 else 0.5)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    made.do.reward = lambda settings: 0.5 + 0.2 * np.sqrt(2)
+    *_, chosen, searched, fallen = staleness.rounding_table(made, 0.42).splitlines()
+    assert chosen.startswith("| as in the tables | 0 |")
+    assert searched == "| of the search | 2 |" + " 0.200 | 0.000 |" * 3
+    assert fallen == "| that end below the base model | 1 |" + " 0.483 | 0.000 |" * 3
+    assert {name for name, _ in made.do.made[-3:]} == {"a.rounded.jsonl"}
+    assert os.environ["ATEN_CPU_CAPABILITY"] == "avx2"
+
+
+@pytest.mark.parametrize("flag", ["tb 9", "huber 8", "tb"])
+def test_a_cell_that_there_is_not_is_refused_with_those_that_there_are(flag, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["staleness.py", "--cell", flag])
+    with pytest.raises(
+        SystemExit, match=f"--cell '{flag}' is none of tb 0, tb 8, tb 32, tb replay"
+    ):
+        staleness.main()
+
+
+def test_a_cell_on_record_is_made_again_at_the_settings_that_were_chosen(monkeypatch, capsys):
+    fake = FakeRuns(lambda settings: 0.25)
+    monkeypatch.setattr(staleness, "run_all", fake)
+    monkeypatch.setattr("sys.argv", ["staleness.py", "--cell", "tb 8"])
+    staleness.main()
+    lines = capsys.readouterr().out.splitlines()
+    (recorded,) = staleness.on_record(common.RESULTS).values()
+    assert len(lines) == 3 and len(fake.made) == 9
+    for line, price in zip(lines, staleness.PRICES):
+        shown = staleness.shown_worth(recorded.measured(CELL, price), price)
+        assert f"price {price:g}: {shown} on record (" in line
