@@ -207,6 +207,11 @@ def gsm8k_data(tmp_path_factory) -> Path:
     return directory
 
 
+def flags(**settings) -> list[str]:
+    """Settings as words of the command line, in this order."""
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
 def start_tba(
     *arguments,
     tag: str = "",

@@ -26,7 +26,7 @@ def change(directory, which: slice = slice(-1, None)) -> None:
 
 
 @pytest.mark.parametrize("piece_bytes, which", [(1 << 20, slice(-1, None)), (256, slice(None))])
-def test_the_name_of_weights_changes_with_them_and_not_with_their_place(
+def test_the_name_of_weights_changes_with_them_and_not_with_their_place_but_in_a_cache(
     piece_bytes, which, tied_model, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(hub, "PIECE_BYTES", piece_bytes)  # of a small one the file is a large one
@@ -36,12 +36,9 @@ def test_the_name_of_weights_changes_with_them_and_not_with_their_place(
     assert identify_weights(str(copy)) == name
     change(copy, which)
     assert identify_weights(str(copy)) != name
-
-
-def test_a_model_of_the_hub_is_named_by_its_revision(tied_model, tmp_path):
-    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abc"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abc"  # as in the hub's cache
     shutil.copytree(tied_model, snapshot)
-    assert identify_weights(str(snapshot)) == "0123abc"
+    assert identify_weights(str(snapshot)) == "0123abc", "the revision"
 
 
 def test_a_run_names_its_base_model_and_is_not_resumed_on_another(tmp_path, capsys):
@@ -58,5 +55,4 @@ def test_a_run_names_its_base_model_and_is_not_resumed_on_another(tmp_path, caps
     (run_dir / "config.json").write_text(json.dumps(settings))
     change(model)
     assert main(["--resume", str(run_dir)]) == 2
-    problem = f"--resume {str(run_dir)!r} began with other weights in --model {str(model)!r}: put"
-    assert problem in capsys.readouterr().err
+    assert f"began with other weights in --model {str(model)!r}: put" in capsys.readouterr().err

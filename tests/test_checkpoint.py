@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -33,7 +34,7 @@ class Disk:
         self.may_go_on.set()
         save_file = writer.save_file
 
-        def saved(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        def save_slowly(tensors: dict[str, torch.Tensor], path: Path) -> None:
             if not self.may_go_on.wait(PATIENCE):
                 self.may_go_on.set()  # nobody else will: the trainer waits for this write
             save_file(tensors, path)
@@ -41,9 +42,10 @@ class Disk:
                 os.truncate(path, 1000)  # in the middle of the file
                 raise SafetensorError("No space left on device (os error 28)")
 
-        monkeypatch.setattr(writer, "save_file", saved)
+        monkeypatch.setattr(writer, "save_file", save_slowly)
 
-    def go_on_after(self, seconds: float) -> None:
+    def stand_still(self, seconds: float) -> None:
+        self.may_go_on.clear()
         threading.Timer(seconds, self.may_go_on.set).start()
 
 
@@ -57,13 +59,23 @@ def trainer(untied_model, tmp_path) -> Trainer:
     return make_trainer(untied_model, tmp_path)
 
 
-def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+def names(trainer: Trainer) -> list[str]:
+    return sorted(path.name for path in Path(trainer.checkpoints.run_dir, "checkpoints").iterdir())
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_step(
-    trainer, disk, tmp_path
-):
+def saved(trainer: Trainer, step: int) -> dict[str, torch.Tensor]:
+    directory = Path(trainer.checkpoints.run_dir, "checkpoints", f"step-{step:08}")
+    return checkpoint.load_tensors(directory, "learner")
+
+
+def save(trainer: Trainer, step: int) -> None:
+    """Write a checkpoint to its end, as of that step."""
+    trainer.learner.step = step
+    trainer.save_checkpoint()
+    trainer.checkpoints.wait()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_of_its_own_step(trainer, disk):
     rows = make_rows(4, 3)
     trainer.learner.update(rows)
     trainer.metrics.figures["reward"] = 1.0
@@ -74,52 +86,47 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_ste
         trainer.learner.update(rows)
         trainer.metrics.figures["reward"] = 2.0
         trainer.save_checkpoint_if_due()
-    assert names(tmp_path) == ["unfinished"] and trainer.step == 4
+    assert names(trainer) == ["unfinished"] and trainer.step == 4
     disk.may_go_on.set()
     trainer.checkpoints.wait()
-    assert names(tmp_path) == ["step-00000001"]
-    saved = checkpoint.load_tensors(tmp_path / "checkpoints" / "step-00000001", "learner")
-    assert saved.keys() == before.keys()
-    assert all(torch.equal(saved[name], before[name]) for name in before)
+    assert names(trainer) == ["step-00000001"]
+    torch.testing.assert_close(saved(trainer, 1), before, rtol=0, atol=0)
     now = dict(trainer.learner.state())
     assert not torch.equal(now["policy.lm_head.weight"], before["policy.lm_head.weight"])
-    state = checkpoint.load_state(tmp_path / "checkpoints" / "step-00000001")
+    state = checkpoint.load_state(checkpoint.newest_whole(trainer.checkpoints.run_dir)[0])
     assert (state["step"], state["fresh"]["reward"]) == (1, 1.0)
 
 
-def test_a_checkpoint_that_comes_during_a_write_waits_for_it_and_takes_its_memory(
-    trainer, disk, tmp_path
-):
-    rows = make_rows(4, 3)
-    for step in (1, 2):
-        trainer.learner.update(rows)
-        disk.may_go_on.clear()
-        disk.go_on_after(0.3)
+def test_a_checkpoint_that_comes_during_a_write_waits_for_it_and_takes_its_memory(trainer, disk):
+    places = []
+    for _ in range(2):
+        trainer.learner.update(make_rows(4, 3))
+        disk.stand_still(seconds=0.3)
         trainer.save_checkpoint()
-        if step == 1:
-            first = {key: copy.data_ptr() for key, copy in trainer.checkpoints.copies.items()}
+        copies = trainer.checkpoints.copies.items()
+        places.append({key: copy.data_ptr() for key, copy in copies})
     trainer.checkpoints.wait()
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    assert checkpoint.newest_whole(str(tmp_path))[1] == []
-    policies = [
-        checkpoint.load_tensors(directory, "learner")["policy.lm_head.weight"]
-        for directory in checkpoint.list_checkpoints(str(tmp_path))
-    ]
-    assert not torch.equal(*policies)
-    second = {key: copy.data_ptr() for key, copy in trainer.checkpoints.copies.items()}
-    assert second == first
+    assert names(trainer) == ["step-00000001", "step-00000002"]
+    assert checkpoint.newest_whole(trainer.checkpoints.run_dir)[1] == []
+    heads = [saved(trainer, step)["policy.lm_head.weight"] for step in (1, 2)]
+    assert not torch.equal(*heads)
+    assert places[0] == places[1]
 
 
 @pytest.mark.parametrize("is_shutdown", [False, True])
-def test_the_final_checkpoint_is_waited_for(is_shutdown, trainer, disk, tmp_path):
+def test_the_final_checkpoint_is_waited_for_and_needs_no_copy(is_shutdown, trainer, disk):
     trainer.learner.update(make_rows(4, 3))
     trainer.save_checkpoint()
+    first = {key: copy.clone() for key, copy in trainer.checkpoints.copies.items()}
     trainer.learner.update(make_rows(4, 3))
-    disk.may_go_on.clear()
-    disk.go_on_after(0.3)
+    disk.stand_still(seconds=0.3)
     trainer.board.end = is_shutdown  # which ends other waits
     trainer.finish()
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert names(trainer) == ["step-00000001", "step-00000002"]
+    # What does not change any more was written as it is.
+    torch.testing.assert_close(trainer.checkpoints.copies, first, rtol=0, atol=0)
+    trained = dict(trainer.learner.state())
+    torch.testing.assert_close(saved(trainer, 2), trained, rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -132,7 +139,7 @@ def impatient(untied_model, tmp_path) -> Trainer:
 
 
 def test_model_and_last_checkpoint_are_waited_for_beyond_the_timeout_while_work_is_done(
-    impatient, tmp_path, monkeypatch
+    impatient, monkeypatch
 ):
     """By a clock that goes on by 1 s with each piece of work, and else stands still."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
@@ -161,7 +168,7 @@ def test_model_and_last_checkpoint_are_waited_for_beyond_the_timeout_while_work_
         monkeypatch.setattr(writer, name, slowly(getattr(writer, name)))
     monkeypatch.setattr("runtime.transport.board.time", clock)
     impatient.finish()
-    assert clock.now >= 8 + 5 * (1 + 4 + 7) and names(tmp_path) == ["step-00000001"]
+    assert clock.now >= 8 + 5 * (1 + 4 + 7) and names(impatient) == ["step-00000001"]
 
 
 @pytest.mark.parametrize("model_fails", [False, True])
@@ -184,72 +191,54 @@ def test_of_the_last_checkpoint_and_the_model_neither_is_lost_with_the_other(
         impatient.finish()
     disk.may_go_on.set()
     assert (tmp_path / "model" / "model.safetensors").exists() != model_fails
-    assert (names(tmp_path) == ["step-00000001"]) == model_fails
+    assert (names(impatient) == ["step-00000001"]) == model_fails
 
 
-def test_the_final_checkpoint_needs_no_copy_of_what_does_not_change_any_more(trainer, tmp_path):
-    trainer.learner.update(make_rows(4, 3))
-    trainer.finish()
-    assert trainer.checkpoints.copies == {}
-    saved = checkpoint.load_tensors(tmp_path / "checkpoints" / "step-00000001", "learner")
-    trained = dict(trainer.learner.state())
-    assert saved.keys() == trained.keys()
-    assert all(torch.equal(saved[name], trained[name]) for name in saved)
-
-
-def test_a_full_disk_costs_one_checkpoint_and_leaves_those_before(
-    trainer, disk, tmp_path, monkeypatch
-):
-    said, rows = [], make_rows(4, 3)
+def test_a_full_disk_costs_one_checkpoint_and_another_error_the_run(trainer, disk, monkeypatch):
+    said = []
     monkeypatch.setattr(trainer.checkpoints, "say", said.append)
-    for _ in range(4):
-        trainer.learner.update(rows)
-        disk.is_full = trainer.step == 3
-        trainer.save_checkpoint()
-        trainer.checkpoints.wait()
-        if trainer.step == 3:
-            assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    for step in (1, 2, 3, 4):
+        disk.is_full = step == 3
+        save(trainer, step)
+        if step == 3:
+            assert names(trainer) == ["step-00000001", "step-00000002"]
             assert trainer.checkpoints.written_step == 2, "the end of a run tries again"
-    assert names(tmp_path) == ["step-00000002", "step-00000004"]
-    assert said == [
-        "step 3: no checkpoint was written, the one before stays: "
-        "No space left on device (os error 28)"
-    ]
+    assert names(trainer) == ["step-00000002", "step-00000004"]
+    (line,) = said
+    assert re.match("step 3: no checkpoint was written.* No space left on device", line)
+
+    def fail(*_) -> None:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(writer, "write_checkpoint", fail)
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        save(trainer, step=5)
 
 
-def test_only_what_the_run_itself_has_written_is_counted_resumed_and_deleted(trainer, tmp_path):
-    for step in (1, 2, 3):
-        trainer.learner.step = step
-        trainer.save_checkpoint()
-        trainer.checkpoints.wait()
-        if step == 1:  # the user's: a copy, and a note that happens to have such a name
-            root = tmp_path / "checkpoints"
-            shutil.copytree(root / "step-00000001", root / "step-best")
-            (root / "step-00000009").write_text("better than step 8")
-    kept = ["step-00000002", "step-00000003", "step-00000009", "step-best"]
-    assert names(tmp_path) == kept
-    (root / "step-00000003" / "checksums.json").write_text("{}")
-    newest, complaints = checkpoint.newest_whole(str(tmp_path))
-    assert newest.name == "step-00000002"
-    assert complaints == [
-        f"{root / 'step-00000003'} cannot be used: checksums.json does not name buffer.npz"
-    ]
-    config = Config(resume=str(tmp_path), output_dir=str(tmp_path))
-    launch.open_run_dir(config, str(newest), config)
-    assert names(tmp_path) == ["step-00000002", "step-00000009", "step-best"], "damaged: deleted"
-
-
-def test_a_resume_that_fails_leaves_the_settings_of_the_run_as_they_were(
+def test_a_resume_deletes_only_what_the_run_has_written_and_one_that_fails_changes_no_settings(
     trainer, tmp_path, monkeypatch
 ):
-    trainer.save_checkpoint()
-    trainer.checkpoints.wait()
-    (tmp_path / "config.json").write_text("of the first start")
+    root = tmp_path / "checkpoints"
+    save(trainer, step=1)
+    # The user's: a copy, and a note that happens to have such a name.
+    shutil.copytree(root / "step-00000001", root / "step-best")
+    (root / "step-00000009").write_text("better than step 8")
+    for step in (2, 3):
+        save(trainer, step)
+    kept = ["step-00000002", "step-00000003", "step-00000009", "step-best"]
+    assert names(trainer) == kept
+    (root / "step-00000003" / "checksums.json").write_text("{}")
+    newest, (complaint,) = checkpoint.newest_whole(str(tmp_path))
+    assert newest.name == "step-00000002"
+    assert re.search("step-00000003 cannot be used: .* does not name buffer.npz", complaint)
     config = Config(resume=str(tmp_path), output_dir=str(tmp_path))
-    monkeypatch.setattr(json, "dumps", lambda *_, **__: "\ud83d")  # which no file takes
-    with pytest.raises(UnicodeError):
-        launch.open_run_dir(config, str(tmp_path / "checkpoints" / "step-00000000"), config)
+    (tmp_path / "config.json").write_text("of the first start")
+    with monkeypatch.context() as patch, pytest.raises(UnicodeError):
+        patch.setattr(json, "dumps", lambda *_, **__: "\ud83d")  # which no file takes
+        launch.open_run_dir(config, str(newest), config)
     assert (tmp_path / "config.json").read_text() == "of the first start"
+    launch.open_run_dir(config, str(newest), config)
+    assert names(trainer) == ["step-00000002", "step-00000009", "step-best"], "damaged: deleted"
 
 
 def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(trainer, disk):
@@ -258,10 +247,8 @@ def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(tr
     run.can_save, run.longest_silence, run.parameters = True, 0.0, 100_000
     assert run.grace_seconds() == 0.0, "nothing to save while it loads"
     trainer.board.loaded("trainer")
-    disk.may_go_on.clear()
-    disk.go_on_after(0.3)
-    trainer.save_checkpoint()
-    trainer.checkpoints.wait()
+    disk.stand_still(seconds=0.3)
+    save(trainer, step=0)
     assert run.board.get("trainer", "save_seconds") > 0.3
     run.board.set("trainer", "save_seconds", 1.0)
     small = run.grace_seconds()
@@ -279,47 +266,33 @@ def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(tr
     assert 360.0 <= run.grace_seconds() < 400.0
 
 
-def test_an_error_of_the_writer_that_no_disk_explains_ends_the_run(trainer, monkeypatch):
-    def fail(*_) -> None:
-        raise ValueError("a mistake of ours")
-
-    monkeypatch.setattr(writer, "write_checkpoint", fail)
-    trainer.save_checkpoint()
-    with pytest.raises(ValueError, match="a mistake of ours"):
-        trainer.checkpoints.wait()
-
-
 def test_files_are_on_the_disk_before_the_rename_and_the_new_name_before_the_old_ones_go(
-    trainer, tmp_path, monkeypatch
+    trainer, monkeypatch
 ):
-    synced, fsync, rename, remove = [], os.fsync, Path.rename, writer.shutil.rmtree
+    done, fsync, rename, remove = [], os.fsync, Path.rename, shutil.rmtree
 
-    def name_of(number: int) -> str:
-        return Path(os.readlink(f"/proc/self/fd/{number}")).name
+    def synced(number: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
+        fsync(number)
 
-    monkeypatch.setattr(os, "fsync", lambda number: (synced.append(name_of(number)), fsync(number)))
-    monkeypatch.setattr(
-        Path, "rename", lambda path, to: (synced.append(f"rename to {to.name}"), rename(path, to))
-    )
+    def renamed(path: Path, to: Path) -> None:
+        done.append(f"rename to {to.name}")
+        rename(path, to)
 
     def removed(path: Path, **keywords) -> None:
         if path.exists():
-            synced.append(f"remove {path.name}")
+            done.append(f"remove {path.name}")
         remove(path, **keywords)
 
-    monkeypatch.setattr(writer.shutil, "rmtree", removed)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(shutil, "rmtree", removed)
     for step in (1, 2, 3):
-        trainer.learner.step = step
-        synced.clear()
-        trainer.save_checkpoint()
-        trainer.checkpoints.wait()
-    assert set(synced[:5]) == checkpoint.FILES | {"checksums.json"}
-    assert synced[5:] == [
-        "unfinished",
-        "rename to step-00000003",
-        "checkpoints",
-        "remove step-00000001",
-    ]
+        done.clear()
+        save(trainer, step)
+    assert set(done[:5]) == checkpoint.FILES | {"checksums.json"}
+    last = "unfinished, rename to step-00000003, checkpoints, remove step-00000001"
+    assert ", ".join(done[5:]) == last
 
 
 def test_tensors_and_arrays_of_any_kind_are_read_as_they_were_and_few_are_copied(trainer, tmp_path):
@@ -340,20 +313,12 @@ def test_tensors_and_arrays_of_any_kind_are_read_as_they_were_and_few_are_copied
     directory = tmp_path / "checkpoints" / "step-00000001"
     assert checkpoint.find_corruption(directory) is None
     assert trainer.checkpoints.copies.keys() == {("learner", "turned")}
-    loaded = checkpoint.load_tensors(directory, "learner")
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
+    torch.testing.assert_close(saved(trainer, 1), tensors, rtol=0, atol=0)
     np.testing.assert_equal(checkpoint.load_arrays(directory, "buffer"), arrays)
     assert len({path.stat().st_mode for path in directory.iterdir()}) == 1, "who may read them"
 
 
-def test_an_error_of_the_library_is_one_of_the_disk(tmp_path):
-    with pytest.raises(OSError, match="No such file or directory"):
-        write_tensors({"some": torch.zeros(3)}, tmp_path / "missing" / "some.safetensors")
-
-
-def test_tensors_are_written_without_a_second_copy_in_memory(tmp_path):
+def test_tensors_are_written_without_a_second_copy_and_a_failure_is_an_error_of_the_disk(tmp_path):
     def peak_kib() -> int:
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
@@ -363,6 +328,8 @@ def test_tensors_are_written_without_a_second_copy_in_memory(tmp_path):
     before = peak_kib()
     write_tensors(tensors, tmp_path / "some.safetensors")
     assert peak_kib() - before < 16 << 10
+    with pytest.raises(OSError, match="No such file or directory"):
+        write_tensors(tensors, tmp_path / "missing" / "some.safetensors")
 
 
 def test_the_writer_gives_way_to_the_trainer(trainer):

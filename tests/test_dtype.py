@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import read, steps_of, tba
+from conftest import flags, read, steps_of, tba
 from test_engine import changed, logprobs_of, sample_group, take_over
 from test_trainer import gradient, make_rows
 
@@ -30,9 +30,12 @@ BF16 = dict(dtype="bfloat16")
 NORMAL = 0.1
 
 
-@pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
-def test_published_bf16_weights_are_what_vllm_samples_from(kind, request, record_property):
-    path = str(request.getfixturevalue(kind))
+@pytest.fixture(params=["untied_model", "tied_model"])
+def path(request) -> str:
+    return str(request.getfixturevalue(request.param))
+
+
+def test_published_bf16_weights_are_what_vllm_samples_from(path, record_property):
     config = Config(model=path, max_prompt_tokens=100, max_response_tokens=100, **BF16)
     model, engine = load_policy(config, torch.device("cpu")), Engine(config)
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "masters"
@@ -71,23 +74,19 @@ def make_learner(model, **settings) -> Learner:
     return Learner(Config(model=str(model), responses_per_query=3, **settings), print)
 
 
-@pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
 @pytest.mark.parametrize("masters", ["float32", "bfloat16"])
-def test_the_gradient_in_bf16_points_where_that_in_fp32_does(
-    kind, masters, request, record_property
-):
-    model, rows = request.getfixturevalue(kind), make_rows(queries=7, per_query=3)
-    expected = gradient(make_learner(model), rows)
-    learner = make_learner(model, master_dtype=masters, **BF16)
+def test_the_gradient_in_bf16_points_where_that_in_fp32_does(masters, path, record_property):
+    rows = make_rows(queries=7, per_query=3)
+    expected = gradient(make_learner(path), rows)
+    learner = make_learner(path, master_dtype=masters, **BF16)
     cosine = torch.cosine_similarity(gradient(learner, rows).float(), expected, dim=0).item()
     record_property("cosine of the gradients in bf16 and fp32", round(cosine, 5))
     assert 0.99 < cosine < 1 - 1e-7, "bf16 it was"
 
 
-@pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
-def test_the_reference_policy_of_half_the_size_gives_the_same_numbers(kind, request):
+def test_the_reference_policy_of_half_the_size_gives_the_same_numbers(path):
     """Its linear layers are held in bf16, where the trainer's policy is cast to it each time."""
-    model = load_policy(Config(model=str(request.getfixturevalue(kind))), torch.device("cpu"))
+    model = load_policy(Config(model=path), torch.device("cpu"))
     rows = make_rows(queries=7, per_query=3)
     prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
     with torch.no_grad():
@@ -102,19 +101,16 @@ def test_the_reference_policy_of_half_the_size_gives_the_same_numbers(kind, requ
 def test_logits_are_fp32_also_where_weights_and_states_are_bf16(tied_model):
     """Logits of 16 to 64 that were rounded to bf16 would be 0.125 to 0.25 apart."""
     model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(100)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, size=10) for _ in range(8)]
     responses = [rng.integers(0, 256, size=30) for _ in range(8)]
+    same_state, last = [prompts[0]] * 200, [np.array([token]) for token in range(200)]
     with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(100)
         logprobs = response_logprobs(model, prompts, responses, 1.0, torch.bfloat16)
+        row = response_logprobs(model, same_state, last, 1.0, torch.bfloat16)[:, 0]
     assert logprobs.min() < -64
     # Rounded ones would be multiples of 1/8 less a normalizer of their row: few distinct fractions.
-    same_state = [prompts[0]] * 200
-    last = [np.array([token]) for token in range(200)]
-    with torch.no_grad():
-        row = response_logprobs(model, same_state, last, 1.0, torch.bfloat16)[:, 0]
     fractions = (row - row[0]).remainder(1 / 16)
     assert len(fractions.unique()) > 150
 
@@ -149,8 +145,8 @@ def test_half_a_demo_in_bf16_ends_with_at_least_095_of_its_answers_right_and_a_n
     masters, rate, seed, tmp_path, record_property
 ):
     run_dir = tmp_path / "run"
-    flags = ["--dtype", "bfloat16", "--seed", seed, "--steps", 1000, "--master_dtype", masters]
-    result = tba("arithmetic", *flags, "--learning_rate", rate, "--output_dir", run_dir)
+    own = flags(**BF16, seed=seed, steps=1000, master_dtype=masters, learning_rate=rate)
+    result = tba("arithmetic", *own, "--output_dir", run_dir)
     assert result.returncode == 0, result.stderr
     final = read(run_dir, "metrics.jsonl")[-1]["final_accuracy"]
     record_property(f"final accuracy in bf16 with {masters} masters, seed {seed}", final)
@@ -161,5 +157,4 @@ def test_half_a_demo_in_bf16_ends_with_at_least_095_of_its_answers_right_and_a_n
 
 def test_bf16_masters_with_forward_passes_in_fp32_are_refused(capsys):
     assert main(["arithmetic", "--master_dtype", "bfloat16"]) == 2
-    problem = "--master_dtype bfloat16 needs --dtype bfloat16, and that is auto"
-    assert problem in capsys.readouterr().err
+    assert "needs --dtype bfloat16, and that is auto" in capsys.readouterr().err

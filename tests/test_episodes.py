@@ -6,16 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    CHAT_TEMPLATE,
-    PATIENCE,
-    Run,
-    byte_tokenizer,
-    make_group,
-    read,
-    steps_of,
-    tba,
-)
+from conftest import CHAT_TEMPLATE, PATIENCE, Run, flags, make_group, read, steps_of, tba
+from transformers import AutoTokenizer
 
 from buffer import Pool, rows_of
 from config import Config, UserError
@@ -34,10 +26,9 @@ FORGETTING = CHAT_TEMPLATE.replace(
 
 
 @pytest.fixture
-def chat_tokenizer():
-    tokenizer = byte_tokenizer()
+def chat_tokenizer(chat_model):
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
     tokenizer.add_tokens(["<|end|>"], special_tokens=True)
-    tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
@@ -45,18 +36,11 @@ def test_between_two_turns_stands_what_the_template_writes_there(chat_tokenizer)
     turn = chat_tokenizer("left<|end|>", add_special_tokens=False).input_ids
     tokens = encode_prompt(chat_tokenizer, CHAT) + turn
     tokens += encode_reply(chat_tokenizer, CHAT, "A wall.", last_token=turn[-1])
-    whole = [
-        *CHAT,
-        {"role": "assistant", "content": "left"},
-        {"role": "user", "content": "A wall."},
-    ]
-    assert chat_tokenizer.decode(tokens) == chat_tokenizer.apply_chat_template(
-        whole, tokenize=False, add_generation_prompt=True
-    )
-    assert (
-        encode_reply(chat_tokenizer, "Where to?", " 3", last_token=0)
-        == chat_tokenizer(" 3").input_ids
-    )
+    whole = [*CHAT, dict(role="assistant", content="left"), dict(role="user", content="A wall.")]
+    text = chat_tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    assert chat_tokenizer.decode(tokens) == text
+    reply = encode_reply(chat_tokenizer, "Where to?", " 3", last_token=0)
+    assert reply == chat_tokenizer(" 3").input_ids
 
 
 def test_a_template_that_drops_what_was_thought_is_refused_at_the_start(
@@ -76,18 +60,15 @@ def test_tokens_that_are_in_no_loss_move_no_objective(untied_model):
     """Whatever their log-probabilities are, and whatever the objective."""
     group = make_group(0, 0, [3, 3], [1, 2, 3, 4, 5, 6], rewards=np.array([0.0, 1.0], np.float32))
     group.in_loss = group.sampled = np.array([True, False, True] * 2)
-    learner = Learner(
-        Config(model=str(untied_model), responses_per_query=2, queries_per_batch=1), print
-    )
-    losses = []
+    config = Config(model=str(untied_model), responses_per_query=2, queries_per_batch=1)
+    learner, losses = Learner(config, print), []
     for value in (0.0, -50.0):
         for array in (group.ref_logprobs, group.behavior_logprobs):
             array[[1, 4]] = value
         with torch.no_grad():
             inputs = learner.loss_inputs(rows_of(group), beta=1.0)
             losses.append({name: float(loss(inputs)[0]) for name, loss in LOSSES.items()})
-            figures = log_weights(inputs)
-        assert len(figures.tokens) == 4
+        assert len(log_weights(inputs).tokens) == 4
     assert losses[0] == losses[1]
 
 
@@ -95,33 +76,30 @@ def test_a_buffer_saved_before_there_were_masks_is_taken_up():
     pool, old = Pool(), Pool()
     for row in rows_of(make_group(0, 0, [2, 1], [1, 2, 3])):
         old.add(row, row.tokens.tobytes(), 9)
-    state = {key: value for key, value in old.state_dict().items() if "in_loss" not in key}
-    pool.load_state_dict({key: value for key, value in state.items() if "sampled" not in key})
-    assert [row.in_loss.tolist() for row in pool.shelves[0].rows] == [[True, True], [True]]
+    state = old.state_dict()
+    masks = [key for key in state if "in_loss" in key or "sampled" in key]
+    pool.load_state_dict({key: state[key] for key in state.keys() - masks})
+    for field in "in_loss", "sampled":
+        arrays = [getattr(row, field).tolist() for row in pool.shelves[0].rows]
+        assert arrays == [[True, True], [True]]
 
 
-REACH = ["reach", "--queries_per_batch", 4, "--eval_every", 3]
-REACH += ["--checkpoint_every", 2, "--seed", 1]
+REACH = ["reach", *flags(queries_per_batch=4, eval_every=3, checkpoint_every=2, seed=1)]
 
 
 @pytest.mark.faults
 def test_a_run_killed_in_the_midst_of_episodes_comes_to_the_same_end(tmp_path):
-    flags = [*REACH, "--synchronous", "--steps", 6]
-    whole = tba(*flags, "--output_dir", tmp_path / "whole")
+    command = [*REACH, "--synchronous", *flags(steps=6)]
+    whole = tba(*command, "--output_dir", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
-    with Run(tmp_path / "killed", *flags) as run:
+    with Run(tmp_path / "killed", *command) as run:
         run.is_at(3)
         run.process.kill()
     resumed = tba("--resume", tmp_path / "killed")
     assert resumed.returncode == 0, resumed.stderr
-    lines = [
-        [
-            {key: line[key] for key in ("step", "loss", "reward", "response_tokens")}
-            for line in steps_of(tmp_path / name)
-        ]
-        for name in ("whole", "killed")
-    ]
-    assert lines[0] == lines[1]
+    for key in "step", "loss", "reward", "response_tokens":
+        lines, resumed_lines = (steps_of(tmp_path / name) for name in ("whole", "killed"))
+        assert [line[key] for line in lines] == [line[key] for line in resumed_lines]
     sample = next(s for s in read(tmp_path / "whole", "samples.jsonl") if s["sampled"])
     replies = [r for r, own in zip(sample["ref_logprobs"], sample["sampled"]) if not own]
     assert len(sample["response"]) > 1 and set(replies) == {0}
@@ -139,12 +117,9 @@ def test_a_searcher_killed_in_the_midst_of_episodes_is_replaced(tmp_path):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(
-    "flags",
-    [("--lora_rank", 4), ("--trainer_processes", 2), ("--searchers", 2)],
-)
-def test_episodes_are_played_and_learnt_in_other_kinds_of_runs(flags, tmp_path):
-    result = tba(*REACH, *flags, "--steps", 6, "--output_dir", tmp_path / "run")
+@pytest.mark.parametrize("kind", [dict(lora_rank=4), dict(trainer_processes=2), dict(searchers=2)])
+def test_episodes_are_played_and_learnt_in_other_kinds_of_runs(kind, tmp_path):
+    result = tba(*REACH, *flags(**kind, steps=6, output_dir=tmp_path / "run"))
     assert result.returncode == 0, result.stderr
     last_step, final = steps_of(tmp_path / "run")[-1], read(tmp_path / "run", "metrics.jsonl")[-1]
     assert last_step["step"] == 6 and last_step["mismatch"] < 1e-4
@@ -152,13 +127,13 @@ def test_episodes_are_played_and_learnt_in_other_kinds_of_runs(flags, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, words",
+    "task, bound, words",
     [
-        (["arithmetic", "--max_episode_tokens", 50], "has no reply()"),
-        (["reach", "--max_episode_tokens", "None"], "has episodes: give --max_episode_tokens"),
-        (["reach", "--max_episode_tokens", 16], "leaves no room for a turn"),
+        ("arithmetic", 50, "has no reply()"),
+        ("reach", None, "has episodes: give --max_episode_tokens"),
+        ("reach", 16, "leaves no room for a turn"),
     ],
 )
-def test_a_bound_that_does_not_fit_the_task_is_refused(flags, words, capsys):
-    assert main([*map(str, flags)]) == 2
+def test_a_bound_that_does_not_fit_the_task_is_refused(task, bound, words, capsys):
+    assert main([task, *flags(max_episode_tokens=bound)]) == 2
     assert words in capsys.readouterr().err

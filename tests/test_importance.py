@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import FOREVER, Run
-from test_objectives import make_example, to_inputs
+from conftest import FOREVER, Run, flags
+from test_objectives import make_example, queries, to_inputs
 from test_plan import plan_on
 from test_trainer import make_rows, make_trainer
 from transformers import LlamaConfig
@@ -22,28 +22,23 @@ from runtime.processes.places import find_places, resolve
 def test_the_effective_share_is_1_of_equal_weights_and_1_in_n_where_one_outweighs_all():
     assert effective_share(torch.full((8,), -3.0).double()) == pytest.approx(1.0)
     assert effective_share(torch.tensor([400.0] + [-400.0] * 7).double()) == pytest.approx(1 / 8)
-    log_w = [math.log(w) for w in (1.0, 2.0, 3.0)]
-    expected = (1 + 2 + 3) ** 2 / (1 + 4 + 9) / 3
-    assert effective_share(torch.tensor(log_w).double()) == pytest.approx(expected)
+    share = effective_share(torch.tensor([1.0, 2.0, 3.0]).double().log())
+    assert share == pytest.approx((1 + 2 + 3) ** 2 / (1 + 4 + 9) / 3)
 
 
 def test_figures_do_not_depend_on_the_micro_batch_and_leave_padding_out():
     example = make_example("mixed")
     figures = importance_figures([log_weights(to_inputs(example, filler=math.nan))])
-    parts = [to_inputs(example.only(rows), width=8) for rows in example.groups()]
+    parts = [to_inputs(query, width=8) for query in queries(example)]
     assert figures == pytest.approx(importance_figures([log_weights(part) for part in parts]))
-    log_w = [sum(p) - sum(b) for p, b in zip(example.policy, example.behavior)]
+    log_w = [sum(row.policy) - sum(row.behavior) for row in example]
     w = np.exp(log_w)
     assert figures["ess_responses"] == pytest.approx(w.sum() ** 2 / (w**2).sum() / len(w))
     assert figures["log_w_5"] == pytest.approx(np.quantile(log_w, 0.05))
     assert figures["log_w_95"] == pytest.approx(np.quantile(log_w, 0.95))
-    fresh = log_weights(to_inputs(replace(example, behavior=example.policy)))
-    assert importance_figures([fresh]) == {
-        "ess_responses": 1.0,
-        "ess_tokens": 1.0,
-        "log_w_5": 0.0,
-        "log_w_95": 0.0,
-    }
+    fresh = log_weights(to_inputs([replace(row, behavior=row.policy) for row in example]))
+    on_policy = dict(ess_responses=1.0, ess_tokens=1.0, log_w_5=0.0, log_w_95=0.0)
+    assert importance_figures([fresh]) == on_policy
 
 
 def test_a_step_has_the_figures_of_its_own_batch(untied_model, tmp_path):
@@ -73,27 +68,24 @@ def test_where_no_reference_is_read_none_is_loaded_reset_or_planned_for(tmp_path
     config = Config(model=str(untied_model), loss="kimi_k2", reference_reset_period=50)
     none = Reference(config, weights=None, pin=0)
     assert none.model is None
-    tokens = [np.arange(3), np.arange(5)]
-    assert [row.shape for row in none.logprobs([], tokens)] == [(3,), (5,)]
-    assert all(np.isnan(row).all() for row in none.logprobs([], tokens)), "a reader would show"
+    scored = none.logprobs([], [np.arange(3), np.arange(5)])
+    assert [row.shape for row in scored] == [(3,), (5,)]
+    assert all(np.isnan(row).all() for row in scored), "a reader would show"
     assert Reference(replace(config, loss="tb"), None, 0).model is not None
     assert resolve(config, find_places(config, [])).reference_reset_period == 0
     kept = resolve(replace(config, loss="tba_prime"), find_places(config, []))
     assert kept.reference_reset_period == 50
     LlamaConfig(hidden_size=1024, num_hidden_layers=2).save_pretrained(tmp_path)
-    purposes = {
-        loss: {need.purpose for need in plan_on("2x20", model=str(tmp_path), loss=loss)[0].needs}
-        for loss in ("tb", "kimi_k2")
-    }
-    gone = purposes["tb"] - purposes["kimi_k2"]
+    tb, kimi = (plan_on("2x20", model=str(tmp_path), loss=loss)[0] for loss in ("tb", "kimi_k2"))
+    gone = {need.purpose for need in tb.needs} - {need.purpose for need in kimi.needs}
     assert gone == {"reference policy", "reference policy's largest forward pass"}
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize("loss", sorted(WITHOUT_REFERENCE))
 def test_a_run_without_a_reference_policy_learns_and_has_no_kl(loss, tmp_path, record_property):
-    flags = ["--loss", loss, "--learning_rate", 2e-4, *FOREVER]
-    with Run(tmp_path / "run", "arithmetic", *flags) as run:
+    settings = flags(loss=loss, learning_rate=2e-4)
+    with Run(tmp_path / "run", "arithmetic", *settings, *FOREVER) as run:
         run.is_at(240)
     lines = run.steps()
     assert not any("kl" in line for line in lines)

@@ -98,20 +98,17 @@ class ScriptedQueue:
             self.record("refused")
             raise queue.Full
         if isinstance(item, Evaluation):
-            self.record(
-                f"send evaluation of version {item.version} on {item.queries} queries, "
-                f"{item.unscored} unscored, {item.score:.4f}"
-            )
-        else:
-            self.record(
-                f"send query {item.query_id}: versions {item.version} to {item.last_version}, "
-                f"reference {item.reference_version}, batch {item.batch}, "
-                f"prompt {len(item.prompt)}, "
-                f"lengths {sorted(set(item.lengths.tolist()))} x {len(item.lengths)}, "
-                f"rewards {item.rewards[:4].tolist()}, "
-                f"{len(item.ref_logprobs)} and {len(item.behavior_logprobs)} log-probabilities, "
-                f"temperature {item.temperature}"
-            )
+            what = f"evaluation of version {item.version} on {item.queries} queries"
+            self.record(f"send {what}, {item.unscored} unscored, {item.score:.4f}")
+            return
+        lengths, rewards = sorted(set(item.lengths.tolist())), item.rewards[:4].tolist()
+        self.record(
+            f"send query {item.query_id}: versions {item.version} to {item.last_version}, "
+            f"reference {item.reference_version}, batch {item.batch}, prompt {len(item.prompt)}, "
+            f"lengths {lengths} x {len(item.lengths)}, rewards {rewards}, "
+            f"{len(item.ref_logprobs)} and {len(item.behavior_logprobs)} log-probabilities, "
+            f"temperature {item.temperature}"
+        )
 
 
 def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_path, monkeypatch):
@@ -153,7 +150,7 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
         settings = sorted(sampling.items())
         record(f"add {request}, prompt {len(prompt)}, version {version}, {settings}")
 
-    def read_reference(*_) -> None:
+    def read(*_) -> None:
         record(f"read reference {weights.reference_version}")
 
     def written(result, self, name: str, column: str, value: float) -> None:
@@ -164,7 +161,7 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
     watch(monkeypatch, Engine, "step", stepped)
     watch(monkeypatch, Engine, "add", added)
     watch(monkeypatch, Engine, "load", lambda *_: record(f"load version {weights.version}"))
-    watch(monkeypatch, SharedWeights, "read_reference", read_reference)
+    watch(monkeypatch, SharedWeights, "read_reference", read)
     watch(monkeypatch, Board, "set", written)
     Searcher(config, 0, 0, "searcher 0", weights, found, board, str(tmp_path)).search()
     record.compare("searcher.txt")
@@ -173,17 +170,14 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
 def a_group(query_id: int, version: int, reference_version: int, rng: np.random.Generator) -> Group:
     lengths = rng.integers(1, 6, size=4).astype(np.int32)
     total = int(lengths.sum())
-    return make_group(
-        query_id,
-        version,
-        lengths,
+    drawn = dict(
         tokens=rng.integers(0, 256, size=total),
-        reference_version=reference_version,
-        prompt=np.full(3, 65 + query_id % 20, np.int32),
         ref_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
         behavior_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
         rewards=rng.integers(0, 2, size=4).astype(np.float32),
     )
+    own = dict(reference_version=reference_version, prompt=np.full(3, 65 + query_id % 20, np.int32))
+    return make_group(query_id, version, lengths, **drawn, **own)
 
 
 class ScriptedSearcher:
@@ -204,12 +198,9 @@ class ScriptedSearcher:
     def qsize(self) -> int:
         step = self.trainer.step
         self.asked = self.asked + 1 if step == self.step else 1
-        # At step 6 slow readers hold every slot.
-        pins = {5: [0, 1], 6: [0, 1], 7: [-1, -1]}.get(step)
-        if step != self.step and pins:
-            newest = int(self.weights.newest[0])
-            others = [slot for slot in range(3) if slot != newest]
-            self.weights.pins[:] = torch.tensor(others if pins[0] == 0 else [-1, -1])
+        if step != self.step and step in (5, 6, 7):  # at step 6 slow readers hold every slot
+            others = {0, 1, 2} - {int(self.weights.newest[0])}
+            self.weights.pins[:] = torch.tensor([-1, -1] if step == 7 else sorted(others))
         new = step != self.step or step == 0 and self.asked <= 4
         if new and step not in self.SILENT or self.asked == 5 and self.step in self.SILENT:
             version, reference = max(0, self.weights.version), self.weights.reference_version
@@ -238,10 +229,8 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
     board, record = Board(["trainer", "searcher 0"]), Record()
     board.loaded("searcher 0")
     found = ScriptedSearcher(weights)
-    shown = (
-        "step reward staleness_mean staleness_max received buffer_responses buffer_queries"
-        " skipped_publishes mismatch_version learning_rate"
-    ).split()
+    shown = "step reward staleness_mean staleness_max received buffer_responses".split()
+    shown += "buffer_queries skipped_publishes mismatch_version learning_rate".split()
 
     def published(done, self, version, tensors, evaluate=False) -> None:
         outcome = "done" if done else "no free slot"
@@ -267,10 +256,9 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
         record(f"record { {name: metrics.get(name) for name in shown} }")
 
     def saved(result, self, step, tensors, arrays, state, is_last) -> None:
-        record(
-            f"checkpoint at step {step}: evaluation_due {state['evaluation_due']}, "
-            f"received {state['received']}, reference {state['reference_version']}"
-        )
+        due, reference = state["evaluation_due"], state["reference_version"]
+        own = f"evaluation_due {due}, received {state['received']}, reference {reference}"
+        record(f"checkpoint at step {step}: {own}")
 
     watch(monkeypatch, SharedWeights, "publish", published)
     watch(monkeypatch, SharedWeights, "publish_reference", published_reference)

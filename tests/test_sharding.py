@@ -4,16 +4,17 @@ Ready-made batches at the learner, on 1, 2 and 4 processes (gloo). Whole runs ar
 and stops them is in test_faults.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
-from conftest import PATIENCE, read, steps_of, tba
+from conftest import PATIENCE, flags, read, steps_of, tba
 from safetensors.torch import load_file, save_file
-from test_trainer import SHORT, make_rows
+from test_trainer import make_rows
 from transformers import AutoModelForCausalLM
 
 from buffer import Row
@@ -29,16 +30,9 @@ from weights import SharedWeights
 OBJECTIVES = ("tb", "tba_prime", "grpo", "online_dpo")
 FEW, STEPS = 3, 10
 # 7 queries: ranks differ in how many they have, and so in their micro-batches.
-SETTINGS = SHORT | dict(
-    responses_per_query=3,
-    samples_per_query=3,
-    queries_per_batch=7,
-    learning_rate=1e-4,
-    beta=1.0,
-    max_grad_norm=1.0,
-    max_prompt_tokens=20,
-    max_response_tokens=30,
-)
+BATCH = dict(responses_per_query=3, samples_per_query=3, queries_per_batch=7)
+LENGTHS = dict(max_prompt_tokens=20, max_response_tokens=30)
+SETTINGS = BATCH | LENGTHS | dict(learning_rate=1e-4, beta=1.0, max_grad_norm=1.0)
 
 spawn = torch.multiprocessing.get_context("spawn")
 
@@ -63,26 +57,21 @@ class Laboratory:
     def parts(self) -> list[dict[str, np.ndarray]]:
         """The part of each parameter that each rank holds."""
         self.ranks.call("parts")
-        if self.ranks.size == 1:
-            return [{name: p.detach().numpy() for name, p in self.learner.trained.items()}]
-        held = {name: p.detach().to_local() for name, p in self.learner.trained.items()}
-        return self.ranks.gather({name: tensor.numpy() for name, tensor in held.items()})
+        held = self.learner.trained.items()
+        return self.ranks.gather({name: p.detach().to_local().numpy() for name, p in held})
 
-    def trial(self, low_memory: str) -> None:
-        self.ranks.call("trial", low_memory)
+    def trial(self, low_memory: str = "off", runs_out: bool = False) -> None:
+        """The trial. runs_out: of memory, in the first backward pass on each rank, half-way."""
+        self.ranks.call("trial", low_memory, runs_out)
         self.learner.low_memory = low_memory == "on"
-        try_largest_batch(self.learner.config, self.learner, print)
-
-    def trial_out_of_memory(self) -> None:
-        """The trial, whose first backward pass runs out of memory on each rank, half-way."""
-        self.ranks.call("trial_out_of_memory")
 
         def fail(*_) -> None:
             handle.remove()
             raise torch.OutOfMemoryError
 
-        layer = self.learner.policy.model.layers[0]
-        handle = layer.register_full_backward_pre_hook(fail)
+        if runs_out:
+            layer = self.learner.policy.model.layers[0]
+            handle = layer.register_full_backward_pre_hook(fail)
         try_largest_batch(self.learner.config, self.learner, print)
 
     def stop_keeping_step(self) -> None:
@@ -92,12 +81,10 @@ class Laboratory:
 
 def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connection) -> None:
     torch.set_num_threads(1)
-    laboratory = Laboratory(ranks)
     if ranks.rank:
-        ranks.follow(laboratory, beat=lambda: None)
-        return
+        return ranks.follow(Laboratory(ranks), beat=lambda: None)
     try:
-        connection.send(experiment(laboratory, *arguments))
+        connection.send(experiment(Laboratory(ranks), *arguments))
     except Exception as error:
         connection.send(error)
 
@@ -105,17 +92,15 @@ def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connect
 def on_ranks(size: int, experiment: Callable, *arguments, timeout: float = PATIENCE):
     """What experiment(laboratory, *arguments) returns on rank 0 of so many processes."""
     if size == 1:
-        usual = dict(TOKENS_PER_FORWARD)
-        try:
-            return experiment(Laboratory(OneProcess()), *arguments)
-        finally:
-            TOKENS_PER_FORWARD.update(usual)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(TOKENS_PER_FORWARD, "cpu", TOKENS_PER_FORWARD["cpu"])
+            result = experiment(Laboratory(OneProcess()), *arguments)
+        assert not torch.distributed.is_initialized(), "one process makes no process group"
+        return result
     ours, theirs = spawn.Pipe(duplex=False)
     ranks = connect(size, timeout)
-    processes = [
-        spawn.Process(target=rank_main, args=(rank, experiment, arguments, theirs))
-        for rank in ranks
-    ]
+    alike = experiment, arguments, theirs
+    processes = [spawn.Process(target=rank_main, args=(rank, *alike)) for rank in ranks]
     try:
         for process in processes:
             process.start()
@@ -132,37 +117,37 @@ def on_ranks(size: int, experiment: Callable, *arguments, timeout: float = PATIE
             process.kill()
 
 
+even_rows = partial(make_rows, 7, 3)
+
+
 def uneven_rows(seed: int) -> list[Row]:
     """Rows of 7 queries; those of the first have 30 tokens each, all others 1 or 2.
 
     So the rank that has the first makes two passes of prompt and response, and others make one; and
     a rank whose responses all have one token would need none for the response.
     """
-    rows, rng = make_rows(7, 3, seed), np.random.default_rng(seed)
+    rows, rng = even_rows(seed), np.random.default_rng(seed)
     for i, row in enumerate(rows):
         length = 30 if i < 3 else 1 + (i % 2 if i < 12 else 0)
         row.tokens = rng.integers(0, 256, size=length).astype(np.int32)
-        row.ref_logprobs = np.full(length, -5.0, np.float32)
-        row.behavior_logprobs = np.full(length, -5.0, np.float32)
+        row.ref_logprobs = row.behavior_logprobs = np.full(length, -5.0, np.float32)
         row.in_loss = row.sampled = np.ones(length, bool)
     return rows
 
 
 def whole(laboratory: Laboratory) -> dict[str, np.ndarray]:
-    return {name: tensor.detach().float().numpy().copy() for name, tensor in laboratory.weights()}
+    return copied((name, tensor.detach().float()) for name, tensor in laboratory.weights())
 
 
-def train(
-    laboratory: Laboratory, model: str, settings: dict, make: Callable, steps: int
-) -> tuple[list[dict], dict[str, np.ndarray]]:
+def copied(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy().copy() for name, tensor in tensors}
+
+
+def train(laboratory: Laboratory, model: str, settings: dict, make: Callable, steps: int):
     """Metrics of each step, and the weights after the last."""
     laboratory.begin(model, settings, tokens=50 if make is uneven_rows else 1024)
     metrics = [laboratory.update(make(seed)) for seed in range(steps)]
     return metrics, whole(laboratory)
-
-
-def even_rows(seed: int) -> list[Row]:
-    return make_rows(7, 3, seed)
 
 
 CASES = {
@@ -194,9 +179,10 @@ def everything(laboratory: Laboratory, models: dict[str, str], folder: str) -> d
     # Half of the weights that it has, and its own again.
     laboratory.begin(models["tied"], {})
     rows, before = even_rows(0), whole(laboratory)
-    half = {name: torch.from_numpy(weight) / 2 for name, weight in before.items()}
+    own = {name: torch.from_numpy(weight) for name, weight in before.items()}
+    half = {name: weight / 2 for name, weight in own.items()}
     found["under"] = [
-        laboratory.logprobs_under({n: torch.from_numpy(w) for n, w in before.items()}, rows),
+        laboratory.logprobs_under(own, rows),
         laboratory.logprobs_under(half, rows[:1]),
         laboratory.logprobs_under(half, rows, 0.5),
     ]
@@ -214,22 +200,21 @@ def everything(laboratory: Laboratory, models: dict[str, str], folder: str) -> d
         for saved in (1, 2):
             path = f"{folder}/{saved}.safetensors"
             found[f"resumed from {saved}"] = resumed(laboratory, models["tied"], path)
+        # What is published, against the parts that the ranks hold.
         laboratory.begin(models["untied"], {})
-    # What is published, against the parts that the ranks hold.
-    shapes = weight_shapes(laboratory.config)
-    weights = SharedWeights(shapes, torch.float32, readers=1, reference=True)
-    weights.publish(1, laboratory.weights())
-    weights.publish_reference(1, laboratory.weights())
-    with weights.read(0) as (_, tensors):
-        found["published"] = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
-    reference = weights.reference_tensors()
-    found["reference"] = {name: tensor.numpy().copy() for name, tensor in reference.items()}
-    found["parts"] = laboratory.parts()
-    for low_memory in ("off", "on"):
-        laboratory.trial(low_memory)
-    found["after the trial"] = whole(laboratory)
+        shapes = weight_shapes(laboratory.config)
+        weights = SharedWeights(shapes, torch.float32, readers=1, reference=True)
+        weights.publish(1, laboratory.weights())
+        weights.publish_reference(1, laboratory.weights())
+        with weights.read(0) as (_, tensors):
+            found["published"] = copied(tensors.items())
+        found["reference"] = copied(weights.reference_tensors().items())
+        found["parts"] = laboratory.parts()
+        for low_memory in ("off", "on"):
+            laboratory.trial(low_memory)
+        found["after the trial"] = whole(laboratory)
     laboratory.begin(models["tied"], {})
-    laboratory.trial_out_of_memory()
+    laboratory.trial(runs_out=True)
     steps = [laboratory.update(even_rows(seed)) for seed in range(3)]
     found["out of memory"] = laboratory.low_memory, steps, whole(laboratory)
     return found
@@ -257,15 +242,20 @@ def found(models, folder) -> dict[int, dict]:
     return {size: on_ranks(size, everything, models, str(folder)) for size in (1, 2)}
 
 
+@pytest.fixture(scope="module")
+def two(found) -> dict:
+    """What two processes found."""
+    return found[2]
+
+
 def check_equal(case: str, one: tuple, several: tuple) -> dict[str, float]:
     """Losses, gradient norms and weights are those of one process. Returns how far apart."""
     (metrics, weights), (others, other_weights) = one, several
     apart = {
         name: max(abs(b[name] / a[name] - 1) for a, b in zip(metrics, others))
         for name in ("loss", "grad_norm")
-    } | {
-        "weights": max(float(np.abs(weights[n] - other_weights[n]).max()) for n in weights),
     }
+    apart["weights"] = max(float(np.abs(weights[n] - other_weights[n]).max()) for n in weights)
     # In bf16 the first pass is the same to the last digits; then each step is rounded otherwise.
     is_bf16 = case.startswith("bf16")
     assert others[0]["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-6)
@@ -285,10 +275,6 @@ def test_two_processes_learn_what_one_does(case, found, record_property):
 def test_a_step_of_every_objective_is_that_of_one_process(loss, found):
     (one,), (two,) = (found[size][f"step of {loss}"][0] for size in (1, 2))
     assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
-
-
-def test_one_process_makes_no_process_group(found):
-    assert not torch.distributed.is_initialized(), "it learned in this process"
 
 
 @pytest.mark.runs
@@ -320,52 +306,43 @@ def test_a_rank_with_fewer_passes_keeps_step_or_the_others_would_hang(models):
 
 def steps_without_keeping(laboratory: Laboratory, model: str, make: Callable) -> None:
     """Two steps in which no rank makes a pass that counts nothing."""
-    laboratory.begin(model, dict(tokens_per_micro_batch=1000), 1024 if make is even_rows else 50)
+    laboratory.begin(model, dict(tokens_per_micro_batch=1000), 50 if make is uneven_rows else 1024)
     laboratory.stop_keeping_step()
     for seed in range(2):
         laboratory.update(make(seed))
 
 
-def test_what_is_published_and_becomes_the_reference_is_what_the_ranks_hold_bit_by_bit(found):
-    parts = found[2]["parts"]
+def test_what_is_published_and_becomes_the_reference_is_what_the_ranks_hold_bit_by_bit(two):
+    parts, published = two["parts"], two["published"]
     assert len(parts) == 2
-    assert all(
-        part[name].size < found[2]["published"][name].size for part in parts for name in part
-    )
-    for name, published in found[2]["published"].items():
-        held = np.concatenate([part[name] for part in parts])
-        np.testing.assert_array_equal(published, held)
-        np.testing.assert_array_equal(found[2]["reference"][name], held)
+    assert all(part[name].size < published[name].size for part in parts for name in part)
+    held = {name: np.concatenate([part[name] for part in parts]) for name in published}
+    np.testing.assert_equal(published, held)
+    np.testing.assert_equal(two["reference"], held)
+    # Nor did the largest-batch trial change any of them.
+    np.testing.assert_equal(two["after the trial"], held)
 
 
-def test_log_probabilities_under_other_weights_are_those_of_one_process(found):
+def test_log_probabilities_under_other_weights_are_those_of_one_process(found, two):
     """For the mismatch with vLLM, and for rows that an earlier reference scored."""
-    for one, two in zip(found[1]["under"], found[2]["under"]):
-        assert [len(row) for row in one] == [len(row) for row in two]
-        np.testing.assert_allclose(np.concatenate(one), np.concatenate(two), rtol=0, atol=1e-5)
-    own, half = found[2]["under"][0], found[2]["under"][2]
+    for one, other in zip(found[1]["under"], two["under"]):
+        assert [len(row) for row in one] == [len(row) for row in other]
+        np.testing.assert_allclose(np.concatenate(one), np.concatenate(other), rtol=0, atol=1e-5)
+    own, _, half = two["under"]
     assert np.abs(np.concatenate(own) - np.concatenate(half)).max() > 0.1
-    for name, before in found[2]["before"].items():
-        np.testing.assert_array_equal(before, found[2]["after"][name])
+    np.testing.assert_equal(two["after"], two["before"])
 
 
 def test_a_trial_that_runs_out_of_memory_leaves_ranks_that_learn_what_one_process_does(found):
-    (is_low, metrics, weights), (other_is_low, others, other_weights) = (
-        found[size]["out of memory"] for size in (1, 2)
-    )
+    (is_low, *one), (other_is_low, *several) = (found[size]["out of memory"] for size in (1, 2))
     assert is_low and other_is_low, "two passes fitted"
-    check_equal("low memory", (metrics, weights), (others, other_weights))
-
-
-def test_the_largest_batch_trial_leaves_every_rank_as_it_was(found):
-    for name, weight in found[2]["after the trial"].items():
-        np.testing.assert_array_equal(weight, found[2]["published"][name])
+    check_equal("low memory", one, several)
 
 
 def test_a_checkpoint_of_one_process_or_two_is_resumed_by_one_or_two(found, models, folder):
     path = str(folder / "2.safetensors")
-    found_again = [found[2]["resumed from 1"], found[2]["resumed from 2"]]
-    for again in (*found_again, on_ranks(1, resumed, models["tied"], path)):
+    by_two = [found[2][f"resumed from {saved}"] for saved in (1, 2)]
+    for again in (*by_two, on_ranks(1, resumed, models["tied"], path)):
         check_resumed(again, found)
 
 
@@ -383,17 +360,13 @@ def check_resumed(again: tuple[int, list[dict]], found: dict[int, dict]) -> None
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_the_saved_model_is_whole(found, folder):
+def test_the_saved_model_is_whole(two, folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "model of 2")
-    for name, parameter in model.named_parameters():
-        np.testing.assert_array_equal(parameter.detach().numpy(), found[2]["saved"][name])
+    saved = copied((name, parameter.detach()) for name, parameter in model.named_parameters())
+    np.testing.assert_equal(saved, two["saved"])
 
 
-def settings_of_a_run(run_dir: Path, processes: int) -> list:
-    return ["--trainer_processes", processes, "--output_dir", run_dir]
-
-
-LATE = ["--constant_staleness", 2, "--loss", "tba_prime", "--reference_reset_period", 10]
+LATE = flags(constant_staleness=2, loss="tba_prime", reference_reset_period=10)
 
 
 @pytest.mark.faults
@@ -404,8 +377,8 @@ def test_a_run_in_lockstep_with_two_processes_has_the_losses_of_one(
     losses, mismatches = [], []
     for processes in (1, 2):
         run_dir = tmp_path / str(processes)
-        flags = [*mode, "--steps", 40, *settings_of_a_run(run_dir, processes)]
-        done = tba("arithmetic", *flags)
+        own = flags(steps=40, trainer_processes=processes, output_dir=run_dir)
+        done = tba("arithmetic", *mode, *own)
         assert done.returncode == 0, done.stderr
         losses.append([line["loss"] for line in steps_of(run_dir)])
         mismatches.append(max(line.get("mismatch", 0.0) for line in steps_of(run_dir)))
@@ -425,7 +398,7 @@ def test_an_asynchronous_run_with_two_processes_reaches_095_and_its_weights_arri
     tmp_path, record_property
 ):
     run_dir = tmp_path / "run"
-    done = tba("arithmetic", "--steps", 300, *settings_of_a_run(run_dir, 2))
+    done = tba("arithmetic", *flags(steps=300, trainer_processes=2, output_dir=run_dir))
     assert done.returncode == 0, done.stderr
     lines = read(run_dir, "metrics.jsonl")
     record_property("final accuracy", lines[-1]["final_accuracy"])

@@ -31,17 +31,16 @@ SHORT = dict(max_prompt_tokens=8, max_response_tokens=8)
 
 def make_trainer(model, run_dir, **settings) -> Trainer:
     """Make a trainer as its process does, without searchers."""
-    (run_dir / "logs").mkdir(parents=True)
-    config = Config(
-        model=str(model),
-        searchers=1,
-        steps=10,
-        responses_per_query=3,
-        samples_per_query=3,
-        **settings,
-    )
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    own = dict(searchers=1, steps=10, responses_per_query=3, samples_per_query=3)
+    config = Config(model=str(model), **own, **settings)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
     return Trainer(config, weights, queue.Queue(), Board(["trainer", "searcher 0"]), str(run_dir))
+
+
+@pytest.fixture
+def make(untied_model, tmp_path):
+    return partial(make_trainer, untied_model, tmp_path)
 
 
 def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Row]:
@@ -52,12 +51,10 @@ def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Row]:
         for _ in range(per_query):
             length = int(rng.integers(1, 25))
             tokens = rng.integers(0, 256, size=length).astype(np.int32)
-            ref_logprobs = -5 - rng.random(length).astype(np.float32)
-            behavior_logprobs = -5 - rng.random(length).astype(np.float32)
+            logprobs = -5 - rng.random((2, length)).astype(np.float32)  # reference's and behavior's
             reward = float(rng.integers(0, 2))
-            arrays = prompt, tokens, ref_logprobs, behavior_logprobs, *np.ones((2, length), bool)
-            row = Row(query, 0, 0, *arrays, reward)
-            rows.append(row)
+            arrays = prompt, tokens, *logprobs, *np.ones((2, length), bool)
+            rows.append(Row(query, 0, 0, *arrays, reward))
     return rows
 
 
@@ -73,50 +70,37 @@ def gradient(learner: Learner, rows: list[Row]) -> torch.Tensor:
     return torch.cat(gradients)
 
 
-def test_the_gradient_does_not_depend_on_the_micro_batch(untied_model, tmp_path):
+def test_the_gradient_does_not_depend_on_the_micro_batch(make):
     rows = make_rows(queries=4, per_query=3)
     gradients, sizes = [], []
     for tokens in (0, 160, 1000):
-        settings = dict(queries_per_batch=4, tokens_per_micro_batch=tokens, beta=1.0) | SHORT
-        learner = make_trainer(untied_model, tmp_path / str(tokens), **settings).learner
+        settings = dict(queries_per_batch=4, tokens_per_micro_batch=tokens, beta=1.0)
+        learner = make(**settings, **SHORT).learner
         parts = micro_batches(rows, 3, learner.config.micro_batch, tokens_per_pass=1024)
         sizes.append([len(part) for part in parts])
         gradients.append(gradient(learner, rows))
     assert sizes == [[3] * 4, [3, 6, 3], [12]], "whole queries, as many as fit"
     tolerance = 1e-6 * float(gradients[0].abs().max())
-    for other in gradients[1:]:
-        torch.testing.assert_close(gradients[0], other, rtol=0, atol=tolerance)
+    torch.testing.assert_close(gradients, gradients[:1] * 3, rtol=0, atol=tolerance)
 
 
-def test_an_end_of_sequence_token_that_is_also_padding_stays_in_the_mask(untied_model, tmp_path):
-    trainer = make_trainer(untied_model, tmp_path)
-    eos = trainer.learner.policy.config.eos_token_id
-    assert eos == trainer.learner.policy.config.pad_token_id
-    rows = make_rows(1, 3)
-    rows[0].tokens[-1] = eos
-    inputs = trainer.learner.loss_inputs(rows, beta=1.0)
-    lengths = [len(row.tokens) for row in rows]
-    assert inputs.mask.sum(1).tolist() == lengths
-    for field in (inputs.logprobs, inputs.ref_logprobs, inputs.behavior_logprobs):
-        assert all(field[i, length - 1] != 0 for i, length in enumerate(lengths))
-
-
-def test_padded_fields_hold_each_row_from_its_first_token(untied_model, tmp_path):
-    rows = make_rows(2, 3)
-    inputs = make_trainer(untied_model, tmp_path).learner.loss_inputs(rows, beta=0.5)
+def test_padded_fields_hold_each_row_to_its_end_of_sequence_token_that_is_also_padding(make):
+    learner, rows = make().learner, make_rows(2, 3)
+    eos = rows[0].tokens[-1] = learner.policy.config.eos_token_id
+    assert eos == learner.policy.config.pad_token_id
+    inputs = learner.loss_inputs(rows, beta=0.5)
+    assert inputs.mask.sum(1).tolist() == [len(row.tokens) for row in rows]
     for i, row in enumerate(rows):
-        reference = inputs.ref_logprobs[i, : len(row.tokens)].numpy()
-        behavior = inputs.behavior_logprobs[i, : len(row.tokens)].numpy()
-        np.testing.assert_array_equal(reference, row.ref_logprobs)
-        np.testing.assert_array_equal(behavior, row.behavior_logprobs)
+        length = len(row.tokens)
+        assert inputs.logprobs[i, length - 1] != 0
+        np.testing.assert_array_equal(inputs.ref_logprobs[i, :length], row.ref_logprobs)
+        np.testing.assert_array_equal(inputs.behavior_logprobs[i, :length], row.behavior_logprobs)
     assert inputs.rewards.tolist() == [row.reward for row in rows]
     assert (inputs.group_size, inputs.beta) == (3, 0.5)
 
 
-def test_rows_that_an_earlier_reference_scored_are_scored_anew_when_they_are_drawn(
-    untied_model, tmp_path
-):
-    trainer = make_trainer(untied_model, tmp_path, reference_reset_period=2)
+def test_rows_that_an_earlier_reference_scored_are_scored_anew_when_they_are_drawn(make):
+    trainer = make(reference_reset_period=2)
     policy, rows = trainer.learner.policy, make_rows(2, 3)
     before = [row.ref_logprobs for row in rows]
     trainer.resets.renew(rows)
@@ -128,12 +112,10 @@ def test_rows_that_an_earlier_reference_scored_are_scored_anew_when_they_are_dra
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.1)
-        logprobs = response_logprobs(policy, prompts, responses, trainer.config.temperature)
-    expected = logprobs.numpy()
-    trainer.sync()
-    assert trainer.weights.reference_version == 2
-    # The policy changes; its copy that became the reference does not.
-    with torch.no_grad():
+        expected = response_logprobs(policy, prompts, responses, trainer.config.temperature).numpy()
+        trainer.sync()
+        assert trainer.weights.reference_version == 2
+        # The policy changes; its copy that became the reference does not.
         for parameter in policy.parameters():
             parameter.mul_(0.5)
     # A searcher that has the new reference scored this one.
@@ -146,16 +128,13 @@ def test_rows_that_an_earlier_reference_scored_are_scored_anew_when_they_are_dra
     assert rows[5].ref_logprobs.tolist() == [7.0]
 
 
-def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_with_it(
-    untied_model, tmp_path
-):
-    trainer = make_trainer(untied_model, tmp_path, sync_period=2, reference_reset_period=4)
-    seen = []
+def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_with_it(make):
+    trainer, seen = make(sync_period=2, reference_reset_period=4), []
     publish = trainer.weights.publish
 
-    def watched(version, *arguments, **keywords):
+    def watched(version, *arguments):
         seen.append((version, trainer.weights.reference_version))
-        return publish(version, *arguments, **keywords)
+        return publish(version, *arguments)
 
     trainer.weights.publish = watched
     for trainer.learner.step in range(0, 14, 2):
@@ -163,8 +142,8 @@ def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_wi
     assert seen == [(0, 0), (2, 0), (4, 4), (6, 4), (8, 8), (10, 8), (12, 12)]
 
 
-def test_a_reset_that_a_reader_delays_comes_with_the_next_publish(untied_model, tmp_path):
-    trainer = make_trainer(untied_model, tmp_path, sync_period=2, reference_reset_period=2)
+def test_a_reset_that_a_reader_delays_comes_with_the_next_publish(make):
+    trainer = make(sync_period=2, reference_reset_period=2)
     trainer.learner.step = 2
     with trainer.weights.read_reference(0):
         trainer.sync()
@@ -174,10 +153,8 @@ def test_a_reset_that_a_reader_delays_comes_with_the_next_publish(untied_model, 
     assert (trainer.weights.reference_version, trainer.resets.is_due(trainer.step)) == (3, False)
 
 
-def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the_run(
-    untied_model, tmp_path
-):
-    trainer = make_trainer(untied_model, tmp_path, queries_per_batch=1)
+def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the_run(make):
+    trainer = make(queries_per_batch=1)
     before = [p.detach().clone() for p in trainer.learner.policy.parameters()]
     rows = make_rows(1, 3)
     rows[0].reward = float("inf")
@@ -186,15 +163,11 @@ def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the
     with pytest.raises(FloatingPointError, match="10 steps in a row"):
         trainer.learner.update(rows)
     assert trainer.learner.bad_steps == 10
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.learner.policy.parameters()))
-
-
-def test_where_a_weight_is_nan_the_error_after_ten_steps_says_which(untied_model, tmp_path):
-    learner = make_trainer(untied_model, tmp_path, queries_per_batch=1).learner
-    learner.policy.model.norm.weight.data[3] = float("nan")
-    learner.bad_steps_in_a_row = 9
+    torch.testing.assert_close(list(trainer.learner.policy.parameters()), before, rtol=0, atol=0)
+    trainer.learner.policy.model.norm.weight.data[3] = float("nan")
+    trainer.learner.bad_steps_in_a_row = 9
     with pytest.raises(FloatingPointError, match="as the weight model.norm.weight is NaN or inf"):
-        learner.update(make_rows(1, 3))
+        trainer.learner.update(make_rows(1, 3))
 
 
 def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
@@ -206,21 +179,19 @@ def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
     assert beta_at(Config(beta=0.3), 10_000) == 0.3
 
 
+DECAYING = dict(warmup_steps=10, stable_steps=50, decay_steps=40)
+
+
 @pytest.mark.parametrize(
-    "settings, expected",
+    "kind, settings, expected",
     [
-        (dict(lr_schedule="constant", warmup_steps=10), {0: 0.0, 5: 0.5, 10: 1.0, 99: 1.0}),
-        (dict(lr_schedule="linear", warmup_steps=0), {0: 1.0, 50: 0.5, 99: 0.01}),
-        (
-            dict(
-                lr_schedule="warmup_stable_decay", warmup_steps=10, stable_steps=50, decay_steps=40
-            ),
-            {5: 0.5, 10: 1.0, 59: 1.0, 80: 0.5, 100: 0.0},
-        ),
+        ("constant", dict(warmup_steps=10), {0: 0.0, 5: 0.5, 10: 1.0, 99: 1.0}),
+        ("linear", dict(warmup_steps=0), {0: 1.0, 50: 0.5, 99: 0.01}),
+        ("warmup_stable_decay", DECAYING, {5: 0.5, 10: 1.0, 59: 1.0, 80: 0.5, 100: 0.0}),
     ],
 )
-def test_learning_rate_schedules(settings, expected):
-    config = Config(learning_rate=1.0, steps=100, **settings)
+def test_learning_rate_schedules(kind, settings, expected):
+    config = Config(learning_rate=1.0, steps=100, lr_schedule=kind, **settings)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.learning_rate)
     schedule, rates = lr_schedule(optimizer, config), []
     for _ in range(101):
@@ -232,51 +203,25 @@ def test_learning_rate_schedules(settings, expected):
 
 def test_the_progress_line_shows_the_figures_that_an_objective_has(tmp_path, capsys):
     # There is no log Z: only trajectory balance has one.
-    report = Report(
-        str(tmp_path), Config(task="arithmetic", steps=1), Board(["trainer"]), "accuracy", ""
-    )
+    config = Config(task="arithmetic", steps=1)
+    report = Report(str(tmp_path), config, Board(["trainer"]), "accuracy", "")
     report.step({"step": 1, "reward": 0.5, "loss": 2.0, "received": 8, "seconds": 1.0})
     assert capsys.readouterr().out.startswith("step 1/1  reward 0.5  loss 2  ")
 
 
 def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
-    group = Group(
-        query_id=0,
-        version=0,
-        last_version=0,
-        reference_version=0,
-        batch=None,
-        prompt=np.array([1]),
-        lengths=np.array([2, 1]),
-        tokens=np.array([5, 6, 7]),
-        ref_logprobs=np.array([-1.0, -2.0, -3.0]),
-        behavior_logprobs=np.array([-0.5, -1.0, -1.5]),
-        rewards=np.array([1.0, 0.0]),
-        finished=np.array([True, False]),
-        temperature=1.0,
-    )
-    assert describe([group]) == {
-        "reward": 0.5,
-        "equal_rewards": 0.0,
-        "kl": 1.5,
-        "entropy": 1.0,
-        "response_tokens": 1.5,
-        "finished": 0.5,
-    }
+    reference, behavior = np.array([-1.0, -2.0, -3.0]), np.array([-0.5, -1.0, -1.5])
+    logprobs = dict(ref_logprobs=reference, behavior_logprobs=behavior)
+    outcome = dict(rewards=np.array([1.0, 0.0]), finished=np.array([True, False]))
+    group = make_group(0, 0, [2, 1], [5, 6, 7], **logprobs, **outcome)
+    figures = dict(reward=0.5, equal_rewards=0.0, kl=1.5, entropy=1.0)
+    assert describe([group]) == dict(response_tokens=1.5, finished=0.5) | figures
 
 
-def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
-    untied_model, tmp_path, logits_made
-):
+def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(make, logits_made):
     """Check that all rows of this batch are different: equal ones would run once."""
-    trainer = make_trainer(
-        untied_model,
-        tmp_path,
-        queries_per_batch=2,
-        tokens_per_micro_batch=1000,
-        max_prompt_tokens=20,
-        max_response_tokens=30,
-    )
+    lengths = dict(max_prompt_tokens=20, max_response_tokens=30)
+    trainer = make(queries_per_batch=2, tokens_per_micro_batch=1000, **lengths)
     model, widths = trainer.learner.policy, []
     positions = logits_made(model)
     model.base_model.register_forward_pre_hook(
@@ -287,7 +232,7 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(
     try_largest_batch(trainer.config, trainer.learner, say=print)
     assert sum(positions) == 2 * (2 * 3 * 30), "forward, and again in the backward pass"
     assert widths == [(2, 20), (6, 29)]
-    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -308,11 +253,8 @@ class SlowQueue(queue.Queue):
         return super().qsize()
 
 
-def test_a_wait_ends_after_the_timeout_when_nothing_comes_and_not_while_responses_come(
-    untied_model, tmp_path, monkeypatch
-):
-    settings = dict(searcher_timeout=0.3, queries_per_batch=1, initial_responses=8 * 24)
-    trainer = make_trainer(untied_model, tmp_path, **settings)
+def test_a_wait_times_out_when_nothing_comes_and_not_while_responses_come(make, monkeypatch):
+    trainer = make(searcher_timeout=0.3, queries_per_batch=1, initial_responses=8 * 24)
     trainer.metrics.mismatch_due = 10**9  # no policy sampled these groups
     trainer.board.loaded("searcher 0")
     with pytest.raises(TimeoutError, match="the first 192 responses, 0 are here: no progress for"):
@@ -323,9 +265,9 @@ def test_a_wait_ends_after_the_timeout_when_nothing_comes_and_not_while_response
     assert trainer.next_batch() and clock.monotonic() > 2 * 0.3
 
 
-def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_path):
+def test_a_sync_takes_all_that_waits_however_small_the_pipe(make):
     """Send groups of 40 kB through a queue whose pipe, of 64 KB, has room for only one."""
-    trainer = make_trainer(untied_model, tmp_path)
+    trainer = make()
     trainer.rollout_queue = torch.multiprocessing.get_context("spawn").Queue(100)
     for query in range(60):
         trainer.rollout_queue.put(make_large_group(query))
@@ -334,25 +276,19 @@ def test_a_sync_takes_all_that_waits_however_small_the_pipe(untied_model, tmp_pa
     assert trainer.batches.received == 60 * 24
 
 
-def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what_it_had_to(
-    untied_model, tmp_path
-):
-    trainer = make_trainer(untied_model, tmp_path, sync_period=2, eval_every=2)
-    weights = trainer.weights
+def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what_it_had_to(make):
+    trainer = make(sync_period=2, eval_every=2)
+    weights, metrics = trainer.weights, trainer.metrics
     trainer.sync()
     slow = [slot for slot in range(len(weights.slots)) if slot != int(weights.newest[0])]
     weights.pins = torch.tensor(slow)  # slow readers hold every slot but the newest
     trainer.learner.step = 2
     trainer.sync()
-    assert (weights.version, trainer.metrics.skipped_publishes) == (0, 1)
+    assert (weights.version, metrics.skipped_publishes) == (0, 1)
     weights.pins = torch.tensor([-1])
     trainer.learner.step = 4
     trainer.sync()
-    assert (weights.version, weights.evaluation_version, trainer.metrics.skipped_publishes) == (
-        4,
-        4,
-        1,
-    )
+    assert weights.version == weights.evaluation_version == 4 and metrics.skipped_publishes == 1
 
 
 def test_a_resume_between_a_multiple_of_eval_every_and_the_next_sync_asks_at_that_sync():
@@ -364,11 +300,8 @@ def test_a_resume_between_a_multiple_of_eval_every_and_the_next_sync_asks_at_tha
         assert not requests.is_due(29) and requests.is_due(30)
 
 
-def test_a_run_resumed_at_a_sync_brings_the_reset_and_the_evaluation_of_that_sync(
-    untied_model, tmp_path
-):
-    settings = dict(sync_period=2, eval_every=4, reference_reset_period=4)
-    trainer = make_trainer(untied_model, tmp_path, **settings)
+def test_a_run_resumed_at_a_sync_brings_the_reset_and_the_evaluation_of_that_sync(make):
+    trainer = make(sync_period=2, eval_every=4, reference_reset_period=4)
     trainer.learner.step = 4  # as a resume leaves it
     trainer.publish()
     trainer.sync()
