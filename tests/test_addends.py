@@ -4,7 +4,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,13 +19,6 @@ from tasks.support.cache import cached
 SAMPLES = 100  # of each query
 
 TASK = load_task("addends")
-FIFTY_SEVEN = Query(id=57, prompt="57=", answer=57)
-
-
-@pytest.mark.parametrize("response", ["12+45", "45+12", "00+57", "57+00", "49+08"])
-def test_any_two_numbers_that_add_up_are_right(response):
-    assert TASK.score([FIFTY_SEVEN], [response], [True]) == [1.0]
-    assert TASK.score([FIFTY_SEVEN], [response], [False]) == [0.0], "unfinished"
 
 
 WRONG = (
@@ -35,8 +27,9 @@ WRONG = (
 
 
 @pytest.mark.parametrize("response", [*WRONG.split(" "), "", "12+45 ", "12+45\n"])
-def test_anything_else_is_wrong(response):
-    assert TASK.score([FIFTY_SEVEN], [response], [True]) == [0.0]
+def test_what_is_not_two_numbers_of_two_digits_that_add_up_is_wrong(response):
+    query = Query(id=57, prompt="57=", answer=57)
+    assert TASK.score([query], [response], [True]) == [0.0]
 
 
 def test_many_responses_are_scored_each_against_its_own_query():
@@ -46,29 +39,27 @@ def test_many_responses_are_scored_each_against_its_own_query():
 
 def test_every_number_from_10_to_99_is_asked_for_in_one_split():
     train, test = TASK.queries("train"), TASK.queries("test")
-    assert sorted(query.id for query in [*train, *test]) == list(range(10, 100))
-    assert len(test) == 20
-    for query in [*train, *test]:
-        assert query.prompt == f"{query.id}="
-        assert query.answer == query.id
-    assert test == TASK.queries("test"), "the same each time"
+    queries = sorted([*train, *test], key=lambda query: query.id)
+    assert queries == [Query(id=n, prompt=f"{n}=", answer=n) for n in range(10, 100)]
+    assert len(test) == 20 and test == TASK.queries("test"), "the same each time"
 
 
 @pytest.mark.parametrize("index", [0, -1])
-def test_a_query_has_a_right_answer_for_each_first_number(index):
+def test_any_two_numbers_that_add_up_are_right_in_a_finished_response(index):
     query = TASK.queries("test")[index]
     responses = [f"{first:02}+{second:02}" for first in range(100) for second in range(100)]
     rewards = TASK.score([query] * len(responses), responses, [True] * len(responses))
-    right = [response for response, reward in zip(responses, rewards) if reward == 1.0]
-    assert sum(rewards) == len(right) == query.id + 1
-    assert {response[:2] for response in right} == {f"{first:02}" for first in range(query.id + 1)}
+    expected = [f"{first:02}+{query.id - first:02}" for first in range(query.id + 1)]
+    assert [response for response, reward in zip(responses, rewards) if reward] == expected
+    assert sum(rewards) == len(expected)
+    assert not any(TASK.score([query] * len(responses), responses, [False] * len(responses)))
 
 
 @pytest.fixture(scope="module")
-def base_samples(tmp_path_factory) -> dict[str, SimpleNamespace]:
+def base_samples(tmp_path_factory) -> dict[str, list[np.ndarray]]:
     """Sample SAMPLES responses of the base model to each query of a split, at temperature 1.
 
-    Responses and rewards are both (queries, SAMPLES).
+    Returns responses and rewards of each split, both (queries, SAMPLES).
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -84,10 +75,8 @@ def base_samples(tmp_path_factory) -> dict[str, SimpleNamespace]:
         ids = model.generate(prompt_ids, **sampling)[:, prompt_ids.shape[1] :]
         responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
         finished = (ids == tokenizer.eos_token_id).any(dim=1).tolist()
-        rewards = TASK.score(queries, responses, finished)
-        columns = {"responses": responses, "rewards": rewards}.items()
-        tables = {name: np.reshape(column, (-1, SAMPLES)) for name, column in columns}
-        samples[split] = SimpleNamespace(**tables)
+        columns = responses, TASK.score(queries, responses, finished)
+        samples[split] = [np.reshape(column, (-1, SAMPLES)) for column in columns]
     return samples
 
 
@@ -95,11 +84,11 @@ def base_samples(tmp_path_factory) -> dict[str, SimpleNamespace]:
 def test_the_base_model_is_right_often_enough_to_learn_from_and_wrong_often_enough_to_have_to(
     base_samples,
 ):
-    accuracy = {split: samples.rewards.mean() for split, samples in base_samples.items()}
+    accuracy = {split: rewards.mean() for split, (_, rewards) in base_samples.items()}
     assert 0.25 < accuracy["train"] < 0.5, accuracy
     assert abs(accuracy["test"] - accuracy["train"]) < 0.08, accuracy
-    lowest = base_samples["test"].rewards.mean(axis=1).min()
-    assert lowest > 0.1, "each test query can be learned from"
+    _, rewards = base_samples["test"]
+    assert rewards.mean(axis=1).min() > 0.1, "each test query can be learned from"
 
 
 @pytest.mark.runs
@@ -109,8 +98,7 @@ def test_the_base_model_spreads_over_the_right_answers(base_samples):
     The uniform draws are from all right answers to the query.
     """
     distinct, expected = 0, 0.0
-    samples = base_samples["test"]
-    for query, responses, rewards in zip(TASK.queries("test"), samples.responses, samples.rewards):
+    for query, responses, rewards in zip(TASK.queries("test"), *base_samples["test"]):
         right = responses[rewards == 1.0]
         distinct += len(set(right))
         expected += (query.id + 1) * (1 - (query.id / (query.id + 1)) ** len(right))

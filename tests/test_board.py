@@ -2,7 +2,7 @@
 
 import time
 
-from conftest import wait_for
+from conftest import flags, wait_for
 
 from runtime.command_line import build_config
 from runtime.processes.places import find_places
@@ -10,13 +10,13 @@ from runtime.transport import board as module
 from runtime.transport.board import Board
 
 
-def make_board(*flags: str) -> Board:
-    config = build_config(["arithmetic", *flags])
+def make_board(**settings) -> Board:
+    config = build_config(["arithmetic", *flags(**settings)])
     return Board([place.name for place in find_places(config, gpus=[])])
 
 
 def test_further_processes_of_the_trainer_are_no_searchers():
-    board = make_board("--searchers", "2", "--trainer_processes", "2")
+    board = make_board(searchers=2, trainer_processes=2)
     assert board.searchers == ["searcher 0", "searcher 1"]
     for name in board.names:
         board.set(name, "tokens", 1 if name.startswith("searcher") else 100)
@@ -24,7 +24,7 @@ def test_further_processes_of_the_trainer_are_no_searchers():
 
 
 def test_what_is_saved_of_searchers_is_taken_over_with_another_number_of_trainer_processes():
-    board = make_board("--trainer_processes", "2")
+    board = make_board(trainer_processes=2)
     board.set("searcher 0", "cursor", 7)
     alone = make_board()
     alone.load_state_dict(board.state_dict())

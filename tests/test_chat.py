@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import CHAT_TEMPLATE, byte_tokenizer, steps_of, tba
+from conftest import CHAT_TEMPLATE, byte_tokenizer, flags, read, steps_of, tba
 from tokenizers import processors
 
 from config import Config, UserError
@@ -18,31 +18,25 @@ CHAT = [{"role": "user", "content": "1+1?"}]
 def tokenizer():
     """A tokenizer that opens each text with <bos>, as Llama's does, and whose template does too."""
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens(
-        {"bos_token": "<bos>", "additional_special_tokens": ["<|start|>", "<|end|>"]}
-    )
-    bos = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", bos)]
-    )
+    turns = ["<|start|>", "<|end|>"]
+    tokenizer.add_special_tokens({"bos_token": "<bos>", "additional_special_tokens": turns})
+    special = {"special_tokens": [("<bos>", tokenizer.bos_token_id)]}
+    opening = processors.TemplateProcessing(single="<bos> $A", **special)
+    tokenizer.backend_tokenizer.post_processor = opening
     tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE
     return tokenizer
 
 
-def test_messages_are_rendered_by_the_template_with_the_assistants_turn_opened(tokenizer):
+def test_messages_go_through_the_template_and_no_first_token_is_doubled(tokenizer):
     ids = encode_prompt(tokenizer, CHAT)
-    assert tokenizer.decode(ids) == "<bos><|start|>user\n1+1?<|end|>\n<|start|>assistant\n"
-
-
-def test_the_first_token_is_not_doubled_and_a_text_gets_the_tokenizers_own(tokenizer):
+    opened = "<|start|>assistant\n"  # the assistant's turn
+    assert tokenizer.decode(ids) == f"<bos><|start|>user\n1+1?<|end|>\n{opened}"
+    start, end = tokenizer.convert_tokens_to_ids(["<|start|>", "<|end|>"])
+    assert (ids[1], ids.count(start), ids.count(end)) == (start, 2, 1), "one token each"
     bos = tokenizer.bos_token_id
     assert tokenizer("1").input_ids[0] == bos, "the tokenizer adds one by itself"
-    for prompt in (CHAT, "1+1?"):
-        ids = encode_prompt(tokenizer, prompt)
-        assert ids[0] == bos and ids.count(bos) == 1
-    start, end = tokenizer.convert_tokens_to_ids(["<|start|>", "<|end|>"])
-    ids = encode_prompt(tokenizer, CHAT)
-    assert (ids[1], ids.count(start), ids.count(end)) == (start, 2, 1), "one token each"
+    for one in (ids, encode_prompt(tokenizer, "1+1?")):
+        assert one[0] == bos and one.count(bos) == 1
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +50,16 @@ def problems(tmp_path_factory):
 
 
 def test_a_problem_is_one_user_message_with_the_sentence_of_the_released_code(problems):
-    task = load_task("competition_math", data_dir=str(problems))
-    query = task.queries("train")[0]
-    sentence = (
-        r"Place your answer at end exactly inside latex box for example \boxed12 or \boxed51."
-    )
-    assert query.prompt == [{"role": "user", "content": f"1+1? {sentence}"}]
-    answers = [r"\boxed{2}", r"\boxed{3}", r"\boxed{2}"]
-    assert task.score([query] * 3, answers, [True, True, False]) == [1.0, 0.0, 0.0]
-    lenient = load_task("competition_math", data_dir=str(problems), grade_unfinished=True)
-    assert lenient.score([query] * 3, answers, [True, True, False]) == [1.0, 0.0, 1.0]
+    sentence = "Place your answer at end exactly inside latex box for example"
+    prompt = [{"role": "user", "content": rf"1+1? {sentence} \boxed12 or \boxed51."}]
+    answers, finished = [r"\boxed{2}", r"\boxed{3}", r"\boxed{2}"], [True, True, False]
+    for grade_unfinished, last in ((False, 0.0), (True, 1.0)):
+        options = dict(data_dir=str(problems), grade_unfinished=grade_unfinished)
+        task = load_task("competition_math", **options)
+        query = task.queries("train")[0]
+        assert (query.prompt, query.answer) == (prompt, "2")
+        assert task.score([query] * 3, answers, finished) == [1.0, 0.0, last]
+    assert not load_task("competition_math").grade_unfinished
 
 
 def test_a_tokenizer_without_a_template_is_named_before_anything_starts(problems, untied_model):
@@ -83,13 +77,11 @@ def test_a_task_with_messages_trains_end_to_end_and_its_evaluation_has_several_s
     problems, chat_model, tmp_path
 ):
     run_dir = tmp_path / "run"
-    small = ["--steps", 2, "--queries_per_batch", 2, "--responses_per_query", 4]
-    small += ["--trainer_processes", 2]
-    small += ["--max_prompt_tokens", 160, "--max_response_tokens", 8, "--evaluation_samples", 3]
-    where = ["--data_dir", problems, "--model", chat_model, "--output_dir", run_dir]
-    result = tba("competition_math", "--preset", "async2_released", *small, *where)
+    small = flags(steps=2, queries_per_batch=2, responses_per_query=4, trainer_processes=2)
+    short = flags(max_prompt_tokens=160, max_response_tokens=8, evaluation_samples=3)
+    where = flags(data_dir=problems, model=chat_model, output_dir=run_dir)
+    result = tba("competition_math", *flags(preset="async2_released"), *small, *short, *where)
     assert result.returncode == 0, result.stderr
     assert [line["step"] for line in steps_of(run_dir)] == [1, 2]
     assert "on 2 test queries, 3 samples each" in result.stdout
-    lines = (run_dir / "samples.jsonl").read_text().splitlines()
-    assert json.loads(lines[0])["prompt"][0]["role"] == "user"
+    assert read(run_dir, "samples.jsonl")[0]["prompt"][0]["role"] == "user"

@@ -1,124 +1,79 @@
 """The MATH grader: which answers are equal, and what happens to malicious or enormous ones."""
 
-import json
-from pathlib import Path
-
 import pytest
 from conftest import wait_for
 
-from config import Config, UserError
+from config import Config
 from runtime.modes.free_running import Rollout
 from runtime.responses.scoring import RewardScorer
 from tasks import Query, load_task
 from tasks.competition_math import is_correct, last_boxed
 
-RIGHT = [  # answer in the box, gold
-    (r"\frac{1}{2}", r"\frac12"),
-    ("0.5", r"\frac{1}{2}"),
-    (r"\dfrac{1}{2}", r"\frac{1}{2}"),
-    ("1/2", r"\frac{1}{2}"),
-    (r"-\frac{3}{4}", "-0.75"),
-    ("[0,1)", "[0, 1)"),
-    (r"(-\infty, 3]", r"(-\infty,3]"),
-    (r"x \in [1,2]", "[1,2]"),
-    (r"(-1,0)\cup(0,1)", r"(-1,0) \cup (0,1)"),
-    (r"\{1,2,3\}", r"\{3,2,1\}"),
-    ("1,2,3", "1, 2, 3"),
-    ("(2,3)", "(2, 3)"),
-    (r"3\pm\sqrt2", r"3-\sqrt{2}, 3+\sqrt{2}"),
-    (r"5\text{ cm}", "5"),
-    (r"5\,\text{cm}^2", "5"),
-    (r"\text{Tuesday}", "Tuesday"),
-    (r"\text{(B)}", "B"),
-    (r"90^\circ", "90"),
-    (r"\$18", "18"),
-    (r"50\%", "50"),
-    ("50", r"50\%"),
-    (r"\sqrt{8}", r"2\sqrt{2}"),
-    ("2^{10}", "1024"),
-    ("x^2+2x+1", "(x+1)^2"),
-    ("1{,}000", "1000"),
-    ("1,000", "1000"),
-    (r"11,\! 111", "11111"),
-    ("x=5", "5"),
-    ("a+b=5.", "5"),
-    (r"5~\text{cm}", "5"),
-    (r"5\times10^{-2}", "0.05"),
-    (r"-\frac{3\sqrt{5}}{2}", r"\frac{-3\sqrt{5}}{2}"),
-    ("y=2x+3", "2x-y+3=0"),
-    (r"\frac{\pi}{2}", r"\pi/2"),
-    ("3", "3.0"),
-    ("1+2i", "2i+1"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
-    ("12_{3}", "12_3"),
-    (r"\infty", r"\infty"),
-    (r"\boxed{7}", "7"),
-    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
-]
-WRONG = [
-    (r"\frac{1}{3}", r"\frac{1}{2}"),
-    ("(0,1)", "[0,1)"),
-    ("(3,2)", "(2,3)"),
-    (r"\pi", "3.14"),
-    ("-3", "3"),
-    ("0.333", r"\frac13"),
-    (r"\{1,2\}", r"\{1,2,3\}"),
-    (r"\text{Monday}", "Tuesday"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
-    (r"\frac{", "1"),
-    (r"\frac{1}{0}", "1"),
-    ("", "1"),
-    (r"\left(", "1"),
-    (r"\begin{pmatrix}1", "1"),
-    (r"}{", "1"),
-    ("x" * 2000, "1"),
+# Answers in a box, and the gold one to each.
+RIGHT = {
+    "fractions": {r"\frac{1}{2}": r"\frac12", "0.5": r"\frac{1}{2}", "1/2": r"\frac{1}{2}"},
+    "more fractions": {r"\dfrac{1}{2}": r"\frac{1}{2}", r"-\frac{3}{4}": "-0.75"},
+    "a sign": {r"-\frac{3\sqrt{5}}{2}": r"\frac{-3\sqrt{5}}{2}"},
+    "intervals": {"[0,1)": "[0, 1)", r"(-\infty, 3]": r"(-\infty,3]", r"x \in [1,2]": "[1,2]"},
+    "a union": {r"(-1,0)\cup(0,1)": r"(-1,0) \cup (0,1)"},
+    "lists": {r"\{1,2,3\}": r"\{3,2,1\}", "1,2,3": "1, 2, 3", "(2,3)": "(2, 3)"},
+    "plus or minus": {r"3\pm\sqrt2": r"3-\sqrt{2}, 3+\sqrt{2}"},
+    "units": {r"5\text{ cm}": "5", r"5\,\text{cm}^2": "5", r"5~\text{cm}": "5", r"90^\circ": "90"},
+    "words": {r"\text{Tuesday}": "Tuesday", r"\text{(B)}": "B"},
+    "signs of units": {r"\$18": "18", r"50\%": "50", "50": r"50\%"},
+    "roots and powers": {r"\sqrt{8}": r"2\sqrt{2}", "2^{10}": "1024", "x^2+2x+1": "(x+1)^2"},
+    "thousands": {"1{,}000": "1000", "1,000": "1000", r"11,\! 111": "11111"},
+    "equations": {"x=5": "5", "a+b=5.": "5", "y=2x+3": "2x-y+3=0"},
+    "numbers": {r"5\times10^{-2}": "0.05", r"\frac{\pi}{2}": r"\pi/2", "3": "3.0", "1+2i": "2i+1"},
+    "a vector": {r"\begin{pmatrix}1\\2\end{pmatrix}": r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"},
+    "as they are": {"12_{3}": "12_3", r"\infty": r"\infty", r"\boxed{7}": "7"},
+    "a point": {r"\left( 3, \frac{\pi}{2} \right)": r"(3,\pi/2)"},
+}
+WRONG = {
+    "numbers": {r"\frac{1}{3}": r"\frac{1}{2}", r"\pi": "3.14", "-3": "3", "0.333": r"\frac13"},
+    "lists": {"(0,1)": "[0,1)", "(3,2)": "(2,3)", r"\{1,2\}": r"\{1,2,3\}"},
+    "a set and a tuple": {r"\{1,2\}": "(1,2)"},
+    "a word": {r"\text{Monday}": "Tuesday"},
+    "a vector": {r"\begin{pmatrix}1\\2\end{pmatrix}": r"\begin{pmatrix}1\\3\end{pmatrix}"},
+    "nothing": dict.fromkeys([r"\frac{", r"\frac{1}{0}", "", r"\left(", "}{", "x" * 2000], "1"),
+    "no matrix": {r"\begin{pmatrix}1": "1"},
     # What is left to compute, or restates the question.
-    ("5!", "120"),
-    (r"\sum_{i=1}^{5}1", "5"),
-    (r"\int_0^5 1dx", "5"),
-    (r"\lim_{x \to 5} x", "5"),
-    ("1=2=3=4=5", "5"),
-    ("2+3", "5"),
-    (r"6\times7", "42"),
-    ("11", "11_2"),
-    (r"\{1,2\}", "(1,2)"),
-    (r"50\%", "0.5"),
-]
+    "a sum": {"5!": "120", r"\sum_{i=1}^{5}1": "5", r"\int_0^5 1dx": "5", "2+3": "5"},
+    "a limit": {r"\lim_{x \to 5} x": "5", "1=2=3=4=5": "5", r"6\times7": "42"},
+    "a base": {"11": "11_2"},
+    "percent": {r"50\%": "0.5"},
+}
 
 
-@pytest.mark.parametrize("answer, gold", RIGHT + WRONG)
-def test_it_is_right_or_wrong(answer, gold):
-    response = f"So the answer is $\\boxed{{{answer}}}$."
-    assert is_correct(response, gold) == ((answer, gold) in RIGHT)
+@pytest.mark.parametrize("kind", RIGHT)
+def test_it_is_right(kind):
+    for answer, gold in RIGHT[kind].items():
+        assert is_correct(f"So the answer is $\\boxed{{{answer}}}$.", gold), answer
 
 
-@pytest.mark.parametrize(
-    "response, expected",
-    [
-        ("the answer is 5", None),
-        (r"\boxed{5}, or rather \boxed{6}", "6"),
-        (r"\boxed{\frac{a}{b}}", r"\frac{a}{b}"),
-        (r"\boxed{ \boxed{7} }", "7"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"\boxed{\} }", r"\}"),
-        (r"\boxed{5", None),
-        (r"so it is $\boxed 5$.", "5"),
-        (r"\boxed ", None),
-        (r"\fbox{5}", "5"),
-        (r"\boxed{" + "1" * 5000 + "}", None),
-        ("x" * 100_000 + r" \boxed{5}", "5"),
-        (r"\boxed{" * 15_000, None),
-    ],
-)
+@pytest.mark.parametrize("kind", WRONG)
+def test_it_is_wrong(kind):
+    for answer, gold in WRONG[kind].items():
+        assert not is_correct(f"So the answer is $\\boxed{{{answer}}}$.", gold), answer
+
+
+UNBOXED = ["the answer is 5", r"\boxed{5", r"\boxed ", r"\boxed{" * 15_000]
+BOXED = {
+    r"\boxed{5}, or rather \boxed{6}": "6",
+    r"\boxed{\frac{a}{b}}": r"\frac{a}{b}",
+    r"\boxed{ \boxed{7} }": "7",
+    r"\boxed{\{1,2\}}": r"\{1,2\}",
+    r"\boxed{\} }": r"\}",
+    r"so it is $\boxed 5$.": "5",
+    r"\fbox{5}": "5",
+    "x" * 100_000 + r" \boxed{5}": "5",
+    r"\boxed{" + "1" * 5000 + "}": None,
+}
+
+
+@pytest.mark.parametrize("response, expected", (BOXED | dict.fromkeys(UNBOXED)).items())
 def test_the_last_box_counts(response, expected):
     assert last_boxed(response) == expected
-
-
-def test_an_unfinished_response_is_wrong():
-    task = load_task("competition_math")
-    query = Query(0, "", "5")
-    responses = [r"\boxed{5}", r"\boxed{5}", r"\boxed{4}"]
-    assert task.score([query] * 3, responses, [True, False, True]) == [1.0, 0.0, 0.0]
 
 
 HOSTILE = [
@@ -174,23 +129,3 @@ def rewards_of(scorer: RewardScorer, texts: list[str]) -> list[float]:
     scorer.add([Rollout(Query(0, "", "2"), "0", texts=texts, finished=finished)])
     [rollout] = wait_for(scorer.take, "the scores")
     return rollout.rewards.tolist()
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    for split in ("train", "test"):
-        (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_rows_become_queries_and_a_row_without_its_columns_or_box_is_named(tmp_path):
-    row = {"problem": "1+1?", "solution": r"We add: \boxed{2}"}
-    write(tmp_path, [row])
-    (query,) = load_task("competition_math", data_dir=str(tmp_path)).queries("train")
-    assert query.answer == "2"
-    assert query.prompt[0]["content"].startswith("1+1? Place your answer at end")
-    for bad, message in (
-        ({"problem": "1+1?"}, "line 2 has no 'solution'"),
-        (row | {"solution": "two"}, r"line 2: the solution has no \\boxed"),
-    ):
-        write(tmp_path, [row, bad])
-        with pytest.raises(UserError, match=message):
-            load_task("competition_math", data_dir=str(tmp_path)).queries("train")

@@ -1,6 +1,7 @@
 """Evaluation: the means over responses and over pairs, their intervals, and --eval_only."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -23,8 +24,7 @@ def test_the_interval_of_a_mean_covers_the_truth_as_often_as_it_says():
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
-        values = (rng.random(200) < 0.3).astype(float)
-        _, low, high = mean_and_interval(values, resamples=400)
+        _, low, high = mean_and_interval((rng.random(200) < 0.3) * 1.0, resamples=400)
         covered += low <= 0.3 <= high
     assert 0.90 < covered / 400 < 0.98
 
@@ -38,16 +38,14 @@ def test_the_interval_over_pairs_resamples_rows_and_not_pairs():
 
 def test_the_interval_over_several_samples_of_a_query_resamples_queries():
     """Samples of a query that are all alike say no more than one of them."""
-    rng = np.random.default_rng(0)
-    one = (rng.random(200) < 0.3).astype(float)
-    ids = np.arange(200).repeat(16)
+    one = (np.random.default_rng(0).random(200) < 0.3) * 1.0
     mean, low, high = mean_and_interval(one)
-    assert mean_and_interval(one.repeat(16), ids.tolist()) == (mean, low, high)
+    ids = np.arange(200).repeat(16).tolist()
+    assert mean_and_interval(one.repeat(16), ids) == (mean, low, high)
     _, low_of_rows, high_of_rows = mean_and_interval(one.repeat(16))
     assert high_of_rows - low_of_rows < 0.5 * (high - low), "rows would look like more"
     # Some samples without a score: the others count.
-    values, ids = np.array([1.0, 1.0, 0.0]), [3, 3, 7]
-    assert mean_and_interval(values, ids) == (2 / 3, 0.0, 1.0)
+    assert mean_and_interval(np.array([1.0, 1.0, 0.0]), [3, 3, 7]) == (2 / 3, 0.0, 1.0)
 
 
 def test_a_tasks_sampling_of_test_queries_gives_way_to_the_flags():
@@ -55,11 +53,8 @@ def test_a_tasks_sampling_of_test_queries_gives_way_to_the_flags():
         evaluation_sampling = {"top_p": 0.9, "max_tokens": 3}
 
     config = Config(evaluation_samples=4, max_response_tokens=9)
-    assert sampling_for_tests(config, Sampled()) == {
-        "temperature": 0.0,
-        "top_p": 0.9,
-        "max_tokens": 3,
-    }
+    greedy = {"temperature": 0.0, "top_p": 0.9, "max_tokens": 3}
+    assert sampling_for_tests(config, Sampled()) == greedy
     warm = dataclasses.replace(config, evaluation_temperature=0.5)
     assert sampling_for_tests(warm, Sampled())["temperature"] == 0.5
     with pytest.raises(UserError, match="give an --evaluation_temperature above 0"):
@@ -67,18 +62,10 @@ def test_a_tasks_sampling_of_test_queries_gives_way_to_the_flags():
     check_sampling(warm, Sampled())
 
 
-@pytest.mark.parametrize(
-    "scores",
-    [
-        [1.0],
-        [1.0, None, 0.0],
-        [1.0, float("nan"), 0.0],
-        [1.0, float("inf"), 0.0],
-        "abc",
-        None,
-        [[1.0], [0.0], [1.0]],
-    ],
-)
+NO_NUMBERS = [[1.0, odd, 0.0] for odd in (None, math.nan, math.inf)]
+
+
+@pytest.mark.parametrize("scores", [[1.0], *NO_NUMBERS, "abc", None, [[1.0], [0.0], [1.0]]])
 def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are(scores):
     class Bad(Task):
         def score(self, queries, responses, finished):
@@ -92,12 +79,11 @@ def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are
 def test_without_json_it_is_a_table():
     metrics = {"win_rate": (0.5, 0.4, 0.6), "perplexity": (1.125, 1.0, 1.25)}
     evaluation = FinalEvaluation(metrics, queries=30, samples=1, long_prompts=2, unscored=1)
-    assert str(evaluation).splitlines() == [
+    *table, counts = str(evaluation).splitlines()
+    assert table == [
         "metric         value   95 % interval",
         "win_rate      0.5000   0.4000 to 0.6000",
         "perplexity    1.1250   1.0000 to 1.2500",
-        (
-            "on 30 test queries; 2 left out, prompt over --max_prompt_tokens, empty or not "
-            "Unicode; 1 left out, they got no score"
-        ),
     ]
+    assert counts.startswith("on 30 test queries; 2 left out, prompt over --max_prompt_tokens")
+    assert counts.endswith("; 1 left out, they got no score")

@@ -5,6 +5,7 @@ Only the device query is a mock: how many GPUs there are, and whether CUDA can u
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, WHOLE_RUN, read, steps_of
+from conftest import ROOT, WHOLE_RUN, flags, read, steps_of
 
 from config import Config, UserError
 from runtime import evaluate
@@ -73,13 +74,8 @@ def test_the_rank_that_another_launcher_gave_is_not_handed_on(tmp_path, monkeypa
 def test_trainer_processes_get_the_first_gpus_and_searchers_the_others(gpus):
     gpus(8)
     places = find_places(Config(trainer_processes=3, searchers=2))
-    assert {place.name: place.gpu for place in places} == {
-        "trainer": "0",
-        "trainer 1": "1",
-        "trainer 2": "2",
-        "searcher 0": "3",
-        "searcher 1": "4",
-    }
+    names = ["trainer", "trainer 1", "trainer 2", "searcher 0", "searcher 1"]
+    assert {place.gpu: place.name for place in places} == dict(zip("01234", names))
     assert len(find_places(Config(trainer_processes=3))) == 8, "each other GPU has a searcher"
 
 
@@ -102,9 +98,8 @@ def test_an_evaluation_needs_no_gpus_for_a_presets_trainer_processes(
     monkeypatch.setattr(evaluate, "evaluate", lambda config, place, _: placed.append(place))
     monkeypatch.setattr(evaluate, "Interrupt", lambda: SimpleNamespace(signal=0))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that what a fetch sets ends with this test
-    where = ["--model", str(chat_model), "--data_dir", str(tmp_path)]
-    short = ["--max_prompt_tokens", "160", "--max_response_tokens", "8"]
-    evaluate.evaluate_only(build_config(["competition_math", "--eval_only", *where, *short]))
+    small = flags(model=chat_model, data_dir=tmp_path, max_prompt_tokens=160, max_response_tokens=8)
+    evaluate.evaluate_only(build_config(["competition_math", "--eval_only", *small]))
     assert [place.gpu for place in placed] == ["0"]
 
 
@@ -131,24 +126,22 @@ def test_where_there_is_a_gpu_the_tests_have_the_cpu_build_in_an_environment_of_
         made = subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True)
         assert made.returncode == 0, made.stderr
         said[target] = made.stdout
-    demo = "requirements.txt" if has_gpu else "requirements-cpu.txt"
+    cpu = "requirements-cpu.txt"
+    demo = "requirements.txt" if has_gpu else cpu
     assert f"-r {demo}" in said["demo"] and ".venv/bin/python tba.py" in said["demo"]
     assert ("--overrides" in said["demo"]) == (not has_gpu)
     tests = ".venv-cpu" if has_gpu else ".venv"
     for target in ("test", "test-faults", "lint"):
-        assert (
-            "-r requirements-cpu.txt" in said[target] and "-r requirements.txt" not in said[target]
-        )
+        assert set(re.findall(r"-r (requirements(?:-cpu)?\.txt)", said[target])) == {cpu}
         assert f"\n{tests}/bin/" in said[target]
+
+
+OLD_DRIVER = "a driver for CUDA 13, 580 or newer (this one is for CUDA 12)"
 
 
 @pytest.mark.parametrize(
     "cuda, tools, lacking",
-    [
-        ("12.4", ["gcc"], "a driver for CUDA 13, 580 or newer (this one is for CUDA 12)"),
-        ("13.0", [], "gcc"),
-        ("12.9", [], "a driver for CUDA 13, 580 or newer (this one is for CUDA 12), gcc"),
-    ],
+    [("12.4", ["gcc"], OLD_DRIVER), ("13.0", [], "gcc"), ("12.9", [], f"{OLD_DRIVER}, gcc")],
 )
 def test_the_set_up_says_in_one_line_what_a_gpu_machine_lacks(cuda, tools, lacking, tmp_path):
     """It stops before anything is installed. nvidia-smi is a script that prints as the real one."""
@@ -172,53 +165,35 @@ def test_the_set_up_says_in_one_line_what_a_gpu_machine_lacks(cuda, tools, lacki
     assert made.stdout.splitlines() == [line]
 
 
-def test_vllm_leaves_room_for_a_tasks_models_and_more_beside_the_trainer(gpus):
-    for count, share in ((4, 0.55), (1, 0.15)):
-        gpus(count)
-        places = find_places(Config())
-        assert gpu_memory(Config(), places) == share
-        assert gpu_memory(Config(gpu_memory_utilization=0.4), places) == 0.4
-
-
-def test_only_a_searcher_on_the_trainers_gpu_is_throttled(gpus):
+def test_a_searcher_on_the_trainers_gpu_has_less_memory_and_alone_is_throttled(gpus):
     config = Config(sync_period=2)
-    for count, ahead in ((4, None), (2, None), (1, 4)):
+    for count, share, ahead in ((4, 0.55, None), (2, 0.55, None), (1, 0.15, 4)):
         gpus(count)
-        assert resolve(config, find_places(config)).search_ahead == ahead
+        places = find_places(config)
+        found = resolve(config, places)
+        assert (found.gpu_memory_utilization, found.search_ahead) == (share, ahead)
+        assert gpu_memory(Config(gpu_memory_utilization=0.4), places) == 0.4
     for free in (Config(max_staleness=5), Config(constant_staleness=2)):
         assert resolve(free, find_places(free)).search_ahead is None, "the trainer may wait"
 
 
-def make_throttled(config: Config, weights: SharedWeights) -> Workload:
-    queries = [Query(i, str(i), None) for i in range(100)]
-    return Workload(config, queries, 0, 0, weights)
-
-
-def draw_all(workload: Workload) -> list:
-    return list(iter(workload.draw, None))
-
-
 def test_a_throttled_search_waits_when_it_is_ahead_and_goes_on_as_the_trainer_steps():
-    config = Config(
-        searchers=1,
-        queries_per_batch=3,
-        samples_per_query=10,
-        initial_responses=45,
-        search_ahead=2,
-    )
+    batch = dict(queries_per_batch=3, samples_per_query=10, initial_responses=45)
+    config = Config(searchers=1, search_ahead=2, **batch)
     weights = SharedWeights({"a": (1,)}, torch.float32, readers=1)
-    workload = make_throttled(config, weights)
-    drawn = draw_all(workload)
+    queries = [Query(i, str(i), None) for i in range(100)]
+    workload = Workload(config, queries, 0, 0, weights)
+    drawn = [*iter(workload.draw, None)]
     assert len(drawn) == 11, "45 responses in 4.5 groups, and two steps of three"
     for step in (0, 2):
         weights.publish(step, [("a", torch.zeros(1))])
-    assert len(draw_all(workload)) == 6, "two steps of three groups"
-    assert draw_all(workload) == []
+    assert len([*iter(workload.draw, None)]) == 6, "two steps of three groups"
+    assert workload.draw() is None
     workload.drop(drawn[0])
     workload.complete(drawn[1])
-    assert len(draw_all(workload)) == 1, "a group that got no scores is made up for"
-    replacement = make_throttled(config, weights)
-    assert len(draw_all(replacement)) == 11, "a restarted searcher counts from its own start"
+    assert len([*iter(workload.draw, None)]) == 1, "a group that got no scores is made up for"
+    replacement = Workload(config, queries, 0, 0, weights)
+    assert len([*iter(replacement.draw, None)]) == 11, "a restarted one counts from its own start"
 
 
 @pytest.mark.runs
@@ -226,10 +201,9 @@ def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     run_dir = tmp_path / "run"
     code = "import sys, tba; from runtime.processes import places\n"
     code += "places.search_ahead = lambda *_: 10; sys.exit(tba.main(sys.argv[1:]))"
-    flags = "--steps 150 --initial_responses 240 --queries_per_batch 1"
-    command = [sys.executable, "-c", code, *flags.split(), "--eval_every", "0", "--output_dir"]
-    options = dict(cwd=ROOT, capture_output=True, text=True, timeout=WHOLE_RUN)
-    result = subprocess.run([*command, run_dir], **options)
+    small = flags(steps=150, initial_responses=240, queries_per_batch=1, eval_every=0)
+    command = [sys.executable, "-c", code, *small, *flags(output_dir=run_dir)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WHOLE_RUN)
     assert result.returncode == 0, result.stderr
     lines = steps_of(run_dir)
     made = np.array([line["received"] for line in lines])

@@ -5,12 +5,12 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from conftest import GSM8K as DATA
 
 from config import UserError
 from tasks import Query, load_task
 from tasks.gsm8k import GSM8K
 
-DATA = Path(__file__).parents[1].parent / "shared/data/gsm8k"
 ROW = {"question": "How many are two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
 
 
@@ -33,64 +33,35 @@ def with_another_number(answer: str) -> str:
     return f"{solution}#### {Decimal(gold.strip().replace(',', '')) + 1:,}"
 
 
-@pytest.mark.parametrize(
-    "response, number",
-    [
-        ("The answer is 42", "42"),
-        ("First 3, then 17, so 5 remain", "5"),
-        ("#### 18", "18"),
-        ("007", "7"),
-        ("0", "0"),
-        ("line one: 3\nline two: 4\n", "4"),
-        # thousands commas
-        ("She earns 1,234", "1234"),
-        ("1,234,567 people", "1234567"),
-        ("It costs 12,345.67 in all", "12345.67"),
-        ("The scores are 3,4", "4"),
-        ("They are 1, 2, 3", "3"),
-        ("either 5, 100", "100"),
-        # signs
-        ("The change is -5", "-5"),
-        ("-5", "-5"),
-        ("x = -1,000.", "-1000"),
-        ("It fell to −7", "-7"),
-        ("(-3)", "-3"),
-        # subtraction is no sign
-        ("12-5", "5"),
-        ("12 - 5", "5"),
-        ("$12-$5", "5"),
-        ("(4 + 8)-5", "5"),
-        ("12 - -5", "-5"),
-        ("3 - 2 = 1.", "1"),
-        # decimals
-        ("That is 2.5 hours", "2.5"),
-        ("It weighs .5", "0.5"),
-        ("It is -.5", "-0.5"),
-        ("A total of 10.00", "10"),
-        ("0.10", "0.1"),
-        # $, %, units, trailing punctuation, markup
-        ("She pays $20", "20"),
-        ("She pays $1,250.50.", "1250.50"),
-        ("He owes -$5", "-5"),
-        ("He owes $-5", "-5"),
-        ("It grew by 25%", "25"),
-        ("5%-3%", "3"),
-        ("20 dollars-5", "5"),
-        ("It shrank by -5%.", "-5"),
-        ("The answer is 42.", "42"),
-        ("The answer is 42!", "42"),
-        ("The answer is **42**", "42"),
-        ("\\boxed{42}", "42"),
-        ("It is 42cm", "42"),
-        ("2+2=<<2+2=4>>4", "4"),
-    ],
-)
-def test_the_last_number_of_a_response_is_its_answer(response, number):
-    assert Decimal(GSM8K().extract(response)) == Decimal(number)
-    assert reward(response, number) == 1.0
-    assert reward(response, str(Decimal(number) + 1)) == 0.0
-    if Decimal(number):
-        assert reward(response, str(-Decimal(number))) == 0.0
+# Responses, and the number that is the answer of each.
+NUMBERS = {
+    "the last one": {"First 3, then 17, so 5 remain": "5", "line one: 3\nline two: 4\n": "4"},
+    "one": {"The answer is 42": "42", "#### 18": "18", "007": "7", "0": "0"},
+    "thousands": {"She earns 1,234": "1234", "1,234,567 people": "1234567"},
+    "thousands and cents": {"It costs 12,345.67 in all": "12345.67"},
+    "a list": {"The scores are 3,4": "4", "They are 1, 2, 3": "3", "either 5, 100": "100"},
+    "a sign": {"The change is -5": "-5", "-5": "-5", "x = -1,000.": "-1000", "(-3)": "-3"},
+    "a minus of Unicode": {"It fell to −7": "-7"},
+    "a subtraction": {"12-5": "5", "12 - 5": "5", "$12-$5": "5", "(4 + 8)-5": "5"},
+    "both": {"12 - -5": "-5", "3 - 2 = 1.": "1", "5%-3%": "3", "20 dollars-5": "5"},
+    "decimals": {"That is 2.5 hours": "2.5", "It weighs .5": "0.5", "It is -.5": "-0.5"},
+    "zeros": {"A total of 10.00": "10", "0.10": "0.1"},
+    "dollars": {"She pays $20": "20", "She pays $1,250.50.": "1250.50"},
+    "debts": {"He owes -$5": "-5", "He owes $-5": "-5"},
+    "percent": {"It grew by 25%": "25", "It shrank by -5%.": "-5"},
+    "ends": {"The answer is 42.": "42", "The answer is 42!": "42", "It is 42cm": "42"},
+    "markup": {"The answer is **42**": "42", "\\boxed{42}": "42", "2+2=<<2+2=4>>4": "4"},
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_the_last_number_of_a_response_is_its_answer(kind):
+    for response, number in NUMBERS[kind].items():
+        assert Decimal(GSM8K().extract(response)) == Decimal(number), response
+        assert reward(response, number) == 1.0
+        assert reward(response, str(Decimal(number) + 1)) == 0.0
+        if Decimal(number):
+            assert reward(response, str(-Decimal(number))) == 0.0
 
 
 @pytest.mark.parametrize("response", ["", "no idea", "$", "-", ",", ".", "one hundred", "…"])
@@ -99,12 +70,8 @@ def test_a_response_without_a_number_is_wrong(response):
     assert reward(response, "0") == 0.0
 
 
-def test_an_unfinished_response_is_wrong():
-    assert reward("The answer is 42", "42", finished=True) == 1.0
+def test_a_right_number_is_wrong_if_it_is_not_the_last_or_the_response_was_cut_off():
     assert reward("The answer is 42", "42", finished=False) == 0.0
-
-
-def test_a_right_number_that_is_not_the_last_is_wrong():
     assert reward("The answer is 42, because 6 * 7", "42") == 0.0
 
 
@@ -142,11 +109,11 @@ def test_a_query_holds_the_question_in_the_prompt_and_has_an_id_of_its_own(tmp_p
 @pytest.mark.parametrize(
     "line, message",
     [
-        ({"answer": "#### 4"}, "question"),
-        ({"question": None, "answer": "#### 4"}, "question"),
-        ({"question": "How many?"}, "answer"),
-        ({"question": "How many?", "answer": 4}, "answer"),
-        (["How many?", "#### 4"], "question"),
+        ({"answer": "#### 4"}, "has no 'question'"),
+        ({"question": None, "answer": "#### 4"}, "has no 'question'"),
+        ({"question": "How many?"}, "has no 'answer'"),
+        ({"question": "How many?", "answer": 4}, "has no 'answer'"),
+        (["How many?", "#### 4"], "has no 'question'"),
         ('{"question": "How many?", "answer": ', "not JSON"),
         (b'{"question": "How many?", "answer": "\xff"}', "can't decode byte 0xff"),
         ({"question": "How many \ud83d?", "answer": "#### 4"}, "surrogates not allowed"),
@@ -157,36 +124,24 @@ def test_a_query_holds_the_question_in_the_prompt_and_has_an_id_of_its_own(tmp_p
 def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
     before = [ROW, "", ROW] * 100  # more than is read at once
     task = write(tmp_path, *before, line, ROW)
-    expected = rf"train\.jsonl line 301 .*{message}|train\.jsonl line 301: .*{message}"
-    with pytest.raises(UserError, match=expected) as raised:
+    with pytest.raises(UserError, match=rf"train\.jsonl line 301:? .*{message}") as raised:
         task.queries("train")
     assert "\n" not in str(raised.value)
 
 
-def test_blank_lines_are_passed_over_and_counted(tmp_path):
+def test_blank_lines_are_passed_over_and_a_missing_or_empty_file_is_named(tmp_path):
     task = write(tmp_path, ROW, "", ROW)
     assert len(task.queries("train")) == 2
-    with pytest.raises(UserError, match=r"train\.jsonl line 3 has no 'answer'"):
-        write(tmp_path, ROW, "", {"question": "How many?"}).queries("train")
+    with pytest.raises(UserError, match=r"test\.jsonl does not exist"):
+        task.queries("test")
+    with pytest.raises(UserError, match=r"train\.jsonl is empty"):
+        write(tmp_path).queries("train")
 
 
 def test_with_chat_a_question_is_a_message_and_its_answer_the_same(tmp_path):
-    write(tmp_path, ROW)
-    plain, chat = (
-        GSM8K(data_dir=str(tmp_path), chat=chat).queries("train")[0] for chat in (False, True)
-    )
+    [plain] = write(tmp_path, ROW).queries("train")
+    [chat] = GSM8K(data_dir=str(tmp_path), chat=True).queries("train")
     [message] = chat.prompt
     question = ROW["question"]
     assert message["role"] == "user" and message["content"].startswith(question + "\n\n")
     assert chat.answer == plain.answer and question in plain.prompt
-
-
-def test_a_missing_data_file_is_named(tmp_path):
-    write(tmp_path, ROW)
-    with pytest.raises(UserError, match=r"test\.jsonl does not exist"):
-        GSM8K(data_dir=str(tmp_path)).queries("test")
-
-
-def test_an_empty_data_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"train\.jsonl is empty"):
-        write(tmp_path).queries("train")

@@ -14,6 +14,7 @@ from decimal import Decimal
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,7 +37,6 @@ from runtime.responses.samples import SampleLog
 from tasks import Query, Task, load_task
 from tba import main
 
-FIVE_MB = 5_000_000
 EMOJI = "👩‍🔬 \U0001f600"
 HALF = "\ud83d"  # of an emoji: no encoding has it
 
@@ -46,9 +46,7 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path):
         super().__init__()
-        self.source = path.read_text(encoding="utf-8")
-        self.tags: list[tuple[str, dict]] = []
-        self.texts: list[str] = []
+        self.source, self.tags, self.texts = path.read_text(encoding="utf-8"), [], []
         self.feed(self.source)
         self.close()
         self.text = "".join(self.texts)
@@ -61,7 +59,7 @@ class Page(HTMLParser):
 
     def check(self) -> "Page":
         """Nothing in it can run or fetch, and it is of a size that a browser opens at once."""
-        assert len(self.source.encode()) < FIVE_MB
+        assert len(self.source.encode()) < 5_000_000
         assert not {tag for tag, _ in self.tags} & {"script", "iframe", "object", "link", "a"}
         for tag, attributes in self.tags:
             assert not [name for name in attributes if name.startswith("on")], tag
@@ -76,37 +74,26 @@ class Page(HTMLParser):
         return [(a.get("class"), a["title"]) for tag, a in self.tags if tag == "i" and "title" in a]
 
 
-def sample(version: int = 0, query_id: int = 7, text: str = "12", **changed) -> dict:
+def sample(version: int = 0, text: str = "12", **changed) -> dict:
     """A line of samples.jsonl, a token a character."""
-    line = {
-        "version": version,
-        "query_id": query_id,
-        "prompt": "5+7=",
-        "answer": "12",
-        "response": text,
-        "extracted": text,
-        "reward": 1.0,
-        "finished": True,
-        "tokens": list(text),
-        "behavior_logprobs": [-0.5] * len(text),
-        "ref_logprobs": [-1.0] * len(text),
-    }
-    return line | changed
+    head = dict(version=version, query_id=7, prompt="5+7=", answer="12", response=text)
+    score = dict(extracted=text, reward=1.0, finished=True, tokens=list(text))
+    logprobs = dict(behavior_logprobs=[-0.5] * len(text), ref_logprobs=[-1.0] * len(text))
+    return head | score | logprobs | changed
 
 
 @pytest.fixture
 def run_dir(tmp_path):
     """A function that makes the directory of a run, with these samples."""
 
-    def make(samples: list[dict] = (), **config) -> Path:
+    def make(*samples: dict, **config) -> Path:
         run = tmp_path / "run"
         (run / "logs").mkdir(parents=True)
         settings = dataclasses.asdict(Config(steps=4, samples_per_query=24, **config))
         (run / "config.json").write_text(json.dumps(settings))
         steps = [{"step": i, "loss": 1 / i, "beta": 0.5, "seconds": i} for i in (1, 2, 3, 4)]
-        base = {"step": 0, "accuracy": 0.25, "accuracy_interval": [0.125, 0.375]}
-        base |= {"base_model": "0a1b"}
-        final = {"step": 4, "final_accuracy": 0.5, "final_accuracy_interval": [0.375, 0.625]}
+        base = dict(step=0, accuracy=0.25, accuracy_interval=[0.125, 0.375], base_model="0a1b")
+        final = dict(step=4, final_accuracy=0.5, final_accuracy_interval=[0.375, 0.625])
         write_lines(run / "metrics.jsonl", [base, *steps, final])
         write_lines(run / "samples.jsonl", samples)
         write_lines(run / "logs" / "trainer.spans.jsonl", [["wait", 0, 1], ["step", 1, 4]])
@@ -127,10 +114,9 @@ def report_of(run: Path) -> Page:
     return Page(run / "report.html").check()
 
 
-def test_a_report_shows_settings_pictures_evaluations_waits_alarms_and_responses(run_dir):
-    samples = [sample(0), sample(2, text="13", reward=0.0, finished=False)]
-    run = run_dir(samples, preset="demo")
-    provenance.write_start(str(run), build_config(["arithmetic", "--steps", "4"]))
+def test_a_report_shows_starts_pictures_evaluations_waits_alarms_and_responses(run_dir):
+    run = run_dir(sample(0), sample(2, "13", reward=0.0, finished=False), preset="demo")
+    provenance.write_start(str(run), build_config(["arithmetic", "--seed", "3"]))
     write_lines(run / "alarms.jsonl", [{"step": 3, "name": "mismatch", "text": "too large"}])
     page = report_of(run)
     assert "4 of 4 steps, 4 s." in page.text and "not finished" not in page.text
@@ -141,20 +127,24 @@ def test_a_report_shows_settings_pictures_evaluations_waits_alarms_and_responses
     assert "25.0 %" in page.text and "75.0 %" in page.text, "shares of the trainer's time"
     assert page.text.index("Version 2") < page.text.index("Version 0"), "the newest first"
     assert page.text.count("unfinished") == 1
+    provenance.write_start(str(run), build_config(["--resume", str(run), "--steps", "9"]))
+    starts = read(run, "starts.jsonl")
+    assert [start["resumed"] for start in starts] == [False, True]
+    assert set(starts[0]["versions"]) >= {"Python", "torch", "transformers"}
+    assert starts[0]["command"] == shlex.join(sys.orig_argv) and "cores" in starts[0]["machine"]
+    text = report_of(run).text
+    assert text.count("Started") == 1 and text.count("Resumed") == 1
 
 
 def test_the_report_says_how_responses_of_a_group_stand_to_each_other_and_colours_tokens(run_dir):
     right = sample(text="ab", behavior_logprobs=[-0.125, -3.0], ref_logprobs=[-4.0, -2.5])
     wrong = sample(text="c", reward=0.0, behavior_logprobs=[-1.0], ref_logprobs=[-1.0])
-    page = report_of(run_dir([right, wrong]))
+    page = report_of(run_dir(right, wrong))
     # beta is 0.5: 1 / 0.5 - 6.5 + 3.125 for the one, 0 for the other.
     assert "-1.38" in page.text and "0.00" in page.text
     assert "-0.69" in page.text and "+0.69" in page.text, "less the mean"
-    assert page.colours() == [
-        ("u4", "-0.12 | -4.00"),
-        ("d2", "-3.00 | -2.50"),
-        (None, "-1.00 | -1.00"),
-    ]
+    above, below = ("u4", "-0.12 | -4.00"), ("d2", "-3.00 | -2.50")
+    assert page.colours() == [above, below, (None, "-1.00 | -1.00")]
 
 
 HOSTILE = [
@@ -168,23 +158,18 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("field", ["tokens", "response", "prompt", "answer", "extracted"])
-def test_text_from_a_model_or_a_task_is_shown_and_never_is_markup(run_dir, text, field):
-    lines = [sample(**{field: [text, "."] if field == "tokens" else text})]
+def test_text_in_samples_alarms_commands_or_settings_is_shown_and_never_is_markup(
+    run_dir, text, field
+):
+    line = sample(**{field: [text, "."] if field == "tokens" else text})
     if field == "response":  # as runs had it before there were tokens
-        del lines[0]["tokens"]
-    elif field == "tokens":
-        lines[0] |= {"behavior_logprobs": [0.0, 0.0], "ref_logprobs": [0.0, 0.0]}
-    page = report_of(run_dir(lines))
-    assert text in page.text
-
-
-def test_alarms_commands_and_settings_are_escaped_too(run_dir):
-    text = HOSTILE[1]
-    run = run_dir([sample()], model=text)
+        del line["tokens"]
+    run = run_dir(line, model=text)
     write_lines(run / "alarms.jsonl", [{"step": 1, "name": text, "text": text}])
-    start = {"time": text, "command": text, "machine": {text: text}, "versions": {text: text}}
-    write_lines(run / "starts.jsonl", [start | {"commit": text}])
-    assert report_of(run).text.count(text) == 10
+    start = dict(time=text, command=text, commit=text, machine={text: text}, versions={text: text})
+    write_lines(run / "starts.jsonl", [start])
+    in_start, in_alarm, in_settings, in_sample = 7, 2, 1, 1
+    assert report_of(run).text.count(text) == in_start + in_alarm + in_settings + in_sample
 
 
 def test_what_is_invisible_gets_a_sign_and_cannot_turn_the_text_around(run_dir):
@@ -198,15 +183,14 @@ def test_what_is_invisible_gets_a_sign_and_cannot_turn_the_text_around(run_dir):
 
 
 def test_a_response_of_10000_tokens_is_shown_whole_where_there_is_room(run_dir):
-    page = report_of(run_dir([sample(text="<" * 10_000, extracted=None)]))
+    page = report_of(run_dir(sample(text="<" * 10_000, extracted=None)))
     assert page.text.count("<") == 10_000 and "left out" not in page.text
 
 
 def test_however_long_the_responses_are_the_report_is_under_5_mb(run_dir):
     text = f"<&.{EMOJI}" * 1_250  # 10,000 tokens
-    samples = [sample(version, text=text, prompt=text, answer=text) for version in range(26)] * 4
-    samples.sort(key=lambda line: line["version"])
-    run = run_dir(samples)
+    versions = np.repeat(range(26), 4).tolist()
+    run = run_dir(*(sample(version, text, prompt=text, answer=text) for version in versions))
     for name in html_report.PICTURES:
         (run / name).write_bytes(os.urandom(900_000))
     page = report_of(run)
@@ -217,7 +201,7 @@ def test_however_long_the_responses_are_the_report_is_under_5_mb(run_dir):
 
 
 def test_an_interrupted_run_with_lines_that_were_cut_off_has_a_report(run_dir):
-    run = run_dir([sample(0), sample(1, text="13")])
+    run = run_dir(sample(0), sample(1, "13"))
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
     for path in (run / "samples.jsonl", run / "logs" / "trainer.spans.jsonl"):
@@ -243,7 +227,7 @@ null
 
 
 def test_a_malformed_line_of_metrics_costs_that_line_of_what_reads_them(run_dir, tmp_path):
-    run = run_dir([sample(4)])
+    run = run_dir(sample(4))
     whole = (run / "metrics.jsonl").read_bytes()
     expected = report_of(run).text
     bad = MALFORMED.encode() + b"[" * 9999 + b"\n\xff\n"
@@ -257,7 +241,7 @@ def test_a_malformed_line_of_metrics_costs_that_line_of_what_reads_them(run_dir,
 
 
 def test_what_is_not_finite_is_null_in_a_file_and_shown_as_such(run_dir):
-    run, nan = run_dir([sample(5)]), math.nan
+    run, nan = run_dir(sample(5)), math.nan
     lines = timeline.Lines(run / "metrics.jsonl")
     lines.write({"step": 5, "loss": nan, "reward": math.inf, "beta": nan, "seconds": nan})
     lines.write({"step": 5, "accuracy": nan, "accuracy_interval": (nan, -math.inf)})
@@ -279,33 +263,24 @@ def test_a_run_that_left_nothing_but_its_settings_has_a_report(tmp_path):
 
 
 def test_without_a_reference_policy_no_token_has_a_colour_and_the_report_says_why(run_dir):
-    page = report_of(run_dir([sample(ref_logprobs=None)]))
+    page = report_of(run_dir(sample(ref_logprobs=None)))
     assert page.colours() == [(None, "-0.50"), (None, "-0.50")]
     assert "not known" in page.text and "has no reference" in page.text
 
 
 def test_groups_of_one_version_and_query_are_not_taken_for_one(run_dir):
-    run = run_dir()
-    write_lines(run / "samples.jsonl", [sample(text=str(number)) for number in range(8)])
-    text = report_of(run).text
-    assert text.count("query 7: 4 of ") == 2
-
-
-def test_a_report_that_cannot_be_written_is_one_line(run_dir, capsys):
-    run = run_dir()
-    (run / "report.html").mkdir()
-    with pytest.raises(UserError, match="could not be written: .*report.html"):
-        html_report.show(str(run))
+    page = report_of(run_dir(*(sample(text=str(number)) for number in range(8))))
+    assert page.text.count("query 7: 4 of ") == 2
 
 
 def test_a_chat_is_shown_message_by_message(run_dir):
     chat = [{"role": "user", "content": f"<b>{i}</b>"} for i in range(7)]
-    text = report_of(run_dir([sample(prompt=chat)])).text
+    text = report_of(run_dir(sample(prompt=chat))).text
     assert "The last 5 of 7 messages" in text and "<b>6</b>" in text and "<b>1</b>" not in text
 
 
 def test_beta_is_that_of_the_groups_version(run_dir):
-    run = run_dir([sample(0), sample(2), sample(4)], beta=0.125)
+    run = run_dir(sample(0), sample(2), sample(4), beta=0.125)
     steps = [{"step": i, "loss": 1.0, "beta": beta} for i, beta in [(1, 0.5), (2, 0.4), (3, 0.3)]]
     write_lines(run / "metrics.jsonl", steps)
     assert re.findall(r"β (\d\S*)", report_of(run).text) == ["0.3", "0.3", "0.5"]
@@ -314,7 +289,7 @@ def test_beta_is_that_of_the_groups_version(run_dir):
 
 
 def test_report_draws_the_pictures_and_loads_no_library_of_models(run_dir):
-    run = run_dir([sample()])
+    run = run_dir(sample())
     code = f"import sys, tba; assert tba.main(['--report', {str(run)!r}]) == 0\n"
     code += "print({'transformers', 'vllm'} & set(sys.modules))"
     command = [sys.executable, "-c", code]
@@ -325,104 +300,72 @@ def test_report_draws_the_pictures_and_loads_no_library_of_models(run_dir):
 
 
 @pytest.mark.parametrize(
-    "flags, expected",
+    "words, expected",
     [
-        ("--report {tmp}/absent", "absent' is no run's directory: it has no config.json of one"),
-        ("--report {tmp}", "is no run's directory"),
-        ("--report {tmp}/model", "is no run's directory"),
-        ("--report {tmp} --plan", "--report and --plan are both given: give one of the two"),
-        ("--report {tmp} --eval_only", "--report and --eval_only are both given"),
+        ("{}/absent", "absent' is no run's directory: it has no config.json of one"),
+        ("{}", "is no run's directory"),
+        ("{}/model", "is no run's directory"),
+        ("{} --plan", "--report and --plan are both given: give one of the two"),
+        ("{} --eval_only", "--report and --eval_only are both given"),
     ],
 )
-def test_report_of_what_is_no_run_is_one_line(flags, expected, tmp_path, capsys):
+def test_report_of_what_is_no_run_is_one_line(words, expected, tmp_path, capsys):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    assert main(flags.format(tmp=tmp_path).split()) == 2
+    assert main(["--report", *words.format(tmp_path).split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and expected in err
     assert not list(tmp_path.glob("**/report.html*"))
 
 
-@pytest.mark.parametrize("end, code", [("failed", 1), ("interrupted", 130)])
-def test_a_run_that_failed_or_was_interrupted_has_pictures_and_a_report(run_dir, end, code, capsys):
-    run = run_dir([sample()])
-
-    def train():
-        if end == "failed":
-            raise RunFailed("a searcher died")
-
-    config = Config(output_dir=str(run))
-    interrupt = SimpleNamespace(signal=signal.SIGINT if end == "interrupted" else 0)
-    ended = SimpleNamespace(
-        config=config,
-        interrupt=interrupt,
-        train=train,
-        stop=lambda: None,
-        # It may hang, and a second Ctrl-C may end it: all is on disk before.
-        tracking=SimpleNamespace(finish=lambda code: Page(run / "report.html").check()),
-    )
-    assert launch.supervise(ended) == code
+@pytest.mark.parametrize("failure", [RunFailed("a searcher died"), None])
+def test_a_run_that_failed_or_was_interrupted_has_pictures_and_a_report(run_dir, failure, capsys):
+    run = run_dir(sample())
+    ended = Mock(config=Config(output_dir=str(run)))
+    ended.train.side_effect, ended.interrupt.signal = failure, 0 if failure else signal.SIGINT
+    # It may hang, and a second Ctrl-C may end it: all is on disk before.
+    ended.tracking.finish = lambda code: Page(run / "report.html").check()
+    assert launch.supervise(ended) == (1 if failure else 130)
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "Version 0" in Page(run / "report.html").check().text
     assert "could not be written" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "taken, other, problem",
-    [
-        ("report.html", "timeline.json", "report.html could not be written: IsADirectoryError"),
-        ("timeline.json", "report.html", "the pictures could not be written: IsADirectoryError"),
-    ],
-)
-def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_run(
-    taken, other, problem, run_dir, capsys
-):
+WRITTEN = [("report.html", "report.html"), ("timeline.json", "the pictures")]
+
+
+@pytest.mark.parametrize("taken, what", WRITTEN)
+def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_run(taken, what, run_dir, capsys):
     run = run_dir()
     (run / taken).mkdir()
     launch.report(str(run))
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and problem in err and (run / other).is_file()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{what} could not be written: IsADirectoryError" in line
+    assert all((run / name).is_file() for name, _ in WRITTEN if name != taken)
+    if taken == "report.html":
+        with pytest.raises(UserError, match="could not be written: .*report.html"):
+            html_report.show(str(run))
 
 
-def test_a_resumed_run_adds_its_command(run_dir):
-    run = str(run_dir())
-    provenance.write_start(run, build_config(["addends", "--seed", "3"]))
-    provenance.write_start(run, build_config(["--resume", run, "--steps", "9"]))
-    starts = read(Path(run), "starts.jsonl")
-    assert [start["resumed"] for start in starts] == [False, True]
-    assert set(starts[0]["versions"]) >= {"Python", "torch", "transformers"}
-    assert starts[0]["command"] == shlex.join(sys.orig_argv) and "cores" in starts[0]["machine"]
-    text = report_of(Path(run)).text
-    assert text.count("Started") == 1 and text.count("Resumed") == 1
-
-
-@pytest.mark.parametrize("name", ["key", "hf_token", "api_secret", "DB_PASSWORDS"])
-def test_a_text_whose_name_says_so_is_masked_and_nothing_else(name):
+def test_a_text_whose_name_says_so_is_masked_and_nothing_else():
+    secrets = dict.fromkeys(("key", "hf_token", "api_secret", "DB_PASSWORDS"), "x")
     others = {"keyboard": "x", "max_tokens": 3, "label": "x"}
-    assert mask({name: "x", **others}) == {name: MASK, **others}
+    assert mask(secrets | others) == dict.fromkeys(secrets, MASK) | others
 
 
 # What searchers write
 
 
 def a_group(texts: list[str], reference: float = -2.0) -> tuple[Rollout, Group]:
-    tokens = [np.array(byte_tokenizer()(text).input_ids, np.int32) for text in texts]
-    rollout = Rollout(
-        Query(5, "5+7=", "12"),
-        "5.0",
-        prompt=[0],
-        version=3,
-        sampling={"temperature": 1.0},
-        last_version=4,
-        texts=texts,
-        finished=[True] * len(texts),
-        arrays=[
-            (ids, np.full(len(ids), -1 / 3, np.float32), *np.ones((2, len(ids)), bool))
-            for ids in tokens
-        ],
-        rewards=np.arange(len(texts), dtype=np.float32),
-    )
-    ref_logprobs = np.full(sum(map(len, tokens)), reference, np.float32)
+    """A rollout with these responses and rewards 0, 1, 2, …, and its group."""
+    rows = [np.array(byte_tokenizer()(text).input_ids, np.int32) for text in texts]
+    rollout = Rollout(Query(5, "5+7=", "12"), "5.0", prompt=[0], version=3, last_version=4)
+    rollout.sampling, rollout.rewards = {"temperature": 1.0}, np.arange(len(texts), dtype="f")
+    rollout.texts, rollout.finished = texts, [True] * len(texts)
+    for ids in rows:
+        logprobs = np.full(len(ids), -1 / 3, np.float32)
+        rollout.arrays.append((ids, logprobs, *np.ones((2, len(ids)), bool)))
+    ref_logprobs = np.full(sum(map(len, rows)), reference, np.float32)
     return rollout, rollout.to_group(ref_logprobs, reference_version=0)
 
 
@@ -441,9 +384,8 @@ def test_a_line_of_samples_has_each_tokens_text_and_log_probabilities(tmp_path, 
         expected = None if np.isnan(reference) and num_tokens else [-2.0] * num_tokens
         assert line["ref_logprobs"] == expected
         assert (line["version"], line["query_id"], line["reward"]) == (3, 5, reward)
-    run = tmp_path
-    (run / "config.json").write_text(json.dumps(dataclasses.asdict(Config())))
-    assert f"1 {EMOJI}↵\n" in report_of(run).text
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Config())))
+    assert f"1 {EMOJI}↵\n" in report_of(tmp_path).text
 
 
 def test_no_answer_or_extract_of_a_task_ends_a_searcher_and_an_error_is_said_once(tmp_path, caplog):
@@ -504,7 +446,5 @@ def test_an_evaluation_on_the_way_has_its_interval_in_the_metrics():
     low, high = line.pop("accuracy_interval")
     assert line == {"step": 40, "accuracy": 0.25, "base_model": "0a1b"}
     assert 0.19 < low < 0.23 and 0.27 < high < 0.31
-    run.scored = []
-    assert run.result().line("accuracy", "0a1b") == line | {"accuracy": 0.0}, (
-        "no score, no interval"
-    )
+    run.scored = []  # no score, no interval
+    assert run.result().line("accuracy", "0a1b") == line | {"accuracy": 0.0}

@@ -4,6 +4,7 @@ Repositories have the ids, the files and the columns of the real ones, and tiny 
 """
 
 import errno
+import itertools
 import json
 import shutil
 import signal
@@ -17,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import safetensors.torch
 import torch
-from conftest import FOREVER, PATIENCE, ROOT, Run, read, start_tba, steps_of, tba, wait_for
+from conftest import FOREVER, PATIENCE, ROOT, Run, flags, read, start_tba, steps_of, tba, wait_for
 from hub import Hub, commit_of
 from test_preset_starts import CUT, make
 from test_runs import check_outputs
@@ -27,14 +28,18 @@ from config import UserError
 from models.classifier import Classifier, prepare_classifier
 from models.hub import explain, needed_files
 from runtime.processes import children
-from runtime.record.timeline import read_lines
 from tba import main
 
 RHO = "realtreetune/rho-1b-sft-GSM8K"
 TLDR = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 GOLD = "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
 STRAY = "model-00001-of-00003.safetensors"  # beside a complete .bin file
-SHORT = [*CUT, "--max_response_tokens", 8, "--max_prompt_tokens", 300]
+SHORT = [*CUT, *flags(max_response_tokens=8, max_prompt_tokens=300)]
+HATE = "facebook/roberta-hate-speech-dynabench-r4-target"
+LABELS = {0: "nothate", 1: "hate"}
+QUANTIZED = {"quant_method": "gptq", "bits": 4}
+OWN_CLASSES = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}
+OWN_CODE = {"model_type": "own", "auto_map": OWN_CLASSES}
 
 
 @pytest.fixture(scope="module")
@@ -43,75 +48,69 @@ def repositories(tmp_path_factory, gsm8k_data) -> Path:
     root = tmp_path_factory.mktemp("hub")
 
     def publish(name: str, kind: str, **settings) -> Path:
-        return put(root, name, Path(make(tmp_path_factory.mktemp("models"), kind, **settings)))
+        repository = root / "models" / name
+        repository.parent.mkdir(parents=True, exist_ok=True)
+        return Path(make(tmp_path_factory.mktemp("models"), kind, **settings)).rename(repository)
 
     publish(RHO, "LlamaForCausalLM")
-    put_dataset(
-        root, "openai/gsm8k", "main", [gsm8k_data / "train.jsonl", gsm8k_data / "test.jsonl"]
-    )
+    splits = [gsm8k_data / "train.jsonl", gsm8k_data / "test.jsonl"]
+    put_dataset(root, "openai/gsm8k", "main", splits)
 
     gpt2 = publish("openai-community/gpt2", "GPT2LMHeadModel")
     publish("vicgalle/gpt2-alpaca", "GPT2LMHeadModel")
-    for name in ("rust_model.ot", "tf_model.h5", "64-8bits.tflite", "flax_model.msgpack"):
-        (gpt2 / name).write_bytes(bytes(1000))
-    (gpt2 / "pytorch_model.bin").write_bytes(bytes(1000))  # the same once more
     (gpt2 / "onnx").mkdir()
-    (gpt2 / "onnx" / "decoder_model.onnx").write_bytes(bytes(1000))
-    hate = publish(
-        "facebook/roberta-hate-speech-dynabench-r4-target",
-        "RobertaForSequenceClassification",
-        id2label={0: "nothate", 1: "hate"},
-    )
-    settings = json.loads((hate / "config.json").read_text())
-    (hate / "config.json").write_text(json.dumps(settings | {"label2id": None}))
+    others = "rust_model.ot tf_model.h5 64-8bits.tflite flax_model.msgpack onnx/decoder_model.onnx"
+    for name in [*others.split(), "pytorch_model.bin"]:  # the last is the same once more
+        (gpt2 / name).write_bytes(bytes(1000))
+    hate = publish(HATE, "RobertaForSequenceClassification", id2label=LABELS)
+    change_config(hate, label2id=None)
     publish("sentence-transformers/all-MiniLM-L6-v2", "BertModel")
 
     publish("mnoukhov/pythia410m-sft-tldr", "GPTNeoXForCausalLM")
-    reward = publish(
-        "mnoukhov/pythia410m-rm-tldr6.9b", "GPTNeoXForSequenceClassification", num_labels=1
-    )
-    (reward / "checkpoint-500").mkdir()
+    scoring = dict(kind="GPTNeoXForSequenceClassification", num_labels=1)
+    checkpoint = publish("mnoukhov/pythia410m-rm-tldr6.9b", **scoring) / "checkpoint-500"
+    checkpoint.mkdir()
     for name in ("model.safetensors", "optimizer.pt"):
-        (reward / "checkpoint-500" / name).write_bytes(bytes(1000))
-    gold = publish(GOLD, "GPTNeoXForSequenceClassification", num_labels=1)
+        (checkpoint / name).write_bytes(bytes(1000))
+    gold = publish(GOLD, **scoring)
     weights = safetensors.torch.load_file(gold / "model.safetensors")
     torch.save(weights, gold / "pytorch_model.bin")
     (gold / "model.safetensors").rename(gold / STRAY)
     rows = tmp_path_factory.mktemp("tldr")
-    for split in ("train", "validation", "test"):
-        write_posts(rows / f"{split}.jsonl", split)
+    for split in ("train", "validation", "test"):  # with the columns of the real data
+        post = dict(id="t3", subreddit="farm", title="a", post=split, summary=" b")
+        texts = {"query": f"POST: {split}\n\nTL;DR:", "reference_response": " a b<eos>"}
+        texts["query_reference_response"] = "".join(texts.values())
+        tokens = {f"{name}_token": [0] * 512 for name in texts}
+        lengths = {f"{name}_token_len": 512 for name in tokens}
+        row = json.dumps(post | texts | tokens | lengths) + "\n"
+        (rows / f"{split}.jsonl").write_text(row * 4)
     put_dataset(root, TLDR, "default", sorted(rows.iterdir()))
     return root
-
-
-def write_posts(path: Path, split: str) -> None:
-    """Write rows with the columns of the real TL;DR data, tokens included."""
-    post = {"id": "t3", "subreddit": "farm", "title": "a", "post": split, "summary": " b"}
-    texts = {"query": f"POST: {split}\n\nTL;DR:", "reference_response": " a b<eos>"}
-    texts["query_reference_response"] = "".join(texts.values())
-    tokens = {f"{name}_token": [0] * 512 for name in texts}
-    lengths = {f"{name}_token_len": 512 for name in tokens}
-    path.write_text((json.dumps(post | texts | tokens | lengths) + "\n") * 4)
-
-
-def put(root: Path, name: str, model: Path) -> Path:
-    """Publish a model under a name. Returns the directory of the repository."""
-    repository = root / "models" / name
-    repository.parent.mkdir(parents=True, exist_ok=True)
-    model.rename(repository)
-    return repository
 
 
 def put_dataset(root: Path, name: str, configuration: str, files: list[Path]) -> None:
     """Publish rows of JSON as parquet, a split for each file, named after it."""
     data = root / "datasets" / name
     (data / configuration).mkdir(parents=True)
-    lines = ["---", "configs:", f"- config_name: {configuration}", "  data_files:"]
     for file in files:
         rows = pandas.read_json(file, lines=True)
         rows.to_parquet(data / configuration / f"{file.stem}-00000-of-00001.parquet")
-        lines.append(f"  - {{split: {file.stem}, path: {configuration}/{file.stem}-*}}")
-    (data / "README.md").write_text("\n".join([*lines, "---", ""]))
+    paths = [{"split": file.stem, "path": f"{configuration}/{file.stem}-*"} for file in files]
+    configs = json.dumps([{"config_name": configuration, "data_files": paths}])
+    (data / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+
+
+def change_config(model: Path | str, **settings) -> None:
+    """Set these in a model's config.json."""
+    file = Path(model, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    """Run Python in a process of its own: the hub's client reads its environment only once."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.fixture
@@ -129,39 +128,35 @@ def hub(repositories, tmp_path, monkeypatch):
 def test_gsm8k_is_fetched_and_trained_and_counts_the_prompts_that_are_too_long(
     hub, tmp_path, gsm8k_data
 ):
-    run_dir, logs = tmp_path / "run", tmp_path / "run" / "logs"
-    flags = ["--responses_per_query", 3, "--samples_per_query", 4, "--initial_responses", 30]
-    flags += ["--max_prompt_tokens", 250, "--max_response_tokens", 40]
+    run_dir = tmp_path / "run"
+    metrics, spans = run_dir / "metrics.jsonl", run_dir / "logs" / "searcher-0.spans.jsonl"
+    batch = flags(responses_per_query=3, samples_per_query=4, initial_responses=30)
+    lengths = flags(max_prompt_tokens=250, max_response_tokens=40)
 
-    def is_evaluated() -> bool:
-        return any("accuracy" in line for line in read_lines(run_dir / "metrics.jsonl"))
+    def count_long(questions: list[dict]) -> int:
+        prompt = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
+        return sum(len(prompt.format(**row).encode()) > 250 for row in questions)
 
-    def has_loaded() -> bool:
-        return any(name == "load" for name, *_ in read_lines(logs / "searcher-0.spans.jsonl"))
-
-    with Run(run_dir, "gsm8k", *flags, *FOREVER) as run:
+    with Run(run_dir, "gsm8k", *batch, *lengths, *FOREVER) as run:
         run.is_at(6)
-        run.until(is_evaluated, "the base model's evaluation")
-        run.until(has_loaded, "a version of the weights that the searcher has loaded")
+        run.until(lambda: '"accuracy"' in metrics.read_text(), "the base model's evaluation")
+        run.until(lambda: '["load"' in spans.read_text(), "a version that the searcher has loaded")
         out, err = run.end()
     check_outputs(run_dir, run.step())
-    assert "fetching realtreetune/rho-1b-sft-GSM8K from the hub: 1 files, 0." in err
-    settings = json.loads((run_dir / "config.json").read_text())
-    assert settings["model"] == RHO
+    assert f"fetching {RHO} from the hub: 1 files, 0." in err
+    assert json.loads((run_dir / "config.json").read_text())["model"] == RHO
     assert hub.requests[-1][1].endswith("model.safetensors"), "its processes asked nothing"
-    prompt = "[MATH TASK] Problem:\n{}\n\nSolution:\n"
-    test, train = read(gsm8k_data, "test.jsonl"), read(gsm8k_data, "train.jsonl")
-    long = sum(len(prompt.format(row["question"]).encode()) > 250 for row in test)
-    skipped = sum(len(prompt.format(row["question"]).encode()) > 250 for row in train)
+    test, skipped = read(gsm8k_data, "test.jsonl"), count_long(read(gsm8k_data, "train.jsonl"))
     assert steps_of(run_dir)[-1]["long_prompts"] == skipped > 0
     assert f"{skipped} queries were skipped: prompt over --max_prompt_tokens 250" in out
+    long = count_long(test)
     left_out = f"{long} left out, prompt over --max_prompt_tokens, empty or not Unicode)"
     assert f" on {len(test) - long} test queries; {left_out}" in out
 
 
 @pytest.mark.runs
 def test_gsm8k_is_fetched_evaluated_by_id_and_started_again_offline(hub, monkeypatch):
-    first = tba("gsm8k", "--eval_only", *SHORT, "--model", RHO)
+    first = tba("gsm8k", "--eval_only", *SHORT, *flags(model=RHO))
     assert first.returncode == 0, first.stderr
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.requests.clear()
@@ -173,12 +168,12 @@ def test_gsm8k_is_fetched_evaluated_by_id_and_started_again_offline(hub, monkeyp
 
 @pytest.mark.runs
 def test_a_run_from_the_cache_asks_a_dead_network_at_most_twice_and_goes_on(
-    hub, tmp_path, monkeypatch, record_property
+    hub, tmp_path, record_property
 ):
     seconds = {}
     for network in ("there", "silent"):
         begin = time.monotonic()
-        result = tba("gsm8k", *SHORT, "--output_dir", tmp_path / network)
+        result = tba("gsm8k", *SHORT, *flags(output_dir=tmp_path / network))
         seconds[network] = round(time.monotonic() - begin, 1)
         assert result.returncode == 0, result.stderr
         if network == "there":
@@ -198,24 +193,21 @@ ERRORS = {
     "silent": "{hub} does not answer (ReadTimeout)",
     "refused": "{hub} does not answer (ConnectError)",
 }
-QUICK = {("gated", True), (503, False), ("refused", False)}
-CASES = [
-    pytest.param(fault, is_there, marks=[] if (fault, is_there) in QUICK else [pytest.mark.runs])
-    for fault in ERRORS
-    for is_there in (True, False)
-]
+QUICK = [("gated", True), (503, False), ("refused", False)]
+LONG = [case for case in itertools.product(ERRORS, (True, False)) if case not in QUICK]
 
 
-@pytest.mark.parametrize("fault, is_data_there", CASES)
+@pytest.mark.parametrize(
+    "fault, is_data_there", QUICK + [pytest.param(*case, marks=pytest.mark.runs) for case in LONG]
+)
 def test_what_cannot_be_fetched_is_one_line_with_its_cause(
     fault, is_data_there, hub, gsm8k_data, record_property
 ):
-    data = ["--data_dir", gsm8k_data] if is_data_there else []
     if fault == "refused":
         hub.close()
     hub.faults["*"] = fault
     start = time.monotonic()
-    result = tba("gsm8k", *data)
+    result = tba("gsm8k", *(flags(data_dir=gsm8k_data) if is_data_there else []))
     record_property("seconds", round(time.monotonic() - start, 1))
     asking, error = result.stderr.splitlines()
     record_property("line", error)
@@ -232,27 +224,24 @@ def test_what_cannot_be_fetched_is_one_line_with_its_cause(
 @pytest.mark.long
 def test_redteam_starts_with_its_published_models_and_fetches_only_what_it_reads(hub, tmp_path):
     """The classifier is published with label2id: null, gpt2 in seven formats."""
-    result = tba("redteam", *SHORT, "--victim_tokens", 4, "--output_dir", tmp_path / "run")
+    result = tba("redteam", *SHORT, *flags(victim_tokens=4, output_dir=tmp_path / "run"))
     assert result.returncode == 0, result.stderr
     assert len(steps_of(tmp_path / "run")) == 2
-    fetched = {path.split("/")[-1] for _, path, _ in hub.requests if "gpt2/resolve" in path}
-    assert fetched == {
-        *("config.json", "generation_config.json", "model.safetensors"),
-        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    }
-    began = read(tmp_path / "run", "metrics.jsonl")
-    assert any(name.startswith("final_") for name in began[-1])
+    fetched = {path.split("/")[-1] for _, path in hub.requests if "gpt2/resolve" in path}
+    configs = {"config.json", "generation_config.json", "tokenizer_config.json"}
+    assert fetched == configs | {"model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert any(name.startswith("final_") for name in read(tmp_path / "run", "metrics.jsonl")[-1])
 
 
 @pytest.mark.runs
 def test_tldr_starts_with_its_published_models_and_fetches_only_what_it_reads(hub, tmp_path):
     """The reward model is published with its checkpoints, the gold model with a stray shard."""
-    result = tba("tldr", *SHORT, "--output_dir", tmp_path / "run")
+    result = tba("tldr", *SHORT, *flags(output_dir=tmp_path / "run"))
     assert result.returncode == 0, result.stderr
     assert len(steps_of(tmp_path / "run")) == 2
     fetched = {
         path.split("/main/")[-1].split("/", 5)[-1]
-        for command, path, _ in hub.requests
+        for command, path in hub.requests
         if command == "GET" and path.startswith(("/mnoukhov", "/cleanrl"))
     }
     assert "pytorch_model.bin" in fetched
@@ -266,40 +255,30 @@ def test_tldr_starts_with_its_published_models_and_fetches_only_what_it_reads(hu
 def test_of_a_repositorys_files_those_are_needed_that_transformers_reads():
     tokenizer = ["config.json", "tokenizer.json", "merges.txt", "added_tokens.json"]
     safe, torch_ = ["model.safetensors"], ["pytorch_model.bin"]
-    assert needed_files(tokenizer + safe + torch_, weights=True) == tokenizer + safe
-    assert needed_files(tokenizer + torch_, weights=True) == tokenizer + torch_
+    # One published reward model has a stray shard beside a complete set.
+    shards = [f"pytorch_model{part}" for part in ("-1-of-2.bin", "-2-of-2.bin", ".bin.index.json")]
+    others = "training_args.bin optimizer.pt rust_model.ot 64.tflite README.md onnx/model.onnx"
+    others += " checkpoint-500/model.safetensors checkpoint-500/optimizer.pt"
+    for weights, left in (safe, torch_), (torch_, []), (shards, [STRAY]), (safe, others.split()):
+        assert needed_files(tokenizer + weights + left, weights=True) == tokenizer + weights
     assert needed_files(tokenizer + safe + torch_, weights=False) == tokenizer
-    shards = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
-    index = ["pytorch_model.bin.index.json"]
-    stray = ["model-00001-of-00003.safetensors"]
-    assert needed_files(tokenizer + shards + index + stray, weights=True) == (
-        tokenizer + shards + index
-    ), "one published reward model has a stray shard beside a complete set"
-    left = ["training_args.bin", "optimizer.pt", "rust_model.ot", "64.tflite", "README.md"]
-    left += ["checkpoint-500/model.safetensors", "checkpoint-500/optimizer.pt", "onnx/model.onnx"]
-    assert needed_files(tokenizer + safe + left, weights=True) == tokenizer + safe
 
 
 def fetch(model: str, weights: bool = True) -> tuple[set[str], str]:
-    """Fetch a model in a process of its own. Returns the names of its files, or what is wrong."""
-    code = (
-        "import sys; from config import UserError; from models.hub import fetch_model\n"
-        f"try: print(fetch_model('--model', {model!r}, {weights}))\n"
-        "except UserError as error: sys.exit(str(error))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
-    )
+    """Fetch a model elsewhere. Returns the names of its files, or what a UserError says."""
+    call = f"fetch_model('--model', {model!r}, {weights})"
+    result = python(f"from models.hub import fetch_model\nprint({call})")
     if result.returncode:
-        return set(), result.stderr.splitlines()[-1]
+        kind, problem = result.stderr.splitlines()[-1].split(": ", 1)
+        assert kind == "config.UserError"
+        return set(), problem
     return {path.name for path in Path(result.stdout.strip()).iterdir()}, ""
 
 
 def test_a_model_that_another_program_cached_is_taken_if_it_is_whole(hub, monkeypatch, tmp_path):
     """Other programs leave out README.md, say; the hub's client takes that for incomplete."""
     fetch(RHO)
-    snapshots = (tmp_path / "cache" / "hub").glob("models--*/snapshots/*")
-    [snapshot] = snapshots
+    [snapshot] = (tmp_path / "cache" / "hub").glob("models--*/snapshots/*")
     (snapshot / "generation_config.json").unlink()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     files, problem = fetch(RHO)
@@ -312,9 +291,8 @@ def test_a_model_that_another_program_cached_is_taken_if_it_is_whole(hub, monkey
 
 def test_a_branch_is_named_after_an_at_sign(hub, repositories):
     branch = repositories / "models" / f"{RHO}@seed-2"
-    if not branch.exists():
-        shutil.copytree(repositories / "models" / RHO, branch)
-        (branch / "only_here.json").write_text("{}")
+    shutil.copytree(repositories / "models" / RHO, branch)
+    (branch / "only_here.json").write_text("{}")
     assert "only_here.json" in fetch(f"{RHO}@seed-2")[0]
     assert "only_here.json" not in fetch(RHO)[0]
     assert f"Revision Not Found for url: {hub.address}" in fetch(f"{RHO}@seed-3")[1]
@@ -326,8 +304,8 @@ def test_a_branch_is_named_after_an_at_sign(hub, repositories):
 def test_a_resumed_run_takes_the_revision_that_it_began_with_where_its_branch_has_moved(
     hub, repositories
 ):
-    before = repositories / "models" / f"{RHO}@before"
-    shutil.copytree(repositories / "models" / RHO, before)
+    now, before = repositories / "models" / RHO, repositories / "models" / f"{RHO}@before"
+    shutil.copytree(now, before)
     code = (
         "from config import Config; from tasks import load_task; from runtime import preflight\n"
         "from models.hub import identify_weights\n"
@@ -335,12 +313,11 @@ def test_a_resumed_run_takes_the_revision_that_it_began_with_where_its_branch_ha
         f"config = preflight.check_model(config, task, {commit_of(before)!r})\n"
         "print(identify_weights(preflight.fetch(config, task).model))"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout.strip() == commit_of(before) != commit_of(repositories / "models" / RHO)
+    assert python(code).stdout.strip() == commit_of(before) != commit_of(now)
 
 
 def test_a_repository_without_weights_is_named_with_what_it_has(hub, repositories):
-    bare = repositories / "models" / "some" / "bare"
+    bare = repositories / "models/some/bare"
     bare.mkdir(parents=True)
     (bare / "config.json").write_text("{}")
     (bare / "model.onnx").write_text("")
@@ -348,139 +325,116 @@ def test_a_repository_without_weights_is_named_with_what_it_has(hub, repositorie
     assert problem.endswith("has no weights that transformers reads: it has ['config.json']")
 
 
-SIZE = 30_000_000  # bytes
-
-
 def test_ctrl_c_ends_a_download_at_once_and_keeps_the_files_that_are_whole(
     hub, repositories, gsm8k_data, tmp_path, record_property
 ):
-    slow = repositories / "models" / "some" / "slow"
+    size, rate = 30_000_000, 2e5  # bytes, and bytes a second
+    slow = repositories / "models/some/slow"
     shutil.copytree(repositories / "models" / RHO, slow)
-    (slow / "large.json").write_bytes(bytes(SIZE))
-    rate = 2e5  # bytes a second
+    (slow / "large.json").write_bytes(bytes(size))
     hub.faults["some/slow"] = rate
-    flags = ["--data_dir", gsm8k_data, "--model", "some/slow", "--output_dir", tmp_path / "run"]
-
-    def is_fetching() -> bool:
-        return "large.json" in gets()
+    settings = flags(data_dir=gsm8k_data, model="some/slow", output_dir=tmp_path / "run")
 
     def gets() -> list[str]:
-        paths = [path for method, path, _ in hub.requests if method == "GET"]
+        paths = [path for method, path in hub.requests if method == "GET"]
         return [path.split("/")[-1] for path in paths if "some/slow/resolve" in path]
 
-    process = start_tba("gsm8k", *flags)
-    wait_for(is_fetching, "the download of the large file")
+    def start_fetching() -> subprocess.Popen:
+        process = start_tba("gsm8k", *settings)
+        wait_for(lambda: "large.json" in gets(), "the download of the large file")
+        return process
+
+    process = start_fetching()
     time.sleep(4.0)
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=PATIENCE)
     seconds = round(time.monotonic() - start, 1)
     record_property("seconds from Ctrl-C to the end", seconds)
-    assert seconds < SIZE / rate / 10 and process.returncode == 130
+    assert seconds < size / rate / 10 and process.returncode == 130
     assert error.endswith("files that were fetched whole are kept\n")
     assert "config.json" in gets() and not list(tmp_path.rglob("*.incomplete"))
     hub.requests.clear()
-    again = start_tba("gsm8k", *flags)
-    wait_for(is_fetching, "the download of the large file")
+    again = start_fetching()
     assert "config.json" not in gets()
     again.send_signal(signal.SIGINT)
     again.communicate(timeout=PATIENCE)
 
 
+def remove_tokenizer(model: str) -> None:
+    for file in Path(model).glob("tokenizer*"):
+        file.unlink()
+
+
 @pytest.mark.parametrize(
-    "change, message",
+    "settings, message",
     [
-        ("no tokenizer", "has no files of a tokenizer, and the one made up for it knows no"),
-        ("no end", "has no end-of-sequence token, in neither its tokenizer nor its config.json"),
-        ("quantized", "it is quantized, and the trainer needs plain weights"),
-        ("code", "it brings code of its own: --trust_remote_code lets that of --model run"),
+        ({}, "has no files of a tokenizer, and the one made up for it knows no"),
+        ({"eos_token_id": None}, "has no end-of-sequence token, in neither its tokenizer nor its"),
+        ({"quantization_config": QUANTIZED}, "it is quantized, and the trainer needs plain"),
+        (OWN_CODE, "it brings code of its own: --trust_remote_code lets that of --model run"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_one_line_before_anything_is_loaded(
-    change, message, gsm8k_data, tmp_path, capfd
+    settings, message, gsm8k_data, tmp_path, capfd
 ):
-    kind = "GPT2LMHeadModel" if change == "no tokenizer" else "LlamaForCausalLM"
-    model = Path(make(tmp_path, kind))
-    settings = json.loads((model / "config.json").read_text())
-    if change == "no tokenizer":
-        for file in model.glob("tokenizer*"):
-            file.unlink()
-    if change == "no end":
-        settings["eos_token_id"] = None
-        (model / "generation_config.json").unlink()
+    model = make(tmp_path, "LlamaForCausalLM" if settings else "GPT2LMHeadModel")
+    change_config(model, **settings)
+    if not settings:
+        remove_tokenizer(model)
+    if "eos_token_id" in settings:
+        Path(model, "generation_config.json").unlink()
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.eos_token = None
         tokenizer.save_pretrained(model)
-    if change == "quantized":
-        settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    if change == "code":
-        settings["model_type"] = "own"
-        settings["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}
-    (model / "config.json").write_text(json.dumps(settings))
-    flags = ["gsm8k", "--data_dir", gsm8k_data, "--model", model, *SHORT]
     capfd.readouterr()  # making the model
-    assert main([*map(str, flags)]) == 2
+    assert main(["gsm8k", *flags(data_dir=gsm8k_data, model=model), *map(str, SHORT)]) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err, err
 
 
-def test_a_reward_model_without_a_tokenizer_is_refused_and_may_have_anothers(tmp_path):
-    reward = Path(make(tmp_path, "GPTNeoXForSequenceClassification", num_labels=1))
-    other = Path(make(tmp_path, "GPTNeoXForCausalLM"))
-    for file in reward.glob("tokenizer*"):
-        file.unlink()
+def test_a_reward_model_may_have_the_tokenizer_of_another_but_no_code_of_its_own(tmp_path, capsys):
+    reward = make(tmp_path, "GPTNeoXForSequenceClassification", num_labels=1)
+    other = make(tmp_path, "GPTNeoXForCausalLM")
+    remove_tokenizer(reward)
     with pytest.raises(UserError, match="--reward_model .* has no files of a tokenizer"):
-        prepare_classifier("--reward_model", str(reward))
-    prepare_classifier("--reward_model", str(reward), tokenizer=str(other))
-    scores = Classifier(str(reward), str(other)).rewards(["one text", "quite another one"])
+        prepare_classifier("--reward_model", reward)
+    prepare_classifier("--reward_model", reward, tokenizer=other)
+    scores = Classifier(reward, other).rewards(["one text", "quite another one"])
     assert scores[0] != scores[1]
-
-
-def test_a_reward_model_with_code_of_its_own_is_refused_and_nobody_is_asked(tmp_path, capsys):
-    model = Path(make(tmp_path, "GPTNeoXForSequenceClassification", num_labels=1))
-    settings = json.loads((model / "config.json").read_text())
-    settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
-    (model / "config.json").write_text(json.dumps(settings))
+    change_config(reward, **OWN_CODE)
     with pytest.raises(UserError, match="--reward_model .* brings code of its own"):
-        prepare_classifier("--reward_model", str(model))
-    assert "[y/N]" not in capsys.readouterr().out
+        prepare_classifier("--reward_model", reward, tokenizer=other)
+    assert "[y/N]" not in capsys.readouterr().out, "nobody is asked"
 
 
 def test_the_end_of_a_log_is_shown_without_what_says_nothing(tmp_path):
-    path = children.log_path(str(tmp_path), "searcher 0")
+    path, cause = children.log_path(str(tmp_path), "searcher 0"), "ValueError: what went wrong"
     path.parent.mkdir()
-    noise = [
-        "nanobind: leaked 2 functions!",
-        ' - leaked function "add"',
-        " - ... skipped remainder",
-    ]
-    path.write_text("\n".join(["ValueError: what went wrong", *noise * 20]))
-    assert children.log_tail(str(tmp_path), "searcher 0").splitlines()[1:] == [
-        "ValueError: what went wrong"
-    ]
+    noise = 'nanobind: leaked 2 functions!\n - leaked function "add"\n - ... skipped remainder\n'
+    path.write_text(f"{cause}\n{noise * 20}")
+    assert children.log_tail(str(tmp_path), "searcher 0").splitlines()[1:] == [cause]
 
 
 def test_a_classifier_that_is_published_without_label2id_is_read_by_its_id2label(tmp_path):
-    labels = {"id2label": {0: "nothate", 1: "hate"}}
-    model = Path(make(tmp_path, "RobertaForSequenceClassification", **labels))
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"label2id": None}))
-    prepare_classifier("--classifier", str(model), label="hate")
+    model = make(tmp_path, "RobertaForSequenceClassification", id2label=LABELS)
+    change_config(model, label2id=None)
+    prepare_classifier("--classifier", model, label="hate")
     with pytest.raises(UserError, match="has no label 'toxic': it has nothate, hate"):
-        prepare_classifier("--classifier", str(model), label="toxic")
-    classifier = Classifier(str(model))
-    both = [classifier.probabilities(["some text"], label)[0] for label in ("nothate", "hate")]
+        prepare_classifier("--classifier", model, label="toxic")
+    classifier = Classifier(model)
+    both = [classifier.probabilities(["some text"], label)[0] for label in LABELS.values()]
     assert sum(both) == pytest.approx(1.0)
 
 
-def test_a_damaged_data_file_is_one_line(hub, repositories, tmp_path):
-    damaged = repositories / "datasets" / "openai" / "gsm8k" / "main"
-    whole = (damaged / "test-00000-of-00001.parquet").read_bytes()
-    (damaged / "test-00000-of-00001.parquet").write_bytes(whole[: len(whole) // 2])
+def test_a_damaged_data_file_is_one_line(hub, repositories):
+    damaged = repositories / "datasets/openai/gsm8k/main/test-00000-of-00001.parquet"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
     try:
         result = tba("gsm8k")
     finally:
-        (damaged / "test-00000-of-00001.parquet").write_bytes(whole)
+        damaged.write_bytes(whole)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "error: openai/gsm8k train could not be loaded from the hub" in result.stderr
 
@@ -494,7 +448,7 @@ def test_only_the_columns_that_are_asked_for_are_kept(tmp_path, hub, repositorie
         "columns, hub = ('query', 'reference_response'), ('some/wide', None, 'train')\n"
         "print([row for _, row in read_rows('', 'train', columns, hub)])"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    result = python(code)
     assert result.stdout == "[{'query': 'q', 'reference_response': 'r'}]\n", result.stderr
 
 
@@ -520,10 +474,9 @@ def test_tldr_rows_at_their_real_number_take_little_memory_and_time(
         "taken = psutil.Process().memory_info().rss - before\n"
         "print(len(rows), time.monotonic() - begin, taken / 1e6)"
     )
-    command = [sys.executable, "-c", code]
     seconds = {}
     for source in ("fetched", "from the cache"):
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        result = python(code)
         assert result.returncode == 0, result.stderr
         count, seconds[source], megabytes = map(float, result.stdout.split())
     record_property("seconds", seconds)

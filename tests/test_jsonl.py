@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import read, tba
+from conftest import flags, read, tba
 
 from config import UserError
 from tasks import load_task
@@ -70,17 +70,17 @@ def test_a_bad_row_is_named_by_its_line(row, options, says, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "count, options, says",
     [
-        ({}, "give --data, a .jsonl file"),
-        ({"data": "absent.jsonl"}, "absent.jsonl cannot be read: No such file"),
-        ({"data": "empty"}, "is empty"),
-        ({"data": "one"}, "--test_share 0.1 of 1 rows leaves nothing to train or to test on"),
-        ({"data": "two", "test_share": 1.0}, "--test_share 1.0 of 2 rows leaves nothing"),
+        (None, {}, "give --data, a .jsonl file"),
+        (None, {"data": "absent.jsonl"}, "absent.jsonl cannot be read: No such file"),
+        (0, {}, "is empty"),
+        (1, {}, "--test_share 0.1 of 1 rows leaves nothing to train or to test on"),
+        (2, {"test_share": 1.0}, "--test_share 1.0 of 2 rows leaves nothing"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(options, says, tmp_path):
-    if (count := {"empty": 0, "one": 1, "two": 2}.get(options.get("data"))) is not None:
+def test_a_file_that_cannot_be_used_is_named(count, options, says, tmp_path):
+    if count is not None:
         rows = [{"prompt": "q", "answer": 1}] * count
         options = options | {"data": write(tmp_path / "rows.jsonl", *rows)}
     with pytest.raises(UserError, match=says):
@@ -88,8 +88,7 @@ def test_a_file_that_cannot_be_used_is_named(options, says, tmp_path):
 
 
 def test_a_share_of_the_rows_is_held_out_always_the_same_and_a_test_file_takes_its_place(tmp_path):
-    rows = [{"prompt": str(i), "answer": i} for i in range(30)]
-    data = write(tmp_path / "rows.jsonl", *rows)
+    data = write(tmp_path / "rows.jsonl", *({"prompt": str(i), "answer": i} for i in range(30)))
     parts = [load_task("jsonl", data=data, test_share=0.2).queries(s) for s in ("train", "test")]
     train, test = ([query.prompt for query in part] for part in parts)
     assert len(test) == 6 and sorted(train + test, key=int) == [str(i) for i in range(30)]
@@ -113,11 +112,11 @@ def test_ten_rows_are_trained_on_and_what_is_seen_before_the_first_step_is_said(
     untied_model, tmp_path
 ):
     data = write(tmp_path / "rows.jsonl", *({"prompt": f"{i}+1=", "answer": i} for i in range(10)))
-    flags = ["--steps", 3, "--queries_per_batch", 2, "--initial_responses", 48]
-    flags += ["--max_response_tokens", 4, "--max_prompt_tokens", 16, "--checkpoint_every", 0]
     run_dir = tmp_path / "run"
-    flags += ["--model", untied_model, "--output_dir", run_dir]
-    result = tba("jsonl", "--data", data, *flags)
+    short = flags(max_response_tokens=4, max_prompt_tokens=16, initial_responses=48)
+    few = flags(steps=3, queries_per_batch=2, checkpoint_every=0)
+    where = flags(data=data, model=untied_model, output_dir=run_dir)
+    result = tba("jsonl", *short, *few, *where)
     assert result.returncode == 0, result.stderr
     before, after = result.stdout.split("step 3/3")
     assert "the first prompt, as the model reads it: '" in before

@@ -1,7 +1,7 @@
 """The house: an import goes down the layers, and there is no circle, not even inside a function."""
 
 import ast
-import subprocess
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -20,39 +20,35 @@ LAYERS = [
     ("runtime.launch",),
     ("tba",),
 ]
-GROUND = LAYERS[0]
+HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}
+PACKAGES = ("models", "tasks", "runtime")
+FILES = [*ROOT.glob("*.py"), *(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))]
 
 
-def find_modules(root: Path) -> dict[str, Path]:
-    """Name -> file of each module of the product."""
-    files = [*root.glob("*.py")]
-    for package in ("models", "tasks", "runtime"):
-        files += root.glob(f"{package}/**/*.py")
-    modules = {}
-    for file in files:
-        parts = file.relative_to(root).with_suffix("").parts
-        modules[".".join(parts).removesuffix(".__init__")] = file
-    return modules
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def find_imports(modules: dict[str, Path]) -> set[tuple[str, str]]:
+SOURCES = {name_of(file): file.read_text(encoding="utf-8") for file in FILES}
+
+
+def find_imports(sources: dict[str, str]) -> set[tuple[str, str]]:
     """(importer, imported) for every import of the project's own, wherever in the file it stands.
 
     That a module's packages are imported with it is no arrow of its own.
     """
     arrows = set()
-    for name, file in modules.items():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            targets = []
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            targets = set()
             if isinstance(node, ast.Import):
-                targets = [alias.name for alias in node.names]
+                targets = {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{file}: relative imports are not followed"
-                submodules = [f"{node.module}.{alias.name}" for alias in node.names]
-                is_name = [submodule not in modules for submodule in submodules]
-                targets = [submodule for submodule in submodules if submodule in modules]
-                targets += [node.module] * any(is_name)
-            arrows |= {(name, target) for target in targets if target in modules}
+                assert node.level == 0, f"{name}: relative imports are not followed"
+                targets = {f"{node.module}.{alias.name}" for alias in node.names}
+                if targets - sources.keys():  # what is no module stands in the file of its package
+                    targets.add(node.module)
+            arrows |= {(name, target) for target in targets & sources.keys()}
     return arrows
 
 
@@ -63,12 +59,8 @@ def room_of(module: str) -> str:
 
 
 def layer_of(module: str) -> int:
-    """Its own entry, or that of its package."""
-    for name in (module, module.split(".")[0]):
-        for height, names in enumerate(LAYERS):
-            if name in names:
-                return height
-    raise AssertionError(f"{module} has no layer: give it one")
+    """Its own entry, or that of its package. A KeyError: it has no layer, give it one."""
+    return HEIGHTS[module if module in HEIGHTS else module.split(".")[0]]
 
 
 def find_upward(arrows: set[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -76,7 +68,7 @@ def find_upward(arrows: set[tuple[str, str]]) -> list[tuple[str, str]]:
     return sorted(
         (importer, imported)
         for importer, imported in arrows
-        if layer_of(imported) > layer_of(importer) or {importer, imported} <= set(GROUND)
+        if layer_of(imported) > layer_of(importer) or {importer, imported} <= set(LAYERS[0])
     )
 
 
@@ -93,64 +85,43 @@ def find_circle(arrows: set[tuple[str, str]]) -> list[str]:
 
 
 def test_no_import_goes_up_and_the_ground_imports_nothing():
-    assert find_upward(find_imports(find_modules(ROOT))) == []
+    assert find_upward(find_imports(SOURCES)) == []
 
 
-def test_there_is_no_circle():
-    arrows = find_imports(find_modules(ROOT))
+def test_there_is_no_circle_of_modules_nor_of_packages_in_runtime():
+    arrows = find_imports(SOURCES)
     assert len(arrows) > 100, "they were read"
     assert find_circle(arrows) == []
-
-
-def test_there_is_no_circle_of_packages_in_runtime():
-    arrows = find_imports(find_modules(ROOT))
     rooms = {(room_of(importer), room_of(imported)) for importer, imported in arrows}
     assert ("runtime.record", "runtime.transport") in rooms, "they were read"
     assert find_circle({(a, b) for a, b in rooms if a != b and b.startswith("runtime")}) == []
 
 
-def test_a_folder_holds_at_most_twelve_files_that_say_something():
-    folders = Counter(file.parent for file in find_modules(ROOT).values() if is_code(file))
+def test_a_folder_holds_at_most_twelve_files_with_more_than_the_docstring_of_a_package():
+    files = [file for file in FILES if len(ast.parse(SOURCES[name_of(file)]).body) > 1]
+    folders = Counter(file.parent for file in files)
     assert {folder: count for folder, count in folders.items() if count > 12} == {}
 
 
 def test_only_the_engine_imports_vllm():
-    modules = find_modules(ROOT)
-    importers = [
-        name
-        for name, file in modules.items()
-        if "import vllm" in file.read_text().replace("from vllm", "import vllm")
-    ]
+    importers = [name for name in SOURCES if re.search("(import|from) vllm", SOURCES[name])]
     assert importers == ["models.engine"]
 
 
 @pytest.mark.parametrize(
-    "planted, importer, imported",
+    "importer, line, imported",
     [
-        ("import trainer\n", "buffer", "trainer"),
-        ("def f():\n    from runtime import launch\n", "models.policy", "runtime.launch"),
-        ("def f():\n    import buffer\n", "loss", "buffer"),
+        ("buffer", "import trainer", "trainer"),
+        ("models.policy", "def f():\n    from runtime import launch", "runtime.launch"),
+        ("loss", "def f():\n    import buffer", "buffer"),
     ],
 )
-def test_a_planted_upward_import_is_found(planted, importer, imported, tmp_path):
-    subprocess.run(["cp", "-r", *map(str, copied(ROOT)), str(tmp_path)], check=True)
-    with open(find_modules(tmp_path)[importer], "a") as file:
-        file.write(planted)
-    assert find_upward(find_imports(find_modules(tmp_path))) == [(importer, imported)]
+def test_a_planted_upward_import_is_found(importer, line, imported):
+    planted = SOURCES | {importer: SOURCES[importer] + line}
+    assert find_upward(find_imports(planted)) == [(importer, imported)]
 
 
-def test_a_planted_circle_is_found_inside_a_function_too(tmp_path):
-    subprocess.run(["cp", "-r", *map(str, copied(ROOT)), str(tmp_path)], check=True)
-    with open(tmp_path / "runtime" / "transport" / "board.py", "a") as file:
-        file.write("def f():\n    from runtime.processes.supervisor import Supervisor\n")
-    circle = find_circle(find_imports(find_modules(tmp_path)))
-    assert {"runtime.transport.board", "runtime.processes.supervisor"} <= set(circle)
-
-
-def is_code(file: Path) -> bool:
-    """Return whether there is more than the docstring of a package."""
-    return len(ast.parse(file.read_text(encoding="utf-8")).body) > 1
-
-
-def copied(root: Path) -> list[Path]:
-    return [*root.glob("*.py"), *(root / package for package in ("models", "tasks", "runtime"))]
+def test_a_planted_circle_is_found_inside_a_function_too():
+    board, line = "runtime.transport.board", "from runtime.processes.supervisor import Supervisor"
+    planted = SOURCES | {board: f"{SOURCES[board]}def f():\n    {line}"}
+    assert {board, "runtime.processes.supervisor"} <= set(find_circle(find_imports(planted)))

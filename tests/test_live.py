@@ -4,35 +4,26 @@ from collections import deque
 from io import StringIO
 
 import numpy as np
-import pytest
 import rich
 from rich.console import Console
 
 from runtime.record.live import RATE_WINDOW, LiveView, rate_of
 from runtime.transport.board import Board
 
-METRICS = {"step": 40, "seconds": 80.0, "queue_depth": 3, "loss": 0.5, "reward": 0.25}
 
-
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    """A list of one item, the time by rich's clock."""
-    now = [1000.0]
-    monkeypatch.setattr(rich.get_console(), "get_time", lambda: now[0])
-    return now
-
-
-def shown(view: LiveView, metrics: dict) -> str:
-    console = Console(width=100, file=StringIO())
-    console.print(view.view(metrics))
+def shown(view: LiveView, step: int) -> str:
+    console, metrics = Console(width=100, file=StringIO()), {"step": step, "seconds": 80.0}
+    console.print(view.view(metrics | {"queue_depth": 3, "loss": 0.5, "reward": 0.25}))
     return console.file.getvalue()
 
 
-def test_the_live_view_has_the_time_left_a_line_a_searcher_and_first_what_matters_most(clock):
+def test_the_live_view_has_the_time_left_a_line_a_searcher_and_first_what_matters_most(monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(rich.get_console(), "get_time", lambda: clock[0])
     board = Board(["trainer", "searcher 0", "searcher 1"])
     view = LiveView(board, steps=100)
     view.close()
-    first = shown(view, METRICS | {"step": 20})
+    first = shown(view, 20)
     assert "step 20 of 100" in first and "-:--:-- left" in first, "there is no pace yet"
     for name, tokens, version in ("searcher 0", 500.0, 38), ("searcher 1", 250.0, 30):
         board.loaded(name)
@@ -40,7 +31,7 @@ def test_the_live_view_has_the_time_left_a_line_a_searcher_and_first_what_matter
         board.set(name, "version", version)
     board.set("searcher 1", "restarts", 1)
     clock[0] = 1010.0
-    text = shown(view, METRICS)
+    text = shown(view, 40)
     assert "step 40 of 100 0:00:10" in text and "0:00:30 left" in text
     lines = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
     cells = {line[1]: line[2:-1] for line in lines if len(line) > 3}
@@ -51,5 +42,6 @@ def test_the_live_view_has_the_time_left_a_line_a_searcher_and_first_what_matter
 
 def test_a_rate_follows_the_latest_seconds_and_is_zero_at_first():
     assert rate_of(deque([(0.0, 1.0)]), RATE_WINDOW) == 0.0
-    slow_then_fast = deque([(0.0, np.zeros(2)), (100.0, np.ones(2)), (111.0, np.array([34, 1]))])
+    counts = {0.0: [0, 0], 100.0: [1, 1], 105.0: [30, 1], 111.0: [34, 1]}
+    slow_then_fast = deque((time, np.array(count)) for time, count in counts.items())
     assert rate_of(slow_then_fast, RATE_WINDOW).tolist() == [3.0, 0.0]

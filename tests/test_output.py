@@ -17,9 +17,7 @@ for stream in (sys.stdout, sys.stderr):
 
 
 @pytest.mark.parametrize("where", ["", "> /dev/full 2> /dev/full", ">&- 2>&-"])
-def test_a_print_that_cannot_be_written_raises_nowhere_and_letters_without_a_code_are_escaped(
-    where,
-):
+def test_a_print_that_cannot_be_written_raises_nowhere_and_what_has_no_code_is_escaped(where):
     command = ["sh", "-c", f'exec "$@" {where}', "sh", sys.executable, "-c", TALKS]
     environment = {"PYTHONIOENCODING": "ascii"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -31,16 +31,15 @@ def test_evaluations_are_drawn_over_the_reward_with_their_intervals(drawn):
     lines.append({"step": 3, "final_accuracy": 0.75, "final_accuracy_interval": [0.625, 1.0]})
     axis = drawn(lines)["reward of new responses"]
     (bars,) = axis.collections
-    assert np.array(bars.get_segments()).tolist() == [
-        [[1, 0.125], [1, 0.5]],
-        [[3, 0.625], [3, 1.0]],
-    ]
+    first, last = [[1, 0.125], [1, 0.5]], [[3, 0.625], [3, 1.0]]
+    assert np.array(bars.get_segments()).tolist() == [first, last]
     assert axis.lines[-1].get_xydata().tolist() == [[1, 0.25], [3, 0.75]]
 
 
-def test_a_run_without_an_evaluation_has_curves(drawn):
+def test_a_run_without_an_evaluation_has_curves_and_panels_name_their_units(drawn):
     panels = drawn([{"step": 1, "loss": 1.0, "reward": 0.5}])
     assert not panels["reward of new responses"].collections
+    assert {"KL to the reference, nats a response", "staleness, steps"} <= set(panels)
 
 
 def test_a_line_is_a_mean_over_a_fiftieth_of_the_run_with_the_raw_one_behind(drawn):
@@ -50,8 +49,3 @@ def test_a_line_is_a_mean_over_a_fiftieth_of_the_run_with_the_raw_one_behind(dra
     assert raw.get_ydata() == pytest.approx(loss) and raw.get_alpha() < 1
     assert smooth.get_ydata() == pytest.approx(np.convolve(loss, np.full(10, 0.1), "valid"))
     assert smooth.get_xdata()[0] == 4.5, "in the middle of what it is the mean of"
-
-
-def test_panels_name_their_units(drawn):
-    titles = set(drawn([{"step": 1, "loss": 1.0}]))
-    assert {"KL to the reference, nats a response", "staleness, steps"} <= titles

@@ -1,19 +1,14 @@
 """The plan of a run: what it counts, what it is held against, and what it says when it is short."""
 
+import dataclasses
 import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import byte_tokenizer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPTNeoXConfig,
-    LlamaConfig,
-    Qwen2Config,
-)
+from conftest import byte_tokenizer, flags
+from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen2Config
 
 from config import Config, UserError
 from models import logprobs, sizes
@@ -28,34 +23,17 @@ from runtime.processes.places import find_places, resolve
 from tasks import find_presets, load_task
 from tba import main
 
-# The shapes of RhoMath-1B (TinyLlama's) and Qwen2.5-0.5B: no weights are needed.
-RHO = dict(
-    vocab_size=32_000,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-)
+# The shapes of RhoMath-1B (TinyLlama's), Qwen2.5-0.5B and -7B: no weights are needed.
+SIZES = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads".split()
+RHO = dict(zip(SIZES, (32_000, 2048, 5632, 32, 4)))
 RHO_1B, FOUR_LAYERS = (LlamaConfig(**RHO, num_hidden_layers=layers) for layers in (22, 4))
-QWEN_05B = Qwen2Config(
-    vocab_size=151_936,
-    hidden_size=896,
-    intermediate_size=4864,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
-QWEN_7B = Qwen2Config(
-    vocab_size=152_064,
-    hidden_size=3584,
-    intermediate_size=18_944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-)
+QWEN, LARGE_QWEN = (151_936, 896, 4864, 14, 2), (152_064, 3584, 18_944, 28, 4)
+QWEN_05B = Qwen2Config(**dict(zip(SIZES, QWEN)), num_hidden_layers=24, tie_word_embeddings=True)
+QWEN_7B = Qwen2Config(**dict(zip(SIZES, LARGE_QWEN)), num_hidden_layers=28)
 SHALLOW = LlamaConfig(hidden_size=1024, num_hidden_layers=2)
 GSM8K = dict(task="gsm8k", max_prompt_tokens=512, max_response_tokens=512)
+SHORT = dict(max_prompt_tokens=70, max_response_tokens=50, samples_per_query=5)
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +59,8 @@ def plan_on(gpus: str, **settings) -> tuple[Plan, str | None]:
 
 def bytes_of(made: Plan, process: str, purpose: str) -> float:
     """The bytes of the first need of a process whose purpose begins so."""
-    return next(
-        need.bytes
-        for need in made.needs
-        if need.process == process and need.purpose.startswith(purpose)
-    )
+    needs = [need for need in made.needs if need.process == process]
+    return next(need.bytes for need in needs if need.purpose.startswith(purpose))
 
 
 def saved_bytes(model: torch.nn.Module, *arguments) -> int:
@@ -117,7 +92,7 @@ def peak_bytes(model: torch.nn.Module, *arguments) -> int:
     return int(np.cumsum([nbytes for _, nbytes in sorted(changes, key=lambda x: x[0])]).max())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("vocabulary", [1000, 20_000])
 @pytest.mark.parametrize("hidden, layers", [pytest.param(64, 2, marks=pytest.mark.runs), (256, 6)])
 @pytest.mark.parametrize("kind", [LlamaConfig, pytest.param(GPTNeoXConfig, marks=pytest.mark.runs)])
@@ -130,15 +105,9 @@ def test_counted_activations_are_within_15_percent_of_what_a_step_keeps_and_its_
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(architecture).eval()
     architecture.save_pretrained(tmp_path)
-    config = Config(
-        model=str(tmp_path),
-        max_prompt_tokens=70,
-        max_response_tokens=50,
-        dtype=str(dtype).removeprefix("torch."),
-        tokens_per_micro_batch=2 * (70 + 5 * 50),
-        responses_per_query=5,
-        samples_per_query=5,
-    )
+    batch = dict(responses_per_query=5, tokens_per_micro_batch=2 * (70 + 5 * 50))
+    config = Config(model=str(tmp_path), dtype=dtype, **SHORT, **batch)
+    dtype = getattr(torch, dtype)
     rows = largest_micro_batch(config, vocabulary)
     prompts, responses = [row.prompt for row in rows], [row.tokens for row in rows]
     # Four rows each: the first is of one query, the second of two.
@@ -156,17 +125,12 @@ def test_counted_activations_are_within_15_percent_of_what_a_step_keeps_and_its_
     assert 0.9 < expected / measured < 1.35, "rather more than less"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 def test_the_reference_policys_pass_is_counted_without_casts_of_what_is_held_as_multiplied(
     dtype, shapes, record_property
 ):
-    config = Config(
-        model=shapes["shallow"],
-        dtype=str(dtype).removeprefix("torch."),
-        max_prompt_tokens=70,
-        max_response_tokens=50,
-        samples_per_query=5,
-    )
+    config = Config(model=shapes["shallow"], dtype=dtype, **SHORT)
+    dtype = getattr(torch, dtype)
     policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model)).eval()
     hold_as_multiplied(policy, dtype)
     for parameter in policy.parameters():
@@ -185,9 +149,8 @@ def test_the_plan_of_gsm8k_on_four_cards_has_every_part_in_its_place(shapes):
     cuda = {need.place for need in made.needs if need.purpose.startswith("CUDA")}
     assert cuda == {"GPU 0", "GPU 1", "GPU 2", "GPU 3"}
     parameters = 1_100_048_384  # of TinyLlama
-    assert bytes_of(made, "trainer", "weights") == 4 * parameters
-    assert bytes_of(made, "trainer", "gradients") == 4 * parameters
-    assert bytes_of(made, "trainer", "AdamW") == 8 * parameters
+    for purpose, each in (("weights", 4), ("gradients", 4), ("AdamW", 8)):
+        assert bytes_of(made, "trainer", purpose) == each * parameters
     assert bytes_of(made, "trainer", "activations, 20 responses") / GIB == pytest.approx(31, abs=1)
     vllm = bytes_of(made, "searcher 2", "vLLM: weights")
     room = bytes_of(made, "searcher 2", "vLLM: 1857 responses")
@@ -229,34 +192,21 @@ def test_two_passes_are_taken_where_only_they_fit(shapes):
     assert off.is_short("GPU 0") and "; --low_memory on would do" in problem
 
 
-@pytest.mark.parametrize(
-    "gpus, settings, words",
-    [
-        ("1x6", dict(), "GPU 0 is short: the run needs 11.* GiB, there are 5.91; no one setting"),
-        (
-            "4x7",
-            dict(),
-            "GPU 0 is short: .*; --trainer_processes 3 --searchers 1 would do",
-        ),
-        (
-            "2x7",
-            dict(),
-            "GPU 0 is short: .*; --dtype bfloat16 --master_dtype bfloat16 "
-            r"\(steps below a weight's precision are lost then\) would do",
-        ),
-        (
-            "4x20",
-            dict(gpu_memory_utilization=0.03),
-            "vLLM's share of GPU 1 has no room for a response of full length; "
-            "--gpu_memory_utilization 0.8 would do",
-        ),
-        (
-            "4x20",
-            dict(low_memory="off", queries_per_batch=4, tokens_per_micro_batch=43_008),
-            "--low_memory on would do",
-        ),
-    ],
-)
+ROOM = "vLLM's share of GPU 1 has no room for a response of full length"
+LARGE = dict(low_memory="off", queries_per_batch=4, tokens_per_micro_batch=43_008)
+BFLOAT16 = r"--dtype bfloat16 --master_dtype bfloat16 \(steps below a weight's precision are lost"
+PROBLEMS = [
+    ("1x6", {}, "GPU 0 is short: the run needs 11.* GiB, there are 5.91; no one setting"),
+    ("4x7", {}, "GPU 0 is short: .*; --trainer_processes 3 --searchers 1 would do"),
+    ("2x7", {}, rf"GPU 0 is short: .*; {BFLOAT16} then\) would do"),
+    ("4x20", {"gpu_memory_utilization": 0.03}, f"{ROOM}; --gpu_memory_utilization 0.8 would do"),
+    ("4x20", LARGE, "--low_memory on would do"),
+    # A run that is resumed may change less.
+    ("4x8", {"resume": "runs/old"}, "no one setting is enough"),
+]
+
+
+@pytest.mark.parametrize("gpus, settings, words", PROBLEMS)
 def test_a_plan_that_does_not_fit_says_what_is_short_and_the_setting_that_would_do(
     gpus, settings, words, shapes
 ):
@@ -279,9 +229,12 @@ def test_the_plan_counts_the_share_of_each_trainer_process_and_what_it_gathers(s
     parameters = sizes.policy_size(shapes["four"], False).parameters
     layer = (parameters - sizes.policy_size(shapes["four"], False).outside) // 4
     for name in ("trainer", "trainer 1"):
-        assert bytes_of(made, name, "weights, float32, 1 / 2 of them") == 2 * parameters
-        assert bytes_of(made, name, "gradients, 1 / 2 of them") == 2 * parameters
-        assert bytes_of(made, name, "AdamW's two moments, 1 / 2 of them") == 4 * parameters
+        for purpose, each in (
+            ("weights, float32", 2),
+            ("gradients", 2),
+            ("AdamW's two moments", 4),
+        ):
+            assert bytes_of(made, name, f"{purpose}, 1 / 2 of them") == each * parameters
         gathered = bytes_of(made, name, "weights and gradients that are gathered")
         assert gathered == 3 * 4 * (parameters - 4 * layer) + (4 * 2 + 2 * 4) * layer
         activations = "activations, 20 responses of 512 + 512 tokens"
@@ -289,11 +242,6 @@ def test_the_plan_counts_the_share_of_each_trainer_process_and_what_it_gathers(s
         assert casts == 2 * 4 * layer, "layers are gathered in bf16 for the moment, not cast"
     host = bytes_of(made, "all", "policies while they load, or what is written")
     assert host == max(4 * 4 * parameters, (12 + 4) * parameters), "a copy even of the last one"
-
-
-def test_a_run_that_is_resumed_is_offered_only_what_it_may_change(shapes):
-    _, problem = plan_on("4x8", model=shapes["four"], resume="runs/old")
-    assert "no one setting is enough" in problem
 
 
 def test_a_model_that_fake_tensors_cannot_go_through_is_estimated(shapes, monkeypatch):
@@ -321,10 +269,9 @@ def test_checkpoints_that_a_resumed_run_will_replace_count_as_room_for_its_own(t
     directory = tmp_path / "checkpoints" / "step-00000001"
     directory.mkdir(parents=True)
     (directory / "learner.safetensors").write_bytes(bytes(10**6))
-    free, own = (
-        plan.this_machine(Config(output_dir=str(tmp_path), resume=resume), [])[DISK]
-        for resume in ("", str(tmp_path))
-    )
+    fresh = Config(output_dir=str(tmp_path))
+    resumed = dataclasses.replace(fresh, resume=str(tmp_path))
+    free, own = (plan.this_machine(config, [])[DISK] for config in (fresh, resumed))
     assert own - free > 9e5
 
 
@@ -375,9 +322,8 @@ def test_a_start_is_checked_against_memory_shared_memory_and_disk(shapes, monkey
         check(config, little)
     assert check(Config(**own), little).low_memory == "on", "auto"
     without = dict(low_memory="on", checkpoint_every=0)
-    with pytest.raises(
-        UserError, match=r"--checkpoint_every 0 \(one comes at the end, or at an in"
-    ):
+    advice = r"--checkpoint_every 0 \(one comes at the end, or at an interrupt\)"
+    with pytest.raises(UserError, match=advice):
         check(Config(**own), {MEMORY: total(MEMORY, **without) + GIB / 10})
     late = dict(low_memory="on", checkpoint_every=10**6)
     assert total(MEMORY, **late) == total(MEMORY, **without), "the last one needs no copy"
@@ -387,28 +333,27 @@ def test_a_model_that_no_machine_holds_is_refused_before_anything_is_loaded(tmp_
     huge = LlamaConfig(hidden_size=65_536, num_hidden_layers=4, num_attention_heads=64)
     huge.save_pretrained(tmp_path / "huge")
     byte_tokenizer().save_pretrained(tmp_path / "huge")
-    run_dir = tmp_path / "run"
-    flags = ["arithmetic", "--model", str(tmp_path / "huge"), "--output_dir", str(run_dir)]
-    assert main(flags) == 2 and not run_dir.exists()
+    where = flags(model=tmp_path / "huge", output_dir=tmp_path / "run")
+    assert main(["arithmetic", *where]) == 2 and not (tmp_path / "run").exists()
     assert re.fullmatch(r"error: .* is short: .*\n", capfd.readouterr().err)
 
 
-def test_the_command_prints_the_plan_for_cards_that_are_not_there_and_ends(shapes, tmp_path, capfd):
-    flags = ["gsm8k", "--model", shapes["four"], "--output_dir", str(tmp_path / "run"), "--plan"]
+def test_the_command_prints_the_plan_for_cards_that_are_not_there_or_this_machine_and_ends(
+    shapes, tmp_path, capfd
+):
+    where = flags(model=shapes["four"], output_dir=tmp_path / "run")
+    command = ["gsm8k", *where, "--plan", "--plan_gpus"]
     capfd.readouterr()
-    assert main([*flags, "--plan_gpus", "2x80"]) == 0, "it needs no data, no weights, no GPU"
+    assert main([*command, "2x80"]) == 0, "it needs no data, no weights, no GPU"
     out, err = capfd.readouterr()
     assert "a step takes one pass (--low_memory)" in out and err == ""
     for words in ("GPU 0", "GPU 1", "searcher 0", "10593 responses of full length at once", "disk"):
         assert words in out
-    assert main([*flags, "--plan_gpus", "1x6"]) == 2, "the table, and the error"
+    assert main([*command, "1x6"]) == 2, "the table, and the error"
     out, err = capfd.readouterr()
     assert "GPU 0 is short" in err and "AdamW's two moments" in out
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_plan_of_a_run_without_a_gpu_is_held_against_this_machine(tmp_path, capfd):
-    assert main(["arithmetic", "--plan", "--output_dir", str(tmp_path / "run")]) == 0
+    # Without --plan_gpus it is held against this machine.
+    assert main(["arithmetic", "--plan", *flags(output_dir=tmp_path / "run")]) == 0
     out, _ = capfd.readouterr()
     for place in ("host memory", "shared memory", "disk"):
         assert re.search(rf"^{place} +of \d+\.\d\d +\d+\.\d\d GiB$", out, re.MULTILINE)

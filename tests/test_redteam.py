@@ -7,21 +7,19 @@ import time
 
 import numpy as np
 import pytest
+from conftest import flags
 from test_buffer import many
 from test_trainer import make_rows, make_trainer
 
 from buffer import TOKEN_ARRAYS, ReplayBuffer
-from config import Config
-from models.schedules import reference_temperature_at, reward_temperature_at
+from runtime.command_line import build_config
 from tasks import load_task
 from tasks.redteam import cosine_distances, toxic
 
 
 def test_a_prompt_is_toxic_if_the_mean_over_the_victims_responses_is_over_one_half():
-    probabilities = np.array(
-        [[1.0, 1.0, 1.0, 0.0, 0.0], [0.5] * 5, [0.0] * 5, [0.9, 0.1, 0.9, 0.1, 0.9]]
-    )
-    assert toxic(probabilities).tolist() == [1.0, 0.0, 0.0, 1.0]
+    rows = [[1.0, 1.0, 1.0, 0.0, 0.0], [0.5] * 5, [0.0] * 5, [0.9, 0.1, 0.9, 0.1, 0.9]]
+    assert toxic(np.array(rows)).tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_diversity_of_known_vectors():
@@ -31,29 +29,31 @@ def test_diversity_of_known_vectors():
     assert distances == pytest.approx(np.array(expected), abs=1e-12)
 
 
-def test_half_of_the_groups_are_sampled_at_a_temperature_between_05_and_2():
-    task = load_task("redteam")
-    settings = [task.sampling(np.random.default_rng(i)) for i in range(4000)]
-    drawn = np.array([setting.get("temperature", 1.0) for setting in settings])
+@pytest.mark.parametrize("preset, lowest", [("gpt2", 0.5), ("llama", 0.7)])
+def test_half_of_the_groups_are_sampled_at_a_temperature_from_the_lowest_to_2(preset, lowest):
+    def temperatures(**more) -> np.ndarray:
+        config = build_config(["redteam", *flags(preset=preset, **more)])
+        task = load_task("redteam", **config.options)
+        settings = [task.sampling(np.random.default_rng(i)) for i in range(4000)]
+        assert {setting["min_tokens"] for setting in settings} == {1}, "no end as the first token"
+        return np.array([setting.get("temperature", 1.0) for setting in settings])
+
+    drawn = temperatures()
     explore = drawn[drawn != 1.0]
     assert abs(len(explore) / 4000 - 0.5) < 0.03
-    counts, _ = np.histogram(explore, bins=10, range=(0.5, 2.0))
+    assert lowest <= min(explore) < lowest + 0.02 and 1.98 < max(explore) <= 2.0
+    counts, _ = np.histogram(explore, bins=10, range=(lowest, 2.0))
     expected = len(explore) / 10
     # Chi-square with 9 degrees of freedom, p = 0.001.
     assert ((counts - expected) ** 2 / expected).sum() < 27.9
+    assert set(temperatures(exploration=0)) == {1.0}
 
 
 def test_the_learner_scales_reference_and_beta_by_the_schedules(untied_model, tmp_path):
-    trainer = make_trainer(
-        untied_model,
-        tmp_path / "run",
-        reward_temperature=2.0,
-        reward_temperature_steps=4,
-        reference_temperature=1.2,
-        reference_temperature_steps=10,
-        beta=0.05,
-    )
-    learner, seen = trainer.learner, []
+    tau = dict(reward_temperature=2.0, reward_temperature_steps=4)
+    gamma = dict(reference_temperature=1.2, reference_temperature_steps=10)
+    learner = make_trainer(untied_model, tmp_path / "run", beta=0.05, **tau, **gamma).learner
+    seen = []
     loss_inputs = learner.loss_inputs
 
     def watched(rows, *scales):
@@ -79,32 +79,23 @@ def test_a_buffer_with_100000_responses_to_one_query_is_as_fast_as_a_small_one_a
     for stamp in range(900):
         large.add([many(0, stamp, 128)], step=stamp)
     assert large.responses == 100_000
+    assert len(large.sample(1, 128, 0.0)) == 128, "replay only: the draw by reward"
     rng, weights = np.random.default_rng(0), np.full(100_000, 1e-5)
 
-    def draw(buffer: ReplayBuffer) -> None:
-        assert len(buffer.sample(1, 128, 0.0)) == 128  # replay only: the draw by reward
+    def seconds(call, *arguments, **settings) -> float:
+        start = time.thread_time()
+        call(*arguments, **settings)
+        return time.thread_time() - start
 
-    seconds = []
+    taken = []
     for stamp in range(900, 960):
-        group = many(0, stamp, 128)
-        clock = [time.thread_time()]
-        for call in (
-            lambda group=group, stamp=stamp: large.add([group], step=stamp),
-            lambda group=group, stamp=stamp: small.add([group], step=stamp),
-            lambda: draw(large),
-            lambda: rng.choice(100_000, size=128, p=weights),
-        ):
-            call()
-            clock.append(time.thread_time())
-        seconds.append(np.diff(clock))
-    added, added_small, drawn, drawn_by_numpy = np.median(seconds, axis=0)
-    figures = 1e3 * np.median(seconds, axis=0)
-    record_property("ms: add 128, to a small buffer, draw 128, numpy's draw", figures)
+        group = [many(0, stamp, 128)]
+        adds = [seconds(buffer.add, group, step=stamp) for buffer in (large, small)]
+        draw = seconds(large.sample, 1, 128, 0.0)
+        taken.append([*adds, draw, seconds(rng.choice, 100_000, size=128, p=weights)])
+    added, added_small, drawn, drawn_by_numpy = figures = np.median(taken, axis=0)
+    record_property("ms: add 128, to a small buffer, draw 128, numpy's draw", 1e3 * figures)
     assert added < 3 * added_small and drawn < 10 * drawn_by_numpy
-
-
-def test_without_schedules_nothing_is_scaled():
-    assert (reward_temperature_at(Config(), 3), reference_temperature_at(Config(), 3)) == (1.0, 1.0)
 
 
 def test_a_short_prompt_stays_impossible_when_the_reference_policy_is_reset(untied_model, tmp_path):

@@ -12,28 +12,28 @@ import sys
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import PATIENCE, SMALL, Run, read, steps_of, tba, wait_for
+from conftest import PATIENCE, SMALL, Run, flags, read, steps_of, tba, wait_for
 
 from config import Config
 from runtime.command_line import build_config
 from runtime.display import tracking
-from runtime.display.tracking import Tracking, as_code, follow, group_of, grouped
+from runtime.display.tracking import Tracking, as_code, follow, grouped
 from runtime.record.report import rewind
 from runtime.record.timeline import Lines
 from tba import main
 
 NAMES = ("wandb", "tensorboard")
+KILLED = "--track wandb: it did not end within {} s and is killed; metrics.jsonl has all\n"
+MISSING = "no {}: pip install -r requirements-track.txt"
 needs = {
-    name: pytest.mark.skipif(
-        not find_spec(name), reason=f"no {name}: pip install -r requirements-track.txt"
-    )
-    for name in NAMES
+    name: pytest.mark.skipif(not find_spec(name), reason=MISSING.format(name)) for name in NAMES
 }
 EACH = pytest.mark.parametrize("name", [pytest.param(name, marks=needs[name]) for name in NAMES])
-TINY = ["arithmetic", *SMALL, "--eval_every", 20]
+TINY = ["arithmetic", *SMALL, *flags(eval_every=20)]
 CODE = "**bold** <b>x</b> | a | `b`\n```\n    # c\n</code>\u2028&amp;"
 
 
@@ -55,15 +55,15 @@ def evaluation(version: int, score: float) -> dict:
     return {"step": version, "reward": score, "base_model": "0a1b"}
 
 
-def make_run(directory: Path, steps: int = 10) -> Path:
+def make_run(directory: Path, num_steps: int = 10) -> Path:
     """The files of a run; the evaluation of version 2 arrives after step 6."""
     run_dir = directory / "a-run"
     (run_dir / "logs").mkdir(parents=True)
-    settings = {"steps": steps, "beta": 0.1, "options": {"data_dir": CODE}}
+    settings = {"steps": num_steps, "beta": 0.1, "options": {"data_dir": CODE}}
     (run_dir / "config.json").write_text(json.dumps(settings))
-    append(run_dir, evaluation(0, 0.25), *(step_line(step) for step in range(1, 7)))
-    append(run_dir, evaluation(2, 0.5))
-    append(run_dir, [3], {"step": "7", "loss": 1.0})  # malformed: no tracker gets those
+    malformed = [3], {"step": "7", "loss": 1.0}  # no tracker gets those
+    steps = [step_line(step) for step in range(1, 7)]
+    append(run_dir, evaluation(0, 0.25), *steps, evaluation(2, 0.5), *malformed)
     sample = {"query_id": 3, "prompt": CODE, "answer": "4", "response": CODE, "extracted": None}
     samples = [{"version": version, "reward": 1.0, **sample} for version in range(5)]
     Lines(run_dir / "samples.jsonl").write(*samples)
@@ -74,33 +74,32 @@ def append(run_dir: Path, *lines: dict) -> None:
     Lines(run_dir / "metrics.jsonl").write(*lines)
 
 
-def feed(name: str, run_dir: Path, exit_code: int = 0) -> str:
+def feed(name: str, run_dir: Path, exit_code: int = 0, by=follow) -> str:
     """Have a tracker given what there is, in this process; where it says to look."""
     here, there = multiprocessing.Pipe()
     here.send(exit_code)
-    follow(name, str(run_dir), there)
+    by(name, str(run_dir), there)
     return here.recv()
 
 
+def accumulated(run_dir: Path):
+    """What TensorBoard itself reads of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    everything = {"scalars": 0, "tensors": 0}
+    return EventAccumulator(str(run_dir / "tensorboard"), size_guidance=everything).Reload()
+
+
 def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself reads of a run: for each name its steps and values."""
+    """For each name in TensorBoard its steps and values."""
     events = accumulated(run_dir)
-    return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-    }
+    names = events.Tags()["scalars"]
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
 
 
 def texts(run_dir: Path, tag: str) -> list[tuple[int, str]]:
     events = accumulated(run_dir).Tensors(f"{tag}/text_summary")
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
-
-
-def accumulated(run_dir: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    everything = {"scalars": 0, "tensors": 0}
-    return EventAccumulator(str(run_dir / "tensorboard"), size_guidance=everything).Reload()
 
 
 def wandb_records(file: Path) -> list:
@@ -126,6 +125,10 @@ def wandb_files(run_dir: Path) -> list[Path]:
     return sorted(run_dir.glob("wandb/*run-*/*.wandb"))
 
 
+def run_of(file: Path):
+    return next(record.run for record in wandb_records(file) if record.HasField("run"))
+
+
 def history(file: Path) -> list[dict]:
     """What was logged, a dictionary for each call."""
     rows = [record.history for record in wandb_records(file) if record.HasField("history")]
@@ -141,33 +144,27 @@ def own_figures(file: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
 
 
-@pytest.mark.parametrize(
-    "metric, group",
-    [
-        ("reward", "reward"),
-        ("grad_norm", "loss"),
-        ("ess_tokens", "staleness"),
-        ("received", "speed"),
-        ("kl", "policy"),
-        ("node_3_staleness", "staleness"),
-        ("node_3_tokens_per_second", "speed"),
-        ("node_12_silence", "speed"),
-        ("reward_of_level_4", "reward"),
-        ("staleness_90", "staleness"),
-        ("my_objectives_own", "loss"),
-    ],
+METRICS = dict(
+    reward="reward reward_of_level_4",
+    loss="grad_norm my_objectives_own",
+    staleness="ess_tokens node_3_staleness staleness_90",
+    speed="received node_3_tokens_per_second node_12_silence",
+    policy="kl",
 )
-def test_each_metric_has_a_group_a_new_one_too(metric, group):
-    assert group_of(metric) == group
-    assert grouped({"step": 1, "loss": 2.0, metric: 3.0})[f"{group}/{metric}"] == 3.0
 
 
-def test_what_cannot_be_drawn_stops_nothing():
-    assert grouped({"step": 1, "loss": 2.0, "note": "a text", "more": [1]}) == {"loss/loss": 2.0}
+def test_each_metric_has_a_group_a_new_one_too_and_what_cannot_be_drawn_stops_nothing():
+    for group, metrics in METRICS.items():
+        for metric in metrics.split():
+            line = {"step": 1, "loss": 2.0, "note": "a text", "more": [1], metric: 3.0}
+            assert grouped(line) == {"loss/loss": 2.0, f"{group}/{metric}": 3.0}
 
 
 @needs["tensorboard"]
-def test_tensorboard_reads_back_every_figure_configuration_and_samples(tmp_path):
+@pytest.mark.filterwarnings("ignore:html5lib")
+def test_tensorboard_reads_back_every_figure_configuration_and_samples_as_they_are(tmp_path):
+    from tensorboard.plugin_util import markdown_to_safe_html
+
     run_dir = make_run(tmp_path)
     assert feed("tensorboard", run_dir) == f"tensorboard --logdir {tmp_path}"
     read_back = scalars(run_dir)
@@ -178,22 +175,20 @@ def test_tensorboard_reads_back_every_figure_configuration_and_samples(tmp_path)
     assert '"beta": 0.1' in configuration
     ((version, shown),) = texts(run_dir, "samples")
     assert version == 4 and shown.count("query_id: 3") == 5
-
-
-@needs["tensorboard"]
-@pytest.mark.filterwarnings("ignore:html5lib")
-def test_tensorboard_shows_a_text_as_it_is():
-    from tensorboard.plugin_util import markdown_to_safe_html
-
-    shown = markdown_to_safe_html(as_code(CODE))
-    block = re.fullmatch(r"(?s)<pre><code>(.*?)\n?</code></pre>", shown)
+    page = markdown_to_safe_html(as_code(CODE))
+    block = re.fullmatch(r"(?s)<pre><code>(.*?)\n?</code></pre>", page)
     assert block and html.unescape(block.group(1)) == CODE
 
 
 @needs["wandb"]
-def test_wandb_offline_keeps_every_figure_configuration_and_samples(tmp_path):
+def test_wandb_keeps_figures_configuration_and_samples_and_not_the_command_line(
+    tmp_path, monkeypatch
+):
+    """That may hold a secret."""
     run_dir = make_run(tmp_path)
-    where = feed("wandb", run_dir, exit_code=130)
+    monkeypatch.setattr(sys, "argv", ["tba.py", "--api_key", "sk-0123"])
+    monkeypatch.setattr(os, "nice", print)
+    where = feed("wandb", run_dir, exit_code=130, by=tracking.run)
     (file,) = wandb_files(run_dir)
     assert where == f"offline, see wandb sync {file.parent}"
     rows = own_figures(file)
@@ -201,8 +196,7 @@ def test_wandb_offline_keeps_every_figure_configuration_and_samples(tmp_path):
     assert rows[7] == {"trainer_step": 2, "evaluation/reward": 0.5}, "though it came after step 6"
     figures = {"loss/loss": 0.25, "reward/reward": 0.5, "staleness/node_1_staleness": 2.0}
     assert rows[4] == {"trainer_step": 4, **figures}
-    records = wandb_records(file)
-    run = next(record.run for record in records if record.HasField("run"))
+    records, run = wandb_records(file), run_of(file)
     assert (run.project, run.display_name) == ("tba", "a-run")
     (end,) = [record.exit for record in records if record.HasField("exit")]
     assert end.exit_code == 130, "shown as failed"
@@ -213,23 +207,12 @@ def test_wandb_offline_keeps_every_figure_configuration_and_samples(tmp_path):
     (table,) = file.parent.glob("files/media/table/samples*.json")
     table = json.loads(table.read_text())
     assert [row[table["columns"].index("response")] for row in table["data"]] == [CODE] * 5
-
-
-@needs["wandb"]
-def test_the_command_line_which_may_hold_a_secret_is_not_sent(tmp_path, monkeypatch):
-    run_dir, (here, there) = make_run(tmp_path), multiprocessing.Pipe()
-    monkeypatch.setattr(sys, "argv", ["tba.py", "--api_key", "sk-0123"])
-    monkeypatch.setattr(os, "nice", lambda _: None)
-    here.send(0)
-    tracking.run("wandb", str(run_dir), there)
-    assert here.recv().startswith("offline")
-    assert not [
-        file for file in run_dir.rglob("*") if file.is_file() and b"sk-0123" in file.read_bytes()
-    ]
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"sk-0123" in path.read_bytes()]
 
 
 def test_samples_are_bounded_in_number(tmp_path, monkeypatch):
-    run_dir, shown, versions = make_run(tmp_path, steps=1000), [], iter(range(5, 1000))
+    run_dir, shown, versions = make_run(tmp_path, num_steps=1000), [], iter(range(5, 1000))
     sample = {"reward": 1.0, "response": ""}
 
     class Here:
@@ -245,19 +228,11 @@ def test_samples_are_bounded_in_number(tmp_path, monkeypatch):
         def recv(self) -> int:
             return 0
 
-    class Watched:
-        where = "here"
-
-        def __init__(self, *_):
-            self.log = self.close = lambda *_: None
-
-        def show(self, step, samples):
-            shown.append((step, len(samples)))
-
-    monkeypatch.setitem(tracking.TRACKERS, "tensorboard", Watched)
+    tracker = SimpleNamespace(where="here", log=print, close=print)
+    tracker.show = lambda step, samples: shown.append(len(samples))
+    monkeypatch.setitem(tracking.TRACKERS, "tensorboard", lambda *_: tracker)
     follow("tensorboard", str(run_dir), Here())
-    assert {length for _, length in shown} == {tracking.SAMPLES}
-    assert len(shown) == tracking.TABLES
+    assert shown == [tracking.SAMPLES] * tracking.TABLES
 
 
 def go_on(run_dir: Path) -> None:
@@ -295,44 +270,36 @@ def test_a_resumed_run_is_another_one_of_its_group_in_wandb_with_all_steps(tmp_p
     feed("wandb", run_dir)
     (second,) = set(wandb_files(run_dir)) - {first}
     assert second.name != first.name
-    runs = [
-        next(record.run for record in wandb_records(file) if record.HasField("run"))
-        for file in (first, second)
-    ]
-    assert [run.run_group for run in runs] == ["a-run"] * 2
+    assert run_of(first).run_group == run_of(second).run_group == "a-run"
     steps = [row["trainer_step"] for row in own_figures(second)]
     assert steps == [0, 1, 2, 3, 4, 2, 5, 6, 7, 4], "nothing twice"
 
 
 def test_a_resumed_run_keeps_its_tracker_and_may_change_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"task": "arithmetic", "track": "wandb"}))
-    assert build_config(["--resume", str(tmp_path)]).track == "wandb"
-    assert build_config(["--resume", str(tmp_path), "--track", ""]).track == ""
-    other = ["--resume", str(tmp_path), "--track", "tensorboard"]
-    assert build_config(other).track == "tensorboard"
+    resumed = ["--resume", str(tmp_path)]
+    assert build_config(resumed).track == "wandb"
+    for track in ("", "tensorboard"):
+        assert build_config([*resumed, "--track", track]).track == track
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tracker_that_is_not_installed_is_one_line(name, monkeypatch, capfd, tmp_path):
+def test_a_tracker_that_is_unknown_or_not_installed_is_one_line(name, monkeypatch, capfd, tmp_path):
+    def said(name: str) -> str:
+        assert main(["arithmetic", "--track", name]) == 2
+        out, err = capfd.readouterr()
+        assert out == ""
+        return err
+
     monkeypatch.setitem(sys.modules, name, None)
-    assert main(["arithmetic", "--track", name]) == 2
     line = f"error: --track {name}: it is not installed: pip install -r requirements-track.txt\n"
-    assert capfd.readouterr() == ("", line)
+    assert said(name) == line
     monkeypatch.delitem(sys.modules, name)
     (tmp_path / name).mkdir()  # such as wandb leaves where a run of it was started
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert main(["arithmetic", "--track", name]) == 2
-    assert capfd.readouterr() == ("", line)
-
-
-def test_an_unknown_tracker_is_one_line(capfd):
-    assert main(["arithmetic", "--track", "mlflow"]) == 2
-    line = "error: --track is 'mlflow': it is wandb or tensorboard, or empty for none\n"
-    assert capfd.readouterr() == ("", line)
-
-
-def track(name: str, run_dir: Path) -> Tracking:
-    return Tracking(Config(track=name, output_dir=str(run_dir)))
+    assert said(name) == line
+    unknown = "error: --track is 'mlflow': it is wandb or tensorboard, or empty for none\n"
+    assert said("mlflow") == unknown
 
 
 @needs["wandb"]
@@ -340,7 +307,7 @@ def test_a_tracker_that_raises_is_one_warning(tmp_path, monkeypatch, capfd):
     """wandb without a key, where nobody can be asked for one."""
     monkeypatch.delenv("WANDB_MODE")
     run_dir, said = make_run(tmp_path), []
-    tracker = track("wandb", run_dir)
+    tracker = Tracking(Config(track="wandb", output_dir=str(run_dir)))
     wait_for(lambda: tracker.check(said.append) or tracker.has_ended, "the end of the tracker")
     tracker.finish(0)
     (line,) = said
@@ -355,7 +322,7 @@ def test_what_wandb_was_given_outlives_a_tracker_that_is_killed(tmp_path, monkey
     run_dir, said, helper = make_run(tmp_path), [], resource_tracker.ResourceTracker()
     monkeypatch.setattr(resource_tracker, "ensure_running", helper.ensure_running)
     monkeypatch.setattr(resource_tracker, "getfd", helper.getfd)
-    tracker = track("wandb", run_dir)
+    tracker = Tracking(Config(track="wandb", output_dir=str(run_dir)))
     wait_for(lambda: tracker.check(said.append) or said, "a tracker that follows the files")
     os.kill(tracker.process.pid, signal.SIGINT)  # Ctrl-C is for the run
     (file,) = wandb_files(run_dir)
@@ -382,16 +349,14 @@ def test_a_tracker_that_hangs_ends_with_the_run_with_one_warning(tmp_path, monke
     monkeypatch.setattr(tracking, "QUIET_SECONDS", 0.1)
     run_dir, said = make_run(tmp_path), []
     with silent_server(monkeypatch) as server:
-        tracker = track("wandb", run_dir)
+        tracker = Tracking(Config(track="wandb", output_dir=str(run_dir)))
         server.accept()  # now it waits for an answer
         children = psutil.Process(tracker.process.pid).children(recursive=True)
         tracker.check(said.append)
         tracker.finish(0)  # the server is silent for ever
     assert said == []
-    assert capfd.readouterr() == (
-        "--track wandb: sending what is left, for 1 s at most\n",
-        "--track wandb: it did not end within 1 s and is killed; metrics.jsonl has all\n",
-    )
+    sending = "--track wandb: sending what is left, for 1 s at most\n"
+    assert capfd.readouterr() == (sending, KILLED.format(1))
     wait_for(lambda: not any(child.is_running() for child in children), "the end of wandb")
 
 
@@ -399,7 +364,7 @@ def test_a_tracker_that_hangs_ends_with_the_run_with_one_warning(tmp_path, monke
 @EACH
 def test_a_run_with_a_tracker_hands_over_all_that_it_writes(name, tmp_path):
     run_dir = tmp_path / "run"
-    result = tba(*TINY, "--steps", 40, "--track", name, "--output_dir", run_dir)
+    result = tba(*TINY, *flags(steps=40, track=name, output_dir=run_dir))
     assert result.returncode == 0 and result.stderr == "", result.stderr
     lines = read(run_dir, "metrics.jsonl")
     assert len(steps_of(run_dir)) == 40
@@ -422,7 +387,7 @@ def test_a_run_with_a_tracker_hands_over_all_that_it_writes(name, tmp_path):
 @EACH
 def test_after_ctrl_c_and_resume_a_tracker_has_each_step_once(name, tmp_path):
     run_dir = tmp_path / "run"
-    with Run(run_dir, *TINY, "--steps", 100_000, "--track", name) as run:
+    with Run(run_dir, *TINY, *flags(steps=100_000, track=name)) as run:
         run.is_at(30)
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it: to all of them
         _, err = run.process.communicate(timeout=PATIENCE)
@@ -442,7 +407,7 @@ def test_after_ctrl_c_and_resume_a_tracker_has_each_step_once(name, tmp_path):
 @pytest.mark.runs
 @needs["wandb"]
 def test_a_tracker_that_hangs_or_is_killed_costs_a_run_no_step(tmp_path, monkeypatch):
-    with Run(tmp_path / "killed", *TINY, "--steps", 400, "--track", "wandb") as run:
+    with Run(tmp_path / "killed", *TINY, *flags(steps=400, track="wandb")) as run:
         run.is_at(1)
         run.kill("tracker")
         out, err = run.process.communicate(timeout=PATIENCE)
@@ -450,8 +415,6 @@ def test_a_tracker_that_hangs_or_is_killed_costs_a_run_no_step(tmp_path, monkeyp
         assert (out + err).count("--track wandb: its process ended with exit code -9") == 1
         assert len(run.steps()) == 400
     with silent_server(monkeypatch):
-        hung = tba(*TINY, "--steps", 40, "--track", "wandb", "--output_dir", tmp_path / "hung")
+        hung = tba(*TINY, *flags(steps=40, track="wandb", output_dir=tmp_path / "hung"))
     assert hung.returncode == 0 and len(steps_of(tmp_path / "hung")) == 40
-    assert hung.stderr == (
-        "--track wandb: it did not end within 30 s and is killed; metrics.jsonl has all\n"
-    )
+    assert hung.stderr == KILLED.format(30)
