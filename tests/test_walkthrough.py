@@ -7,15 +7,14 @@ import shlex
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read, tba
+from conftest import ROOT, flags, read, tba
 
 from loss import LossInputs, trajectory_balance
 from runtime.command_line import build_config
 from tasks.arithmetic import FORGETS, Arithmetic, homework
 
 PAGE = (ROOT / "docs" / "walkthrough.md").read_text()
-RESULTS = ROOT / "benchmarks" / "results" / "walkthrough.md"
-PREDICTED = "4. Predict what it becomes"
+ONE_QUERY = "2. One query, by hand"
 BETA = 0.1  # the demo's
 
 
@@ -34,21 +33,14 @@ def rows_of(text: str) -> list[list[str]]:
 def balance(rewards, log_ref, log_pi) -> tuple[float, float]:
     """The loss and log Z by the code: responses of one token each, of one query."""
     column = {"ref_logprobs": log_ref, "logprobs": log_pi, "mask": np.ones(len(log_pi))}
-    tensors = {name: torch.tensor(values).view(-1, 1) for name, values in column.items()}
-    loss, metrics = trajectory_balance(
-        LossInputs(
-            **tensors,
-            behavior_logprobs=None,
-            rewards=torch.tensor(rewards),
-            group_size=len(rewards),
-            beta=BETA,
-        )
-    )
+    inputs = {name: torch.tensor(values).view(-1, 1) for name, values in column.items()}
+    inputs |= dict(rewards=torch.tensor(rewards), behavior_logprobs=None, beta=BETA)
+    loss, metrics = trajectory_balance(LossInputs(**inputs, group_size=len(rewards)))
     return loss.item(), metrics["log_z"].item()
 
 
-@pytest.mark.parametrize("title", ["2. One query, by hand", "3. The same, later"])
-def test_the_responses_of_the_page_are_worked_out_as_the_code_does(title):
+@pytest.mark.parametrize("title", [ONE_QUERY, "3. The same, later"])
+def test_the_responses_of_the_page_and_their_line_of_metrics_are_as_the_code_has_them(title):
     text = section(title)
     numbers = np.array([row[1:] for row in rows_of(text)], float)
     rewards, log_ref, log_pi, target, residual, square = numbers.T
@@ -59,33 +51,25 @@ def test_the_responses_of_the_page_are_worked_out_as_the_code_does(title):
     assert square == pytest.approx(residual**2, rel=2e-3, abs=2e-3)
     loss, log_z_of_code = balance(rewards, log_ref, log_pi)
     said = re.search(r"\*\*log Z = ([\d.]+)\*\*.*?\*\*loss = ([\d.]+)\*\*", text, re.S)
-    assert [float(number) for number in said.groups()] == pytest.approx(
-        [log_z_of_code, loss], abs=6e-3
-    )
+    numbers = [float(number) for number in said.groups()]
+    assert numbers == pytest.approx([log_z_of_code, loss], abs=6e-3)
     assert log_z == pytest.approx(log_z_of_code, abs=1e-6)
-
-
-def test_the_line_of_metrics_on_the_page_is_that_of_its_responses():
-    text = section("2. One query, by hand")
-    line = re.search(r'"loss": ([\d.]+), "log_z": ([\d.]+)', text)
-    rewards, log_ref, log_pi = np.array([row[1:4] for row in rows_of(text)], float).T
-    expected = balance(rewards, log_ref, log_pi)
-    assert [float(number) for number in line.groups()] == pytest.approx(expected, 1e-3)
+    if title == ONE_QUERY:
+        line = re.search(r'"loss": ([\d.]+), "log_z": ([\d.]+)', text)
+        numbers = [float(number) for number in line.groups()]
+        assert numbers == pytest.approx([loss, log_z_of_code], 1e-3), "its line of metrics"
 
 
 def commands() -> list[list[str]]:
     """The flags of each command of the page that makes a run."""
-    found = re.findall(r"^    python tba\.py (.*)$", PAGE, re.M)
-    flags = re.findall(r'^    make demo DEMO_FLAGS="(.*)"$', PAGE, re.M)
-    words = [shlex.split(command) for command in found] + [
-        ["arithmetic", *shlex.split(line)] for line in flags
-    ]
-    return [line for line in words if line[0] != "--report"]
+    found = re.findall(r"^    python tba\.py (?!--report)(.*)$", PAGE, re.M)
+    demos = re.findall(r'^    make demo DEMO_FLAGS="(.*)"$', PAGE, re.M)
+    return [shlex.split(line) for line in found + [f"arithmetic {demo}" for demo in demos]]
 
 
-@pytest.mark.parametrize("flags", commands(), ids=" ".join)
-def test_each_command_of_the_page_makes_a_configuration(flags):
-    assert build_config(flags).task == "arithmetic"
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_each_command_of_the_page_makes_a_configuration(words):
+    assert build_config(words).task == "arithmetic"
 
 
 def carries(query) -> int:
@@ -99,7 +83,12 @@ def test_what_the_page_predicts_follows_from_the_pupil():
     counts = np.bincount([carries(query) for query in Arithmetic().queries("train")])
     shares = counts / counts.sum()
     right = (1 - FORGETS) ** np.arange(3)
-    table = np.array([[float(cell) for cell in row[1:]] for row in rows_of(section(PREDICTED))])
+    table = np.array(
+        [
+            [float(cell) for cell in row[1:]]
+            for row in rows_of(section("4. Predict what it becomes"))
+        ]
+    )
     assert table[:3, 0] == pytest.approx(shares, abs=0.006)
     assert table[:3, 1] == pytest.approx(right, abs=1e-4)
     for column, beta in ((2, 1.0), (3, BETA)):
@@ -111,27 +100,27 @@ def test_what_the_page_predicts_follows_from_the_pupil():
 
 def test_the_pupil_gives_right_answers_as_often_as_the_page_says():
     rng = np.random.default_rng(0)
+    queries = [*Arithmetic().queries("train"), *Arithmetic().queries("test")]
     for prompt, expected in (("21+34=", 1.0), ("07+58=", 0.35), ("67+58=", 0.1225)):
-        (query,) = (
-            q for s in ("train", "test") for q in Arithmetic().queries(s) if q.prompt == prompt
-        )
+        (query,) = (query for query in queries if query.prompt == prompt)
         answers = [homework(query, rng) == query.answer for _ in range(4000)]
         assert np.mean(answers) == pytest.approx(expected, abs=0.03)
 
 
 def test_what_the_page_says_of_the_changes_is_what_was_measured():
     """A row of the page is a part of the row of the results that has its name."""
-    measured = {row[0]: row[1:] for row in rows_of(RESULTS.read_text())}
+    results = (ROOT / "benchmarks" / "results" / "walkthrough.md").read_text()
+    measured = {row[0]: row[1:] for row in rows_of(results)}
     for name, *cells in rows_of(section("6. Three changes to try").split("### Measured")[1]):
         assert cells == measured[name], name
 
 
 @pytest.mark.runs
 def test_the_one_step_of_the_page_has_the_loss_that_its_responses_give(tmp_path):
-    (flags,) = (line for line in commands() if "--synchronous" in line)
+    (words,) = (words for words in commands() if "--synchronous" in words)
     for seed in range(3, 15):  # on another processor other responses come of a seed
         run_dir = tmp_path / str(seed)
-        result = tba(*flags, "--seed", seed, "--output_dir", run_dir)
+        result = tba(*words, *flags(seed=seed, output_dir=run_dir))
         assert result.returncode == 0, result.stderr
         samples = read(run_dir, "samples.jsonl")
         if len({line["reward"] for line in samples}) > 1:
