@@ -367,12 +367,12 @@ def draw(study: Study, shares: np.ndarray, path: Path) -> None:
 
 def again(cell: Cell, studies: dict[str, Study]) -> None:
     """Make the runs of a cell's table entries again, and print them beside what is recorded."""
-    for name, study in studies.items():
-        for price in PRICES:
+    with tempfile.TemporaryDirectory() as empty:
+        for (name, study), price in itertools.product(studies.items(), PRICES):
             chosen = study.choice(cell, price)
-            with tempfile.TemporaryDirectory() as empty:
-                jobs = [job(cell, chosen, seed) for seed in study.seeds]
-                new = [line["result"] for line in run_all(jobs, Path(empty) / "again.jsonl")]
+            jobs = [job(cell, chosen, seed) for seed in study.seeds]
+            # One file for all prices: a setting that two of them chose is run once.
+            new = [line["result"] for line in run_all(jobs, Path(empty) / "again.jsonl")]
             then, now = (shown_worth(runs, price) for runs in (study.measured(cell, price), new))
             print(f"price {price:g}: {then} on record ({name}), {now} here; {chosen}", flush=True)
 
