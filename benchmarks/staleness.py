@@ -366,12 +366,11 @@ def draw(study: Study, shares: np.ndarray, path: Path) -> None:
 
 
 def again(cell: Cell, studies: dict[str, Study]) -> None:
-    """Make the runs of a cell's table entries again, and print them beside what is recorded."""
+    """Make a cell's runs again, each setting once, and print them beside what is recorded."""
     with tempfile.TemporaryDirectory() as empty:
         for (name, study), price in itertools.product(studies.items(), PRICES):
             chosen = study.choice(cell, price)
             jobs = [job(cell, chosen, seed) for seed in study.seeds]
-            # One file for all prices: a setting that two of them chose is run once.
             new = [line["result"] for line in run_all(jobs, Path(empty) / "again.jsonl")]
             then, now = (shown_worth(runs, price) for runs in (study.measured(cell, price), new))
             print(f"price {price:g}: {then} on record ({name}), {now} here; {chosen}", flush=True)
