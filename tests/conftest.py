@@ -42,6 +42,7 @@ ON_GPU = any(package.name == "vllm" for package in importlib.metadata.distributi
 # What a searcher finds in its environment, before a test imports vLLM.
 GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if ON_GPU else None
 os.environ.update(children.environment(Place("tests", GPU, [0])))
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # they push what matters out of a CI's record
 
 
 # Seconds that a test waits for what must happen before it fails. Far more than it takes: the tests

@@ -4,6 +4,7 @@ Ready-made batches at the learner, on 1, 2 and 4 processes (gloo). Whole runs ar
 and stops them is in test_faults.py.
 """
 
+import faulthandler
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,7 @@ class Laboratory:
 
 
 def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     if ranks.rank:
         return ranks.follow(Laboratory(ranks), beat=lambda: None)
@@ -107,7 +109,12 @@ def on_ranks(size: int, experiment: Callable, *arguments, timeout: float = PATIE
         for connection in [theirs, *(end for rank in ranks for end in rank.connections)]:
             connection.close()
         assert ours.poll(PATIENCE), "rank 0 gave no result"
-        result = ours.recv()
+        try:
+            result = ours.recv()
+        except EOFError:
+            for process in processes:
+                process.join(10)
+            result = RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
         if isinstance(result, Exception):
             raise result
         return result
