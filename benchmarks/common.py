@@ -1,14 +1,13 @@
-"""The benchmarks share this: where results go, the time to a target, texts and models.
+"""What the benchmarks share: results, tables, figures of a run, texts and models.
 
-The texts have the length of GSM8K's; the models were not trained. To import this file puts the
-project's root on sys.path, so scripts import it before the project's modules.
-
-torch, tokenizers and transformers are imported in the functions that use them: buffer_ops.py
-measures without them, and a script that needs no model starts quickly.
+To import this file puts the project's root on sys.path, so scripts import it before the project's
+modules. torch, tokenizers and transformers are imported in the functions that use them, so that a
+script that needs no model starts quickly.
 """
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import sys
@@ -21,19 +20,24 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
-from config import UserError  # noqa: E402 (the project's root must be on sys.path)
+from buffer import Group  # noqa: E402 (the project's root must be on sys.path)
+from config import UserError  # noqa: E402
+from runtime.record.timeline import read_lines, read_spans  # noqa: E402
 from tasks.gsm8k import PROMPT  # noqa: E402
 from tasks.support.data import read_rows  # noqa: E402
 
 
-def arguments(description: str, *more: tuple[str, str]) -> argparse.Namespace:
-    """Parse the command line: --quick, and each of `more`, (flag, its default)."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
+def arguments(description: str, *more: tuple[str, object]) -> argparse.Namespace:
+    """Parse the command line: --quick, and each of `more`, (flag, its default).
+
+    A flag whose default is False takes no value.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="less, into benchmarks/results/quick/")
     for flag, default in more:
-        parser.add_argument(flag, default=default)
+        kind = {"action": "store_true"} if default is False else {"default": default}
+        parser.add_argument(flag, **kind)
     return parser.parse_args()
 
 
@@ -49,9 +53,8 @@ def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return (
-        f"{names[0] if names else platform.processor()}, {torch.backends.cpu.get_cpu_capability()}"
-    )
+    name = names[0] if names else platform.processor()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def machine() -> str:
@@ -68,12 +71,15 @@ def results_dir(quick: bool) -> Path:
     return RESULTS / "quick" if quick else RESULTS
 
 
-def save(name: str, quick: bool, *parts: str) -> None:
-    """Print the parts and write them to <name>.md, after the command and the machine."""
+def save(name: str, quick: bool, *parts: str, command: str = "") -> None:
+    """Print the parts and write them to <name>.md, after the command and the machine.
+
+    command: the script with its flags, where it is not <name>.py.
+    """
     directory = results_dir(quick)
     directory.mkdir(exist_ok=True)
-    flag = " --quick" if quick else ""
-    text = "\n\n".join([f"`python benchmarks/{name}.py{flag}` on {machine()}", *parts]) + "\n"
+    command = (command or f"{name}.py") + (" --quick" if quick else "")
+    text = "\n\n".join([f"`python benchmarks/{command}` on {machine()}", *parts]) + "\n"
     (directory / f"{name}.md").write_text(text)
     print(text)
 
@@ -84,10 +90,56 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def mean_and_values(values: Sequence[float], digits: int = 3) -> str:
+def table_of(rows: list[dict[str, str]]) -> str:
+    """Write a table in Markdown. rows: title of the column -> cell, in the same order."""
+    return table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def show(row: dict[str, str]) -> dict[str, str]:
+    """Print a row of a table as soon as it is measured, and return it."""
+    print(" | ".join(row.values()), flush=True)
+    return row
+
+
+def mean_and_each(values: Sequence[float], digits: int = 3) -> str:
     """Write the mean, and the value of each seed, with so many significant digits."""
     shown = ", ".join(f"{value:.{digits}g}" for value in values)
     return f"{sum(values) / len(values):.{digits}g} ({shown})"
+
+
+def steps_of(run_dir: Path | str) -> list[dict]:
+    """Read the lines of metrics.jsonl that are of a step."""
+    return [line for line in read_lines(Path(run_dir) / "metrics.jsonl") if "loss" in line]
+
+
+def reached(run_dir: Path, target: float) -> float:
+    """Find when the new responses of a run that has ended first had a mean reward of `target`."""
+    steps = steps_of(run_dir)
+    ends = [end for name, _, end in read_spans(str(run_dir))["trainer"] if name == "step"]
+    config = json.loads((run_dir / "config.json").read_text())
+    new = np.diff([0] + [line["received"] for line in steps])
+    if config["synchronous"]:  # each step has a batch of its own
+        new[:] = config["queries_per_batch"] * config["responses_per_query"]
+    rewards = [line["reward"] for line in steps]
+    return first_right(list(zip(ends, new, rewards)), target)
+
+
+def make_group(responses: int, tokens: int, vocabulary: range = range(1000)) -> Group:
+    """Make a group of random tokens, all responses of one length."""
+    rng, size = np.random.default_rng(0), responses * tokens
+    versions = dict(version=0, last_version=0, reference_version=0, batch=None)
+    return Group(
+        query_id=0,
+        prompt=np.zeros(20, np.int32),
+        lengths=np.full(responses, tokens, np.int32),
+        tokens=rng.integers(vocabulary.start, vocabulary.stop, size, dtype=np.int32),
+        ref_logprobs=np.full(size, -2.5, np.float32),
+        behavior_logprobs=np.full(size, -2.5, np.float32),
+        rewards=rng.integers(0, 2, responses).astype(np.float32),
+        finished=np.ones(responses, bool),
+        temperature=1.0,
+        **versions,
+    )
 
 
 def first_right(samples: list[tuple[float, int, float]], target: float, enough: int = 500) -> float:
@@ -110,7 +162,7 @@ def gsm8k(data_dir: str, vocabulary: int) -> tuple[list[str], list[str], object]
     The tokenizer is a byte-level BPE with `vocabulary` tokens; digits are tokens of their own, as
     in Llama. data_dir: as in tba.py gsm8k.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     hub = ("openai/gsm8k", "main", "train")
@@ -120,19 +172,13 @@ def gsm8k(data_dir: str, vocabulary: int) -> tuple[list[str], list[str], object]
         sys.exit(f"error: {error}")
     prompts = [PROMPT.format(question=row["question"]) for row in rows]
     solutions = [row["answer"] for row in rows]
+    tokenizer = ByteLevelBPETokenizer()
     digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(prompts + solutions, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
+    settings = dict(min_frequency=0, special_tokens=["<eos>"], show_progress=False)
+    tokenizer.train_from_iterator(prompts + solutions, vocabulary, **settings)
+    ends = dict(eos_token="<eos>", pad_token="<eos>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **ends)
     return prompts, solutions, fast
 
 
@@ -148,64 +194,32 @@ def counting_model(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    longest = max(lengths)
+    longest, eos = max(lengths), tokenizer.eos_token_id
+    hidden = 512  # at least the longest: each number has a dimension of its own
+    first = len(tokenizer) - 1  # the token of number i is first + i
     tokenizer.add_tokens([f"⟨{i}⟩" for i in range(1, longest)])
-    hidden = 512
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,
-    )
-    assert longest <= hidden, "each number has a dimension of its own"
+    sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
+    sizes |= dict(num_attention_heads=8, vocab_size=len(tokenizer))
+    config = LlamaConfig(**sizes, bos_token_id=None, eos_token_id=eos)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    counts = np.bincount(lengths, minlength=longest + 1)
+    counts = np.bincount(lengths)
     at_least = np.cumsum(counts[::-1])[::-1]  # at_least[n]: responses of n tokens or more
+    # ending[i]: the share of the responses with i numbers that end there.
+    ending = torch.from_numpy(counts[1:] / np.maximum(at_least[1:], 1)).float()
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     with torch.no_grad():
-        _set_counting_weights(model, tokenizer, counts[1:] / np.maximum(at_least[1:], 1))
-    model.generation_config.pad_token_id = tokenizer.eos_token_id
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding.zero_()
+        embedding[:, 0] = 1.0  # a prompt's last token is number 0
+        head.fill_(-30.0)
+        numbers = torch.arange(1, longest)
+        embedding[first + numbers, 0], embedding[first + numbers, numbers] = 0.0, 1.0
+        head[eos, :longest] = ending.clamp(min=1e-9).log()
+        head[first + numbers, numbers - 1] = (1 - ending[:-1]).clamp(min=1e-9).log()
+        head /= hidden**0.5  # what the last norm makes of a 1
+    model.generation_config.pad_token_id = eos
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def _set_counting_weights(model, tokenizer, ending: np.ndarray) -> None:
-    """Make the model count. ending[i]: share of the responses with i numbers that end there."""
-    longest = len(ending)
-    numbers = len(tokenizer) - longest  # the token of number i is numbers + i
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
-    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-    embedding.zero_()
-    embedding[:, 0] = 1.0  # a prompt's last token is number 0
-    head.fill_(-30.0)
-    for i in range(longest):
-        if i:
-            embedding[numbers + i, 0], embedding[numbers + i, i] = 0.0, 1.0
-        head[tokenizer.eos_token_id, i] = float(np.log(max(ending[i], 1e-9)))
-        if i + 1 < longest:
-            head[numbers + i + 1, i] = float(np.log(max(1 - ending[i], 1e-9)))
-    head /= model.config.hidden_size**0.5  # what the last norm makes of a 1
-
-
-def byte_model(directory: str, **architecture) -> None:
-    """Make a random Llama that reads bytes."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    tokens = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
-    fast.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = LlamaConfig(**architecture, bos_token_id=None, eos_token_id=0)
-    LlamaForCausalLM(config).save_pretrained(directory)

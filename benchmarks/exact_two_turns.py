@@ -1,22 +1,21 @@
 """Episodes of two turns, small enough to enumerate: what trajectory balance finds, and what not.
 
-    python benchmarks/exact_two_turns.py        # five to twenty minutes on one core
+    python benchmarks/exact_two_turns.py            # five to twenty minutes on one core
+    python benchmarks/exact_two_turns.py --quick    # one seed
 
-The policy writes a letter, the environment answers with one of its own, the policy writes another
-letter. The policy is a table of logits; each query has its own reference policy and rewards. The
-best policy, which maximises E[r] - beta KL, is known exactly by dynamic programming. Shown is the
-share of the attainable gain over the reference policy that a trained one has: 1 is the best.
-
-The environment is a function of the turns (deterministic), draws its answer (stochastic), or draws
-it from a hidden seed that the responses of a group share. Writes
-benchmarks/results/exact_two_turns.md.
+The policy, a table of logits, writes a letter, the environment answers, the policy writes another.
+Each query has its own reference policy and rewards. The best policy, which maximises E[r] - beta
+KL, is known exactly by dynamic programming. Shown is the share of the attainable gain over the
+reference policy that a trained one has. The environment is a function of the turns (deterministic),
+draws its answer (stochastic), or from a hidden seed that the responses of a group share.
 """
 
 import itertools
 import statistics
 
 import torch
-from common import save, table
+from common import arguments, save, table
+from torch import Tensor
 
 from loss import LossInputs
 from objectives import LOSSES
@@ -29,6 +28,7 @@ STEPS, LEARNING_RATE, SEEDS = 2000, 0.03, range(20)
 KINDS = "deterministic", "stochastic", "hidden seed"
 # Whose fixed point is the best policy whoever sampled.
 ANYWHERE = ("tb", "tba_prime", "tba_prime_ratio")
+Policy = tuple[Tensor, Tensor]  # logits: of the first letter (Q, A), of the second (Q, A, E, B)
 
 
 class Problem:
@@ -45,33 +45,32 @@ class Problem:
         self.answers = answers.log_softmax(-1)  # log P(answer | first letter): (Q, A, E)
         self.shares_seed = kind == "hidden seed"
 
-    def random_policy(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the first letter (Q, A), and of the second after both others (Q, A, E, B)."""
+    def random_policy(self) -> Policy:
+        """Draw logits; those of the second letter depend on both others."""
         shapes = (QUERIES, LETTERS), (QUERIES, LETTERS, ANSWERS, LETTERS)
         return tuple(torch.randn(shape, generator=self.generator).double() for shape in shapes)
 
-    def objective(self, policy: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """E[r] - beta KL(policy || reference), exactly: (Q,)."""
-        first, second = (logits.log_softmax(-1) for logits in policy)
-        ref_first, ref_second = (logits.log_softmax(-1) for logits in self.reference)
-        value = (second.exp() * (self.rewards - BETA * (second - ref_second))).sum(-1)  # (Q, A, E)
-        value = (self.answers.exp() * value).sum(-1)  # (Q, A)
-        return (first.exp() * (value - BETA * (first - ref_first))).sum(-1)
+    def objective(self, policy: Policy | tuple[None, None]) -> Tensor:
+        """Compute E[r] - beta KL(policy || reference) exactly: (Q,). None: of the best policy."""
 
-    def best(self) -> torch.Tensor:
-        """The largest value of objective(), by dynamic programming: (Q,)."""
-        ref_first, ref_second = (logits.log_softmax(-1) for logits in self.reference)
-        value = BETA * (ref_second + self.rewards / BETA).logsumexp(-1)  # (Q, A, E)
-        value = (self.answers.exp() * value).sum(-1)  # (Q, A)
-        return BETA * (ref_first + value / BETA).logsumexp(-1)
+        def expect(value: Tensor, logits: Tensor | None, ref_logits: Tensor) -> Tensor:
+            ref = ref_logits.log_softmax(-1)
+            if logits is None:
+                return BETA * (ref + value / BETA).logsumexp(-1)
+            logprobs = logits.log_softmax(-1)
+            return (logprobs.exp() * (value - BETA * (logprobs - ref))).sum(-1)
 
-    def gain(self, policy: tuple[torch.Tensor, torch.Tensor]) -> float:
-        """The share of the attainable gain that a policy has, over all queries."""
+        value = expect(self.rewards, policy[1], self.reference[1])  # (Q, A, E)
+        value = (self.answers.exp() * value).sum(-1)  # (Q, A)
+        return expect(value, policy[0], self.reference[0])
+
+    def gain(self, policy: Policy) -> float:
+        """Return the share of the attainable gain that a policy has, over all queries."""
         start = self.objective(self.reference)
-        gained = (self.objective(policy) - start).sum() / (self.best() - start).sum()
-        return float(gained)
+        best = self.objective((None, None)) - start
+        return float((self.objective(policy) - start).sum() / best.sum())
 
-    def draw(self, policy: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def draw(self, policy: Policy) -> Tensor:
         """Draw K episodes for each query, as indices into EPISODES: (Q, K)."""
         first_probs, second_probs = (logits.softmax(-1) for logits in policy)
         first = torch.multinomial(first_probs, K, replacement=True, generator=self.generator)
@@ -86,8 +85,8 @@ class Problem:
         return (first * ANSWERS + answer) * LETTERS + second
 
 
-def token_logprobs(policy: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Log-probabilities of the tokens of each episode, 0 for the answer: (Q, R, 3)."""
+def token_logprobs(policy: Policy) -> Tensor:
+    """Compute those of the tokens of each episode, 0 for the answer: (Q, R, 3)."""
     first, second = (logits.log_softmax(-1) for logits in policy)
     chosen = first[:, FIRST], second[:, FIRST, ANSWER, SECOND]
     return torch.stack([chosen[0], torch.zeros_like(chosen[0]), chosen[1]], dim=-1)
@@ -127,23 +126,17 @@ def train(kind: str, objective: str, is_on_policy: bool, seed: int, steps: int =
 
 
 def main() -> None:
+    quick = arguments(__doc__).quick
+    seeds, rows = SEEDS[:1] if quick else SEEDS, []
     torch.set_num_threads(1)
-    lines = []
-    for kind in KINDS:
-        for is_on_policy in (False, True):
-            for objective in ANYWHERE:
-                shares = [train(kind, objective, is_on_policy, seed) for seed in SEEDS]
-                whose = "on-policy" if is_on_policy else "off-policy"
-                figures = [f"{statistics.median(shares):.4f}", f"{min(shares):.4f}"]
-                lines.append([kind, whose, f"`{objective}`", *figures])
-                print(" | ".join(lines[-1]), flush=True)
-    save(
-        "exact_two_turns",
-        False,
-        f"{QUERIES} queries, {len(EPISODES)} episodes, K = {K}, β = {BETA}, {STEPS} steps, "
-        f"{len(SEEDS)} seeds.",
-        table(["environment", "episodes", "", "share of the gain, median", "worst"], lines),
-    )
+    for kind, is_on_policy, objective in itertools.product(KINDS, (False, True), ANYWHERE):
+        shares = [train(kind, objective, is_on_policy, seed) for seed in seeds]
+        figures = f"{statistics.median(shares):.4f}", f"{min(shares):.4f}"
+        rows.append([kind, f"{'on' if is_on_policy else 'off'}-policy", f"`{objective}`", *figures])
+        print(" | ".join(rows[-1]), flush=True)
+    sizes = f"{QUERIES} queries, {len(EPISODES)} episodes, K = {K}, β = {BETA}, {STEPS} steps"
+    header = ["environment", "episodes", "", "share of the gain, median", "worst"]
+    save("exact_two_turns", quick, f"{sizes}, {len(seeds)} seeds.", table(header, rows))
 
 
 if __name__ == "__main__":

@@ -1,38 +1,41 @@
-"""Measure what asynchrony gains on the arithmetic demo.
+"""Measure what asynchrony gains on the arithmetic demo, or what the trainer's side takes.
 
-An asynchronous run is compared with a synchronous one, and with the trainer and the searcher alone.
-
-    python benchmarks/overlap.py                # thirteen minutes on 2 cores
-    python benchmarks/overlap.py --quick        # one seed and fewer steps
+    python benchmarks/overlap.py                # the first: thirteen minutes on 2 cores
+    python benchmarks/overlap.py --scaling      # the second: eight minutes
+    python benchmarks/overlap.py --quick        # one seed and fewer steps; fewer rates, shorter
 
 asynchronous             make demo: half of the cores for the trainer, half for the searcher
 synchronous              --synchronous on the same cores: trainer and searcher in turns
 synchronous, all cores   the same, each with all cores while the other waits
-trainer alone            an asynchronous run whose searcher is stopped (SIGSTOP) every other 3 s:
-                         the same trainer and buffer, with and without it
+trainer alone            an asynchronous run whose searcher is stopped (SIGSTOP) every other 3 s
 searcher alone           on the cores of the first; nobody publishes
 
-Synchronous steps train on 256 responses of 32 fresh queries, asynchronous ones on as many replayed
-ones. So t_search is the searcher's time for those, t_train the trainer's, and
-ideal = (t_search + t_train) / max(t_search, t_train), measured in the synchronous run itself.
-Writes benchmarks/results/overlap.{md,png}; with --quick benchmarks/results/quick/.
+A synchronous step trains on 256 fresh responses, an asynchronous one on as many replayed ones. So
+t_search is the searcher's time for those, t_train the trainer's, and the ideal
+(t_search + t_train) / max(t_search, t_train), measured in the synchronous run itself.
+
+--scaling offers trainer, supervisor, queues, buffer and weights the groups of 1, 2, 4, 8 searchers,
+and more groups a second. Real searchers would wait for each other where they outnumber the cores:
+each replays recorded groups at a set rate, copies out every version of the weights, and waits where
+its queue is full. Short groups are the demo's, 12 responses of 4 tokens, long ones 24 of 121.
 """
 
-import dataclasses
-import json
 import multiprocessing
 import os
+import pickle
+import queue
 import signal
 import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch.multiprocessing
-from common import arguments, as_flags, first_right, mean_and_values, results_dir, save, table
+from common import arguments, as_flags, make_group, mean_and_each, reached, save, steps_of, table_of
 
 import tba
 from buffer import Group
@@ -40,19 +43,22 @@ from config import Config
 from models.policy import weight_shapes
 from runtime import launch
 from runtime.command_line import build_config
-from runtime.display.pictures import COLORS
+from runtime.processes import children
 from runtime.processes.places import Place, find_places
 from runtime.processes.supervisor import Supervisor
-from runtime.record.timeline import read_lines, read_spans, trainer_busy
+from runtime.record.timeline import read_spans, trainer_busy
 from runtime.transport.board import Board
 from tasks import load_task
 from weights import SharedWeights
 
 TARGET = 0.95  # of samples that are right
-FOUND = 400  # groups of the searcher alone
 PERIOD = 3.0  # seconds that the searcher is stopped, and then runs
 SETTLED = 0.5  # seconds at the beginning of each period that are left out
 WORK = ("step", "search", "score", "reference")  # spans of a process that works
+SEARCHERS = (1, 2, 4, 8)
+OFFERED = (100, 400, 1600, 6400)  # groups per second, of four searchers together
+LONG = dict(queries_per_batch=2, responses_per_query=4, samples_per_query=24)
+LONG |= dict(max_prompt_tokens=7, max_response_tokens=121, tokens_per_micro_batch=1000)
 
 
 def run(directory: Path, name: str, *flags: str) -> Path:
@@ -69,33 +75,21 @@ def measure(run_dir: Path) -> dict[str, float]:
     rate: steps per second, after the first twentieth of them; reached: seconds from the first step
     to TARGET; busy: the trainer's share of the time; t_train, t_search: seconds of work per step.
     """
-    steps = steps_of(run_dir)
+    steps, spans = steps_of(run_dir), read_spans(str(run_dir))
     steady = steps[len(steps) // 20 :]
-    spans = read_spans(str(run_dir))
     begin, end = spans["trainer"][0][1], spans["trainer"][-1][2]
     first = next(start for name, start, _ in spans["trainer"] if name == "step")
-    ends = [stop for name, _, stop in spans["trainer"] if name == "step"]
-    config = json.loads((run_dir / "config.json").read_text())
-    new = np.diff([0] + [line["received"] for line in steps])  # responses
-    if config["synchronous"]:  # each step has a batch of its own
-        new[:] = config["queries_per_batch"] * config["responses_per_query"]
-    samples = [
-        (clock, count, line["reward"]) for clock, count, line in zip(ends, new, steps) if count
-    ]
-    working = {
-        process: sum(
-            stop - start
-            for name, start, stop in rows
-            if name in WORK and begin <= start and stop <= end
-        )
-        for process, rows in spans.items()
-    }
+
+    def work(process: str) -> float:
+        inside = [s for s in spans[process] if s[0] in WORK and begin <= s[1] and s[2] <= end]
+        return sum(stop - start for _, start, stop in inside) / len(steps)
+
     return {
         "rate": (len(steady) - 1) / (steady[-1]["seconds"] - steady[0]["seconds"]),
-        "reached": first_right(samples, TARGET) - first,
+        "reached": reached(run_dir, TARGET) - first,
         "busy": trainer_busy(str(run_dir)),
-        "t_train": working["trainer"] / len(steps),
-        "t_search": working["searcher-0"] / len(steps),
+        "t_train": work("trainer"),
+        "t_search": work("searcher-0"),
     }
 
 
@@ -104,19 +98,18 @@ def beside_a_searcher(run_dir: Path, *flags: str) -> float:
 
     Returns the steps per second while the searcher runs, as a share of those while it is stopped.
     """
-    windows: list[tuple[bool, float, float]] = []  # stopped, begin, end
-    over = threading.Event()
+    over, switches = threading.Event(), []  # when, and whether the searcher is stopped since
 
     def switch() -> None:
         while not steps_of(run_dir) and not over.wait(0.5):
             pass
-        stopped, begin = False, time.monotonic()
+        is_stopped = True
         while not over.wait(PERIOD):
-            windows.append((stopped, begin + SETTLED, time.monotonic()))
+            is_stopped = not is_stopped
             for child in multiprocessing.active_children():
                 if child.name == "searcher 0":
-                    os.kill(child.pid, signal.SIGCONT if stopped else signal.SIGSTOP)
-            stopped, begin = not stopped, time.monotonic()
+                    os.kill(child.pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+            switches.append((time.monotonic(), is_stopped))
 
     thread = threading.Thread(target=switch)
     thread.start()
@@ -127,31 +120,37 @@ def beside_a_searcher(run_dir: Path, *flags: str) -> float:
         thread.join()
     ends = np.array([end for name, _, end in read_spans(str(run_dir))["trainer"] if name == "step"])
     rates: dict[bool, list[float]] = {False: [], True: []}
-    for stopped, begin, end in windows:
+    for (begin, is_stopped), (end, _) in zip(switches, switches[1:]):
         if end < ends[-1]:
-            rates[stopped].append(np.sum((begin < ends) & (ends <= end)) / (end - begin))
-    # A pair is a window with the searcher, and the one without it that comes next.
-    pairs = min(len(rates[False]), len(rates[True]))
+            num_steps = np.sum((begin + SETTLED < ends) & (ends <= end))
+            rates[is_stopped].append(num_steps / (end - begin - SETTLED))
+    # A pair is a period with the searcher, and the one without it that comes next.
+    pairs = min(map(len, rates.values()))
     if not pairs:
-        sys.exit(
-            f"the run was over before its searcher had been stopped for {PERIOD} s: "
-            "give it more steps"
-        )
+        sys.exit(f"the run ended before its searcher was stopped for {PERIOD} s: use more steps")
     return float(np.mean(rates[False][:pairs]) / np.mean(rates[True][:pairs]))
 
 
-def record(config: Config, directory: Path, count: int) -> tuple[list[Group], float]:
+def start(
+    config: Config, run_dir: Path, target: str
+) -> tuple[list[Place], SharedWeights, Supervisor]:
+    """Start the searchers of a run without its trainer. target: what their processes do."""
+    (run_dir / "logs").mkdir(parents=True)
+    places = find_places(config)
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=config.searchers)
+    board = Board([place.name for place in places])
+    supervisor = Supervisor(config, places[1:], weights, board, str(run_dir), target)
+    return places, weights, supervisor
+
+
+def record(config: Config, run_dir: Path, count: int) -> tuple[list[Group], float]:
     """Record what a searcher alone finds, at its place in a run, from the task's base model.
 
     Returns `count` groups, and how many a second it found after the first half of them.
     """
-    (directory / "logs").mkdir(parents=True)
     model = str(load_task(config.task).base_model())
-    config = dataclasses.replace(config, model=model, output_dir=str(directory), searchers=1)
-    places = find_places(config)
-    board = Board([place.name for place in places])
-    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-    supervisor = Supervisor(config, places[1:], weights, board, str(directory), "searcher:run")
+    config = replace(config, model=model, output_dir=str(run_dir), searchers=1)
+    _, _, supervisor = start(config, run_dir, "searcher:run")
     groups: list[Group] = []
     while len(groups) < count:
         item = supervisor.rollout_queue.get(timeout=120)
@@ -160,125 +159,172 @@ def record(config: Config, directory: Path, count: int) -> tuple[list[Group], fl
             if len(groups) == count // 2:
                 half = time.monotonic()
     rate = (count - count // 2) / (time.monotonic() - half)
-    board.stop = True
+    supervisor.board.stop = True
     supervisor.stop()
     return groups, rate
 
 
-def searcher_alone(seed: int, directory: Path) -> float:
-    """Measure the responses per second that a searcher alone finds."""
-    config = build_config(["arithmetic", *as_flags(seed=seed)])
-    return record(config, directory, FOUND)[1] * config.samples_per_query
-
-
-def steps_of(run_dir: Path | str) -> list[dict]:
-    """Read the lines of metrics.jsonl that are of a step."""
-    return [line for line in read_lines(Path(run_dir) / "metrics.jsonl") if "loss" in line]
-
-
-def main() -> None:
-    quick = arguments(__doc__).quick
+def overlap(quick: bool) -> None:
+    """Compare the runs, and save the results."""
     seeds, steps, few = ((0,), 300, 40) if quick else ((0, 1, 2), 600, 80)
     split, beside, alone = launch.find_places, [], []
-    results: dict[str, list[dict[str, float]]] = {}  # mode -> measure() of each seed
+    results = defaultdict(lambda: defaultdict(list))  # mode -> figure -> a value of each seed
+
+    def on_all_cores(config: Config) -> list[Place]:
+        cores = sorted(os.sched_getaffinity(0))
+        return [Place(place.name, place.gpu, cores) for place in split(config)]
+
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-
-        def on_all_cores(config: Config) -> list[Place]:
-            return [place_on_all_cores(place) for place in split(config)]
-
-        def compare(mode: str, seed: int, flags: list[str]) -> None:
-            run_dir = run(directory, f"{mode} {seed}", *flags)
-            results.setdefault(mode, []).append(measure(run_dir))
-
         for seed in seeds:  # in turns, since the machine may be faster now than then
-            flags = as_flags(seed=seed, checkpoint_every=0)
-            synchronous = [*flags, "--synchronous", *as_flags(steps=few, eval_every=0)]
-            compare("asynchronous", seed, [*flags, *as_flags(steps=steps, eval_every=0)])
-            compare("synchronous", seed, synchronous)
-            launch.find_places = on_all_cores
-            compare("synchronous, all cores", seed, synchronous)
+            flags = as_flags(seed=seed, checkpoint_every=0, eval_every=0)
+            synchronous = [*flags, "--synchronous", *as_flags(steps=few)]
+            for mode, find, settings in (
+                ("asynchronous", split, [*flags, *as_flags(steps=steps)]),
+                ("synchronous", split, synchronous),
+                ("synchronous, all cores", on_all_cores, synchronous),
+            ):
+                launch.find_places = find
+                for figure, value in measure(run(directory, f"{mode} {seed}", *settings)).items():
+                    results[mode][figure].append(value)
             launch.find_places = split
-            longer = [*flags, *as_flags(steps=2 * steps, eval_every=0)]
+            longer = [*flags, *as_flags(steps=2 * steps)]
             beside.append(beside_a_searcher(directory / f"beside {seed}", *longer))
-            alone.append(searcher_alone(seed, directory / f"alone {seed}"))
-        runs = {mode: directory / f"{mode} 0" for mode in results}
-        draw(runs, results_dir(quick) / "overlap.png")
-    report(quick, len(seeds), results, beside, alone)
-
-
-def report(
-    quick: bool,
-    num_seeds: int,
-    results: dict[str, list[dict[str, float]]],
-    beside: list[float],
-    alone: list[float],
-) -> None:
-    """Save the table and the ratios. results: of measure(), by mode; lists: a value per seed."""
-
-    def values(mode: str, key: str) -> np.ndarray:
-        return np.array([result[key] for result in results[mode]])
-
-    t_train, t_search = values("synchronous", "t_train"), values("synchronous", "t_search")
+            config = build_config(["arithmetic", *as_flags(seed=seed)])
+            groups = record(config, directory / f"alone {seed}", 400)[1]  # a second
+            alone.append(groups * config.samples_per_query)
+    t_train, t_search = (np.array(results["synchronous"][k]) for k in ("t_train", "t_search"))
     ideal = (t_train + t_search) / np.maximum(t_train, t_search)
-    gain = values("asynchronous", "rate") / values("synchronous", "rate")
-    header = [
-        "",
-        "steps/s",
-        f"seconds from the first step to {TARGET} right samples",
-        "trainer busy",
-    ]
+    gain = np.divide(results["asynchronous"]["rate"], results["synchronous"]["rate"])
+    reached = f"seconds from the first step to {TARGET} right samples"
+    titles = {"rate": "steps/s", "reached": reached, "busy": "trainer busy"}
     rows = [
-        [mode, *(mean_and_values(values(mode, key)) for key in ("rate", "reached", "busy"))]
-        for mode in results
+        {"": mode} | {title: mean_and_each(of_mode[key]) for key, title in titles.items()}
+        for mode, of_mode in results.items()
     ]
     save(
         "overlap",
         quick,
-        f"Mean, and the values of {num_seeds} seeds.",
-        table(header, rows),
-        f"- asynchronous steps/s, of the trainer alone: {mean_and_values(beside)}\n"
+        f"Mean, and the values of {len(seeds)} seeds.",
+        table_of(rows),
+        f"- asynchronous steps/s, of the trainer alone: {mean_and_each(beside)}\n"
         "- asynchronous steps/s, of synchronous on the same cores: "
-        f"{mean_and_values(gain)}; ideal: {mean_and_values(ideal)}; "
-        f"of the ideal: {mean_and_values(gain / ideal)}\n"
-        f"- a synchronous step: t_train {mean_and_values(t_train)} s, "
-        f"t_search {mean_and_values(t_search)} s\n"
-        f"- the searcher alone: {mean_and_values(alone)} responses/s",
-        "![timelines](overlap.png)",
+        f"{mean_and_each(gain)}; ideal: {mean_and_each(ideal)}; "
+        f"of the ideal: {mean_and_each(gain / ideal)}\n"
+        f"- a synchronous step: t_train {mean_and_each(t_train)} s, "
+        f"t_search {mean_and_each(t_search)} s\n"
+        f"- the searcher alone: {mean_and_each(alone)} responses/s",
     )
 
 
-def place_on_all_cores(place: Place) -> Place:
-    """Give a process all cores."""
-    return Place(place.name, place.gpu, sorted(os.sched_getaffinity(0)))
+def replay(*arguments) -> None:
+    """Send recorded groups at a set rate: a process, with the arguments of searcher.run.
+
+    The board's "busy" is here the seconds in which it waited for its queue.
+    """
+    config, share, pin, name, weights, groups, board, run_dir = arguments
+    torch.set_num_threads(1)
+    recorded, rate = pickle.loads(Path(run_dir, "recorded.pkl").read_bytes())
+    version, sent, begin = -1, 0, None
+    board.loaded(name)
+    while not board.stop:
+        board.beat(name)
+        version = copy_newest(weights, pin, version)
+        now = time.monotonic()
+        if begin is None:
+            begin = now if board.get("trainer", "ready") else None
+        elif sent < (now - begin) * rate:
+            group = recorded[(sent * config.searchers + share) % len(recorded)]
+            try:
+                groups.put_nowait(replace(group, version=version, last_version=version))
+                sent += 1
+            except queue.Full:
+                time.sleep(0.005)
+                waited = time.monotonic() - now
+                board.add(name, "busy", waited)
+                begin += waited
+            continue
+        time.sleep(0.001)
+    groups.cancel_join_thread()
 
 
-def draw(runs: dict[str, Path], path: Path, seconds: float = 1.0) -> None:
-    """Draw the timeline of some seconds from the middle of each run."""
-    plt.switch_backend("agg")
-    figure, axes = plt.subplots(
-        len(runs), 1, figsize=(10, 1.3 * len(runs)), sharex=True, constrained_layout=True
-    )
-    used = set()
-    for axis, (mode, run_dir) in zip(axes, runs.items()):
-        spans = read_spans(str(run_dir))
-        steps = [start for name, start, _ in spans["trainer"] if name == "step"]
-        begin = steps[len(steps) // 2]
-        for y, rows in enumerate(spans.values()):
-            for name, start, stop in rows:
-                if stop > begin and start < begin + seconds:
-                    used.add(name)
-                    left = max(start, begin)
-                    width = min(stop, begin + seconds) - left
-                    axis.barh(y, width, left=left - begin, color=COLORS.get(name, "black"))
-        axis.set(yticks=range(len(spans)), yticklabels=list(spans), title=mode, xlim=(0, seconds))
-        axis.invert_yaxis()
-    axes[-1].set_xlabel("seconds")
-    names = sorted(used)
-    patches = [plt.Rectangle((0, 0), 1, 1, color=COLORS.get(name, "black")) for name in names]
-    figure.legend(patches, names, loc="outside right upper")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=80)
+def copy_newest(weights: SharedWeights, pin: int, version: int) -> int:
+    """Copy the newest weights if they are newer than `version`. Returns their version."""
+    if weights.version > version:
+        with weights.read(pin) as (version, tensors):
+            for tensor in tensors.values():
+                tensor.clone()
+    return version
+
+
+def measure_trainer(
+    config: Config, recorded: list[Group], rate: float, seconds: float
+) -> dict[str, str]:
+    """Measure the trainer's side. rate: groups per second that each searcher offers."""
+    with tempfile.TemporaryDirectory() as run_dir:
+        config = replace(config, output_dir=run_dir)
+        Path(run_dir, "recorded.pkl").write_bytes(pickle.dumps((recorded, rate)))
+        places, weights, supervisor = start(config, Path(run_dir), "overlap:replay")
+        board = supervisor.board
+        trainer_arguments = config, weights, supervisor.rollout_queue, board, run_dir, None
+        trainer = children.start(places[0], "trainer:run", trainer_arguments, run_dir)
+        while len(steps_of(run_dir)) < 20:
+            time.sleep(0.2)
+            supervisor.check()
+            if trainer.exitcode:
+                sys.exit(children.log_tail(run_dir, "trainer"))
+        time.sleep(2.0)  # to get going
+        first, blocked = steps_of(run_dir)[-1], board.total("busy")
+        time.sleep(seconds)
+        steps, blocked = steps_of(run_dir), board.total("busy") - blocked
+        board.stop = True
+        children.kill(trainer)
+        supervisor.stop()
+    steps = [line for line in steps if line["step"] >= first["step"]]
+    span = steps[-1]["seconds"] - first["seconds"]
+    responses = (steps[-1]["received"] - first["received"]) / span
+    groups = responses / config.samples_per_query
+    size = np.mean([len(pickle.dumps(group)) for group in recorded])  # bytes
+    return {
+        "responses/s received": f"{responses:.0f}",
+        "groups/s received": f"{groups:.0f}",
+        "MB/s": f"{groups * size / 1e6:.2f}",
+        "steps/s": f"{(len(steps) - 1) / span:.1f}",
+        "queue, groups (mean)": f"{np.mean([line['queue_depth'] for line in steps]):.1f}",
+        "staleness, steps (mean)": f"{np.mean([line['staleness_mean'] for line in steps]):.1f}",
+        "searchers blocked, share of time": f"{blocked / config.searchers / span:.3f}",
+    }
+
+
+def scaling(quick: bool) -> None:
+    """Measure the trainer's side with more searchers and at higher rates, and save the results."""
+    seconds = 4.0 if quick else 10.0
+    endless = as_flags(steps=1000000, eval_every=0, checkpoint_every=0, initial_responses=400)
+    model = str(load_task("arithmetic").base_model())
+    config = replace(build_config(["arithmetic", *endless]), model=model)
+    with tempfile.TemporaryDirectory() as directory:
+        short, rate = record(config, Path(directory, "record"), 200)
+    random = make_group(24, 121, range(2, 14))
+    long = [replace(random, query_id=group.query_id, prompt=group.prompt) for group in short]
+    kinds = {"short": (config, short), "long": (replace(config, **LONG), long)}
+    counts, rates = (SEARCHERS[::3], OFFERED[1::2]) if quick else (SEARCHERS, OFFERED)
+    measured = [("short", count, count * rate) for count in counts]
+    measured += [(kind, 4, offered) for kind in kinds for offered in rates]
+    rows = []
+    for kind, count, offered in measured:
+        config, groups = kinds[kind]
+        row = {"groups": kind, "searchers": str(count), "groups/s offered": f"{offered:.0f}"}
+        config = replace(config, searchers=count)
+        rows.append(row | measure_trainer(config, groups, offered / count, seconds))
+        print(rows[-1], flush=True)
+    caption = f"A real searcher found {rate:.0f} short groups/s on one core, as the first rows do."
+    save("scaling", quick, caption, table_of(rows), command="overlap.py --scaling")
+
+
+def main() -> None:
+    options = arguments(__doc__, ("--scaling", False))
+    measured = scaling if options.scaling else overlap
+    measured(options.quick)
 
 
 if __name__ == "__main__":

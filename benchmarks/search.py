@@ -1,32 +1,22 @@
-"""Measure how fast a searcher generates, against vLLM alone.
-
-vLLM alone is measured streaming and in batches with a barrier. Responses have the lengths of
-GSM8K's solutions.
+"""Measure how fast a searcher generates, in tokens per second, against vLLM alone.
 
     python benchmarks/search.py --data_dir DIR      # 15 minutes on 2 cores
     python benchmarks/search.py --quick             # in eight minutes, less steady
 
-GSM8K comes from the hub without --data_dir.
+GSM8K, from the hub without --data_dir, gives the lengths of responses, which the model counts out.
 
 searcher      Searcher.search() itself: generation, scores, reference log-probabilities, groups into
               the queue; another process empties that
 no reference  the same, as it is for an objective that reads no reference log-probabilities
-streaming     the same engine and requests and nothing else: a group of 24 joins as soon as there is
-              room
-barrier       the same engine, as many groups as there is room for, the next when all have finished:
-              what llm.generate does
+streaming     the same engine alone: a group of 24 joins as soon as there is room
+barrier       as many groups as there is room for, the next when all have finished, as llm.generate
 loading       streaming, with new weights every 100, 10, 1 engine steps
 episodes      turns of 32 to 96 tokens, each answered at once with 32, until 900 are there; also
               with another version of the weights every 1000, 100, 10 engine steps, without its
               load: vLLM reads each episode in flight anew
-
-Each figure is tokens per second, after a time to get going. The model is small and counts its
-tokens: its responses end as often as the solutions do (common.counting_model).
-Writes benchmarks/results/search.md; with --quick benchmarks/results/quick/.
 """
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import queue
@@ -34,7 +24,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from multiprocessing.queues import Queue
 from pathlib import Path
 
 import numpy as np
@@ -42,48 +36,35 @@ import torch
 import torch.multiprocessing
 from common import arguments, counting_model, gsm8k, save, table
 
-from buffer import Group
 from config import Config
 from models.engine import ENGINE_ROWS
 from models.policy import weight_shapes
 from runtime.modes.reference import Reference
 from runtime.processes import children
+from runtime.processes.places import Place
 from runtime.record.timeline import read_spans
 from runtime.transport.board import Board
 from searcher import Searcher
 from weights import SharedWeights, num_elements
 
 SAMPLES, LIMIT = 24, 512
-LOAD_EVERY = (100, 10, 1)  # engine steps
 TURN, REPLY, EPISODE = (32, 97), [5] * 32, 900  # tokens: from, to; ids; a turn may go beyond
-PUBLISH_EVERY = (0, 1000, 100, 10)  # engine steps
 
 
 class Measurement:
-    """Measures, in a process of its own, the searcher, and its engine without it."""
+    """Measures the searcher, and its engine alone. seconds: to get going, and to measure."""
 
-    def __init__(
-        self,
-        config: Config,
-        found: torch.multiprocessing.Queue,
-        run_dir: str,
-        warm_up: float,
-        seconds: float,
-    ):
-        self.config, self.run_dir, self.warm_up, self.seconds = config, run_dir, warm_up, seconds
-        self.weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-        self.board = Board(["trainer", "searcher 0"])
-        self.searcher = Searcher(
-            config, 0, 0, "searcher 0", self.weights, found, self.board, run_dir
-        )
+    def __init__(self, config: Config, found: Queue, seconds: tuple[float, float]):
+        self.config, self.seconds, self.tokens, self.requests = config, seconds, 0, 0
+        weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+        self.board, name = Board(["trainer", "searcher 0"]), "searcher 0"
+        self.searcher = Searcher(config, 0, 0, name, weights, found, self.board, config.output_dir)
         self.searcher.evaluation.started_version = 0  # no evaluation of the base model
         self.engine, self.reference = self.searcher.engine, self.searcher.reference
+        self.no_reference = Reference(replace(config, loss="kimi_k2"), weights, pin=0)
         queries = self.searcher.workload.queries
-        self.prompts = [self.searcher.tokenizer(query.prompt).input_ids for query in queries]
-        self.sampling = dict(
-            n=SAMPLES, temperature=config.temperature, max_tokens=config.max_response_tokens
-        )
-        self.requests, self.tokens = 0, 0
+        prompts = [self.searcher.tokenizer(query.prompt).input_ids for query in queries]
+        self.prompts = itertools.cycle(prompts)
         self.engine_step, self.engine.step = self.engine.step, self.step
 
     def step(self) -> list:
@@ -91,13 +72,21 @@ class Measurement:
         self.tokens += min(self.engine.rows, ENGINE_ROWS)
         return self.engine_step()
 
-    def searching(self, reference: Reference) -> dict[str, float]:
-        """Measure the searcher: tokens per second, and each kind of span's share of the time."""
+    def add(self, prompt: list[int] | None = None, version: int = 0, **sampling: object) -> str:
+        """Start a request in the engine, by default a whole group of the next query."""
+        self.requests += 1
+        request = f"bare {self.requests}"
+        group = dict(n=SAMPLES, temperature=self.config.temperature, max_tokens=LIMIT)
+        self.engine.add(request, prompt or next(self.prompts), version, **(sampling or group))
+        return request
+
+    def searching(self, reference: Reference, shares: dict[str, float]) -> float:
+        """Measure the searcher. Adds each kind of span's share of the time to `shares`."""
         self.drain()
         self.searcher.reference, marks = reference, []
 
         def watch() -> None:
-            for pause in (self.warm_up, self.seconds):
+            for pause in self.seconds:
                 time.sleep(pause)
                 marks.append((time.monotonic(), self.tokens))
             self.board.stop = True
@@ -106,17 +95,12 @@ class Measurement:
         self.searcher.search()
         self.board.stop = False
         (begin, before), (end, after) = marks
-        shares = {}
-        for name, start, stop in read_spans(self.run_dir)["searcher-0"]:
-            overlap = max(0.0, min(stop, end) - max(start, begin))
-            shares[name] = shares.get(name, 0.0) + overlap / (end - begin)
-        return {"rate": (after - before) / (end - begin)} | shares
+        for name, start, stop in read_spans(self.config.output_dir)["searcher-0"]:
+            shares[name] += max(0.0, min(stop, end) - max(start, begin)) / (end - begin)
+        return (after - before) / (end - begin)
 
     def streaming(self, load_every: int = 0) -> float:
-        """Measure tokens per second where queries join as others leave.
-
-        load_every: engine steps between two loads of new weights; 0: none are loaded.
-        """
+        """Measure where queries join as others leave. load_every: engine steps; 0: no loads."""
         tensors, steps = dict(self.reference.model.named_parameters()), itertools.count(1)
 
         def step() -> None:
@@ -129,7 +113,7 @@ class Measurement:
         return self.rate(step)
 
     def barrier(self) -> float:
-        """Measure tokens per second where a batch starts when the one before has finished."""
+        """Measure where a batch starts when the one before has finished."""
 
         def batch() -> None:
             for _ in range(ENGINE_ROWS // SAMPLES):
@@ -139,26 +123,20 @@ class Measurement:
 
         return self.rate(batch)
 
-    def episodes(self, publish_every: int) -> float:
-        """Measure sampled tokens per second of episodes.
-
-        publish_every: engine steps between two versions of the weights; 0: there is one.
-        """
+    def episodes(self, publish_every: int = 0) -> float:
+        """Measure episodes. publish_every: engine steps between two versions; 0: there is one."""
         version, steps, rng = 0, itertools.count(1), np.random.default_rng(0)
         prompts: dict[str, list[int]] = {}
 
         def begin_turn(prompt: list[int]) -> None:
-            self.requests += 1
-            request = f"turn {self.requests}"
-            if len(prompt) >= EPISODE:
-                prompt = self.prompts[self.requests % len(self.prompts)]
-            prompts[request], length = prompt, int(rng.integers(*TURN))
-            self.engine.add(request, prompt, version, max_tokens=length, ignore_eos=True)
+            prompt = next(self.prompts) if len(prompt) >= EPISODE else prompt
+            limits = dict(max_tokens=int(rng.integers(*TURN)), ignore_eos=True)
+            prompts[self.add(prompt, version, **limits)] = prompt
 
         def step() -> None:
             nonlocal version
             while self.engine.rows < ENGINE_ROWS:
-                begin_turn(self.prompts[self.requests % len(self.prompts)])
+                begin_turn(next(self.prompts))
             version += bool(publish_every and next(steps) % publish_every == 0)
             for output in self.engine_step():
                 turn = list(output.outputs[0].token_ids)
@@ -166,12 +144,6 @@ class Measurement:
                 begin_turn(prompts.pop(output.request_id) + turn + REPLY)
 
         return self.rate(step)
-
-    def add(self) -> None:
-        """Start a query in the engine."""
-        self.requests += 1
-        prompt = self.prompts[self.requests % len(self.prompts)]
-        self.engine.add(f"bare {self.requests}", prompt, 0, **self.sampling)
 
     def drain(self) -> None:
         """Finish what the measurement before left in the engine."""
@@ -181,109 +153,78 @@ class Measurement:
     def rate(self, work: Callable[[], None]) -> float:
         """Measure tokens per second of work(), again and again."""
         self.drain()
-        start = time.monotonic()
-        while time.monotonic() - start < self.warm_up:
-            work()
-        begin, before = time.monotonic(), self.tokens
-        while time.monotonic() - begin < self.seconds:
-            work()
+        for seconds in self.seconds:
+            begin, before = time.monotonic(), self.tokens
+            while time.monotonic() - begin < seconds:
+                work()
         return (self.tokens - before) / (time.monotonic() - begin)
 
 
-def measure(
-    config: Config,
-    found: torch.multiprocessing.Queue,
-    results: torch.multiprocessing.Queue,
-    run_dir: str,
-    warm_up: float,
-    seconds: float,
-) -> None:
-    """Make all measurements twice: a process.
+def measure(config: Config, found: Queue, results: Queue, seconds: tuple[float, float]) -> None:
+    """Measure everything twice: a process.
 
-    results: gets (tokens per second by name, shares of the searcher's time), a value or a dict for
-    each of the two times.
+    Sends tokens per second by name, and shares of the searcher's time, as sums of the two times.
     """
-    m = Measurement(config, found, run_dir, warm_up, seconds)
-    no_reference = Reference(dataclasses.replace(config, loss="kimi_k2"), m.weights, pin=0)
-    rates: dict[str, list[float]] = {}
-    shares = []
+    m = Measurement(config, found, seconds)
+    rates, shares = defaultdict(list), defaultdict(float)
+    kinds = {
+        "searcher": lambda: m.searching(m.reference, shares),
+        "no reference": lambda: m.searching(m.no_reference, defaultdict(float)),
+        "streaming": m.streaming,
+        "barrier": m.barrier,
+    }
+    kinds |= {f"loading every {every}": partial(m.streaming, every) for every in (100, 10, 1)}
+    kinds |= {"episodes": m.episodes}
+    for every in (1000, 100, 10):
+        kinds[f"episodes, a version every {every}"] = partial(m.episodes, every)
     for _ in range(2):  # in turns, since the machine may be faster now than then
-        shares.append(m.searching(m.reference))
-        rates.setdefault("searcher", []).append(shares[-1].pop("rate"))
-        rates.setdefault("no reference", []).append(m.searching(no_reference)["rate"])
-        rates.setdefault("streaming", []).append(m.streaming())
-        rates.setdefault("barrier", []).append(m.barrier())
-        for every in LOAD_EVERY:
-            rates.setdefault(f"loading every {every}", []).append(m.streaming(every))
-        for every in PUBLISH_EVERY:
-            name = f"episodes, a version every {every}" if every else "episodes"
-            rates.setdefault(name, []).append(m.episodes(every))
-    results.put((rates, shares))
+        for name, kind in kinds.items():
+            rates[name].append(kind())
+    results.put((dict(rates), dict(shares)))
     found.cancel_join_thread()
 
 
 def main() -> None:
     options = arguments(__doc__, ("--data_dir", ""))
-    warm_up, seconds = (10.0, 10.0) if options.quick else (20.0, 30.0)
+    seconds = (10.0, 10.0) if options.quick else (20.0, 30.0)
     _, solutions, tokenizer = gsm8k(options.data_dir, 1024)
     lengths = [min(len(ids) + 1, LIMIT) for ids in tokenizer(solutions).input_ids]
     spawn = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "logs").mkdir()
         counting_model(Path(directory) / "model", lengths, tokenizer, layers=1, intermediate=512)
-        config = Config(
-            task="gsm8k",
-            options={"data_dir": options.data_dir},
-            model=f"{directory}/model",
-            samples_per_query=SAMPLES,
-            searchers=1,
-            temperature=1.0,
-            max_prompt_tokens=512,
-            max_response_tokens=LIMIT,
-        )
+        task = dict(task="gsm8k", options={"data_dir": options.data_dir}, searchers=1)
+        where = dict(model=f"{directory}/model", output_dir=directory)
+        config = Config(**task, **where, samples_per_query=SAMPLES, temperature=1.0)
         parameters = num_elements(weight_shapes(config))
         found, results = spawn.Queue(256), spawn.Queue()
-        place = children.Place("searcher 0", None, sorted(os.sched_getaffinity(0)))
-        measure_arguments = config, found, results, directory, warm_up, seconds
-        child = children.start(place, "search:measure", measure_arguments, directory)
-        groups: list[Group] = []
+        place = Place("searcher 0", None, sorted(os.sched_getaffinity(0)))
+        settings = config, found, results, seconds
+        child = children.start(place, "search:measure", settings, directory)
         while results.empty() and child.is_alive():
             with contextlib.suppress(queue.Empty):
-                groups.append(found.get(timeout=0.5))
+                found.get(timeout=0.5)
         if results.empty():
             sys.exit(children.log_tail(directory, "searcher 0"))
         rates, shares = results.get()
         children.kill(child)
-    report(options.quick, lengths, groups, parameters, rates, shares)
-
-
-def report(
-    quick: bool,
-    lengths: list[int],
-    groups: list[Group],
-    parameters: int,
-    rates: dict[str, list[float]],
-    shares: list[dict[str, float]],
-) -> None:
-    """Save the results. rates, shares: of measure(); lengths: those that were wanted, in tokens."""
-    mean = {name: float(np.mean(values)) for name, values in rates.items()}
-    found_lengths = np.concatenate([group.lengths for group in groups])
-    rows = []
-    for name, values in rates.items():
-        shown = " ".join(f"{value:.0f}" for value in values)
-        rows.append([name, shown, f"{mean[name] / mean['streaming']:.2f}"])
-    mean_shares = {
-        name: np.mean([share.get(name, 0.0) for share in shares]) for name in sorted(shares[0])
-    }
-    shown_shares = ", ".join(f"{name} {share:.3f}" for name, share in mean_shares.items())
+    mean = {name: np.mean(values) for name, values in rates.items()}
+    rows = [
+        [
+            name,
+            " ".join(f"{value:.0f}" for value in values),
+            f"{mean[name] / mean['streaming']:.2f}",
+        ]
+        for name, values in rates.items()
+    ]
+    shown = ", ".join(f"{name} {shares[name] / 2:.3f}" for name in sorted(shares))
     save(
         "search",
-        quick,
-        f"Responses of {np.mean(lengths):.0f} ± {np.std(lengths):.0f} tokens wanted, "
-        f"{found_lengths.mean():.0f} ± {found_lengths.std():.0f} found; "
-        f"{ENGINE_ROWS} at a time, {SAMPLES} a group; {parameters / 1e6:.1f} M parameters.",
+        options.quick,
+        f"Responses of {np.mean(lengths):.0f} ± {np.std(lengths):.0f} tokens; {ENGINE_ROWS} at a "
+        f"time, {SAMPLES} a group; {parameters / 1e6:.1f} M parameters.",
         table(["", "tokens/s", "of streaming"], rows),
-        f"The searcher's time: {shown_shares}.",
+        f"The searcher's time: {shown}.",
         f"Searcher against the barrier: {mean['searcher'] / mean['barrier']:.2f}; "
         f"streaming against it: {mean['streaming'] / mean['barrier']:.2f}.",
     )

@@ -1,11 +1,10 @@
-"""Measure what the way to the log-probabilities costs in one optimizer step.
+"""Measure an optimizer step: ways to the log-probabilities, or (--sharded) two processes.
 
-The step is on 140 ragged responses: 7 queries x 20, lengths of real GSM8K solutions, limit 512.
+    python benchmarks/trainer_step.py --data_dir DIR   # 10 minutes on 2 cores
+    python benchmarks/trainer_step.py --sharded        # 10 minutes
+    python benchmarks/trainer_step.py --quick          # 2 queries, or the smallest model: 2 minutes
 
-    python benchmarks/trainer_step.py --data_dir DIR      # 10 minutes on 2 cores
-    python benchmarks/trainer_step.py --quick             # 2 queries, in two minutes
-
-GSM8K comes from the hub without --data_dir.
+GSM8K, from the hub without --data_dir, gives 140 ragged responses: 7 queries x 20, limit 512.
 
 padded      every response padded to 512 tokens, a full fp32 log-softmax of all positions, as in the
             official code
@@ -16,27 +15,27 @@ two passes  the same with --low_memory on
 floor       the matrix products of ours alone, nothing padded or made twice, at the rate of one
             large matrix product on this machine
 
-All but the floor are the same Learner.update: the same rows, trajectory-balance loss, backward
-pass, clipping and AdamW. Each has a process of its own, for its peak of memory.
-CPU: 30 M parameters, 32,000 tokens, fp32. GPU: the shape of RhoMath-1B (TinyLlama), bf16 autocast
-over fp32 weights.
-Counted besides: the passes of a step at a GPU's size of them, and the tokens that run in these.
-Writes benchmarks/results/trainer_step.md; with --quick benchmarks/results/quick/.
+All but the floor are the same Learner.update, each in a process of its own, for its peak of memory.
+CPU: 30 M parameters, fp32. GPU: the shape of RhoMath-1B (TinyLlama), bf16 autocast over fp32.
+
+--sharded: --trainer_processes 2 with a core each against one process with both, in turns, so that
+the machine's pace is the same: 4 queries x 8 responses of 64 + 64 tokens, fp32, and a publish.
 """
 
-import dataclasses
 import multiprocessing
 import os
 import resource
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from common import arguments, gsm8k, save, table
+import torch.multiprocessing
+from common import arguments, gsm8k, save, show, table_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import learner as learner_module
@@ -44,28 +43,22 @@ from buffer import Row
 from config import Config
 from learner import Learner
 from models.device import device
-from models.logprobs import TOKENS_PER_FORWARD, micro_batches, response_logprobs, split_rows
+from models.logprobs import response_logprobs
+from models.policy import weight_shapes
+from models.sharding import OneProcess, connect
+from runtime.planning.memory_trial import largest_micro_batch
+from runtime.planning.needs import GIB
 from runtime.processes import children
-from runtime.processes.places import find_places
+from runtime.processes.places import Place, find_places
+from weights import SharedWeights, num_elements
 
 QUERIES, RESPONSES, LIMIT, VOCABULARY = 7, 20, 512, 32_000
-TOKENS = (10_752, 21_504)  # the first is one query of full length, the default
-SHAPE = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=512,
-    intermediate_size=1408,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    tie_word_embeddings=True,
-)
-SHAPE_GPU = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=22,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-)
+SHAPE = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4)
+SHAPE |= dict(num_attention_heads=8, tie_word_embeddings=True)
+SHAPE_GPU = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22)
+SHAPE_GPU |= dict(num_attention_heads=32, num_key_value_heads=4)
+SHARDED_SIZES = ((256, 4), (512, 8), (1024, 8))  # hidden size, layers
+STEPS, TIMEOUT = 7, 600.0
 
 
 def padded(
@@ -74,14 +67,15 @@ def padded(
     responses: list[np.ndarray],
     temperature: float,
     dtype: torch.dtype,
-    limit: int = LIMIT,
+    limit: int | None = LIMIT,
 ) -> torch.Tensor:
     """Compute log-probabilities (N, limit), as models/logprobs.py does, of padded responses.
 
-    Prompts are padded on the left, responses on the right.
+    Prompts are padded on the left, responses on the right. limit: None for the longest response.
     """
     device, width = next(model.parameters()).device, max(map(len, prompts))
-    ids, mask = (torch.zeros(len(prompts), width + limit, dtype=torch.long) for _ in range(2))
+    length = width + (limit or max(map(len, responses)))
+    ids, mask = (torch.zeros(len(prompts), length, dtype=torch.long) for _ in range(2))
     for i, (prompt, response) in enumerate(zip(prompts, responses)):
         row = slice(width - len(prompt), width + len(response))
         ids[i, row], mask[i, row] = torch.from_numpy(np.concatenate([prompt, response])).long(), 1
@@ -90,22 +84,11 @@ def padded(
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     logprobs = (logits[:, width - 1 : -1].float() / temperature).log_softmax(-1)
-    return torch.where(
-        mask[:, width:].bool(), logprobs.gather(-1, ids[:, width:, None])[..., 0], 0.0
-    )
+    chosen = logprobs.gather(-1, ids[:, width:, None])[..., 0]
+    return torch.where(mask[:, width:].bool(), chosen, 0.0)
 
 
-def trimmed(
-    model: torch.nn.Module,
-    prompts: list[np.ndarray],
-    responses: list[np.ndarray],
-    temperature: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Compute the same as padded(), padded to the longest response."""
-    return padded(model, prompts, responses, temperature, dtype, max(map(len, responses)))
-
-
+trimmed = partial(padded, limit=None)
 A_QUERY, TWO_PASSES = "a query", "two passes"
 VARIANTS = {"padded": padded, "trimmed": trimmed}
 VARIANTS |= dict.fromkeys((A_QUERY, "ours", TWO_PASSES), response_logprobs)
@@ -116,59 +99,27 @@ def a_query_at_a_time(rows: list[Row], group_size: int, *_) -> list[list[Row]]:
     return [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
 
 
-def count_passes(rows: list[Row]) -> list[list]:
-    """Count passes on a GPU and their padded tokens, of micro-batches of several sizes."""
-    per_pass, lines = TOKENS_PER_FORWARD["cuda"], []
-    for tokens in (0, *TOKENS):
-        parts = micro_batches(rows, RESPONSES, tokens, per_pass)
-        responses = [[row.tokens for row in part] for part in parts]
-        prompts = [[row.prompt for row in part] for part in parts]
-        passes = [split_rows(*both, per_pass) for both in zip(prompts, responses)]
-        padded = sum(
-            len(few) * len(own[few[0]]) for own, split in zip(responses, passes) for few in split
-        )
-        counts = map(str, (len(parts), sum(map(len, passes)), padded))
-        lines.append([str(tokens or "a query"), *counts])
-    return lines
-
-
 def measure(variant: str, directory: str, rows: list[Row]) -> dict:
-    """Measure a variant, in a process of its own.
-
-    seconds: one step; gib: peak memory of the process until then (on a GPU: what torch allocated
-    there).
-    """
-    config = Config(
-        model=directory,
-        responses_per_query=RESPONSES,
-        max_grad_norm=1.0,
-        temperature=0.7,
-        learning_rate=0.0,
-        low_memory="on" if variant == TWO_PASSES else "off",
-    )
+    """Measure the seconds of a step, and the peak memory of the process or the GPU: a process."""
+    settings = dict(max_grad_norm=1.0, temperature=0.7, learning_rate=0.0)
+    settings["low_memory"] = "on" if variant == TWO_PASSES else "off"
+    config = Config(model=directory, responses_per_query=RESPONSES, **settings)
     if variant in ("padded", "trimmed", A_QUERY):
         learner_module.micro_batches = a_query_at_a_time
     learner = Learner(config, print)
     learner.policy_logprobs = partial(VARIANTS[variant], learner.policy)
     learner.update(rows[:RESPONSES])  # warms up, and makes gradients and moments
     start = time.perf_counter()
-    loss = learner.update(rows)["loss"]
+    learner.update(rows)
     seconds = time.perf_counter() - start
-    if device().type == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 2**30
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated() if device().type == "cuda" else own
     # The learning rate is 0: AdamW's first moments are the gradients of the two steps, in the same
     # proportion for each variant.
-    gradient = np.concatenate(
-        [state["exp_avg"].cpu().numpy().ravel() for state in learner.optimizer.state.values()]
-    )
-    return {
-        "seconds": seconds,
-        "gib": peak,
-        "loss": loss,
-        "gradient": gradient / np.linalg.norm(gradient),
-    }
+    moments = [state["exp_avg"].cpu().numpy().ravel() for state in learner.optimizer.state.values()]
+    gradient = np.concatenate(moments)
+    gradient /= np.linalg.norm(gradient)
+    return {"seconds": seconds, "gib": peak / GIB, "gradient": gradient}
 
 
 def matrix_product_rate(device: torch.device) -> float:
@@ -178,8 +129,7 @@ def matrix_product_rate(device: torch.device) -> float:
     seconds = []
     for _ in range(10):
         start = time.perf_counter()
-        b = a @ a
-        b[0, 0].item()  # waits for the device
+        (a @ a)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds)
 
@@ -189,9 +139,7 @@ def floor_flops(shape: dict, rows: list[Row]) -> float:
 
     Each prompt counts once, nothing is padded, and logits are of response tokens only.
     """
-    h, layers, heads = (
-        shape[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    )
+    h, layers, heads = map(shape.get, ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     keys = 2 * h * shape.get("num_key_value_heads", heads) // heads
     per_token = 2 * layers * (h * (2 * h + keys) + 3 * h * shape["intermediate_size"])
     prompts = {row.query_id: len(row.prompt) for row in rows}
@@ -200,6 +148,12 @@ def floor_flops(shape: dict, rows: list[Row]) -> float:
     attention += sum(length * length / 2 for length in prompts.values())
     logits = tokens * 2 * h * VOCABULARY
     return 3 * ((prompt_tokens + tokens) * per_token + 4 * layers * h * attention + logits)
+
+
+def make_model(directory: str, **shape: int) -> None:
+    """Make a random Llama."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=VOCABULARY)).save_pretrained(directory)
 
 
 def make_rows(data_dir: str, queries: int) -> list[Row]:
@@ -218,56 +172,34 @@ def make_rows(data_dir: str, queries: int) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    options = arguments(__doc__, ("--data_dir", ""))
-    on = device()
-    place = find_places(Config())[0]
-    place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))
+def compare_variants(quick: bool, data_dir: str) -> None:
+    """Measure a step of each variant, and save the results."""
+    place = replace(find_places(Config())[0], cores=sorted(os.sched_getaffinity(0)))
     os.environ.update(children.environment(place))  # for the children
-    shape = SHAPE_GPU if on.type == "cuda" else SHAPE
-    rows = make_rows(options.data_dir, 2 if options.quick else QUERIES)
-
+    shape = SHAPE_GPU if device().type == "cuda" else SHAPE
+    rows = make_rows(data_dir, 2 if quick else QUERIES)
+    flops, rate = floor_flops(shape, rows), matrix_product_rate(device())
+    floor, lines, slow = flops / rate, [], None  # floor: in seconds
     with tempfile.TemporaryDirectory() as directory:
-        torch.manual_seed(0)
-        architecture = LlamaConfig(**shape, max_position_embeddings=2048)
-        LlamaForCausalLM(architecture).save_pretrained(Path(directory))
-        results = {}
+        make_model(directory, **shape)
         for variant in VARIANTS:
             # A fresh process: its peak of memory is its own.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                result = results[variant] = pool.apply(measure, (variant, directory, rows))
-            print(f"{variant}: {result['seconds']:.2f} s, {result['gib']:.2f} GiB", flush=True)
-    report(options.quick, rows, results, floor_flops(shape, rows), matrix_product_rate(on))
-
-
-def report(
-    quick: bool, rows: list[Row], results: dict[str, dict], flops: float, rate: float
-) -> None:
-    """Save the table. results: of measure(), by variant; rate: FLOP/s of a matrix product."""
-    slow, floor = results["padded"], flops / rate  # floor: in seconds
-    lines = []
-    for variant, result in results.items():
-        difference = np.linalg.norm(result["gradient"] - slow["gradient"])
-        line = [
-            variant,
-            f"{result['seconds']:.2f}",
-            f"{slow['seconds'] / result['seconds']:.2f}",
-            f"{result['gib']:.2f}",
-            f"{result['gib'] / slow['gib']:.3f}",
-            f"{floor / result['seconds']:.2f}",
-            f"{difference:.1e}",
-        ]
-        lines.append(line)
-    lines.append(["floor", f"{floor:.2f}", f"{slow['seconds'] / floor:.2f}", "", "", "1", ""])
-    header = [
-        "",
-        "seconds",
-        "times as fast as padded",
-        "peak memory, GiB",
-        "of padded's",
-        "share of the matrix-product rate",
-        "difference of gradient, relative",
-    ]
+                result = pool.apply(measure, (variant, directory, rows))
+            slow = slow or result
+            difference = np.linalg.norm(result["gradient"] - slow["gradient"])
+            line = {
+                "": variant,
+                "seconds": f"{result['seconds']:.2f}",
+                "times as fast as padded": f"{slow['seconds'] / result['seconds']:.2f}",
+                "peak memory, GiB": f"{result['gib']:.2f}",
+                "of padded's": f"{result['gib'] / slow['gib']:.3f}",
+                "share of the matrix-product rate": f"{floor / result['seconds']:.2f}",
+                "difference of gradient, relative": f"{difference:.1e}",
+            }
+            lines.append(show(line))
+    cells = ["floor", f"{floor:.2f}", f"{slow['seconds'] / floor:.2f}", "", "", "1", ""]
+    lines.append(dict(zip(lines[0], cells)))
     lengths = [len(row.tokens) for row in rows]
     save(
         "trainer_step",
@@ -275,12 +207,88 @@ def report(
         f"{len(rows)} responses of {np.mean(lengths):.0f} tokens on average, {max(lengths)} at "
         f"most, behind prompts of {np.mean([len(row.prompt) for row in rows]):.0f}; "
         f"floor: {flops / 1e12:.2f} TFLOP at {rate / 1e12:.3f} TFLOP/s",
-        table(header, lines),
-        table(
-            ["tokens, at most", "micro-batches", "passes", "padded response tokens"],
-            count_passes(rows),
-        ),
+        table_of(lines),
     )
+
+
+def compete(
+    config: Config, ranks: OneProcess, turns: list, results: torch.multiprocessing.Queue
+) -> None:
+    """Make steps in turn with the other size, and send the seconds of each and of a publish.
+
+    A process. turns: semaphores, of one process and of two. The other ranks do as rank 0 says.
+    """
+    learner, mine = Learner(config, print, ranks), ranks.size - 1
+    if ranks.rank:
+        ranks.follow(learner, beat=lambda: None)
+        return
+    slots = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+    for step in range(STEPS):
+        rng, rows = np.random.default_rng(step), []
+        for row in largest_micro_batch(config, VOCABULARY) * config.queries_per_batch:
+            tokens = rng.integers(VOCABULARY, size=config.max_response_tokens)
+            rows.append(replace(row, tokens=tokens))
+        turns[mine].acquire()
+        begin = time.perf_counter()
+        learner.update(rows)
+        stepped = time.perf_counter()
+        slots.publish(step, learner.weights())
+        results.put((stepped - begin, time.perf_counter() - stepped))
+        turns[1 - mine].release()
+
+
+def start(config: Config, turns: list, results: torch.multiprocessing.Queue, run_dir: str) -> list:
+    """Start as many processes as the configuration says. Returns them."""
+    size, cores = config.trainer_processes, sorted(os.sched_getaffinity(0))[:2]
+    started = []
+    for rank in connect(size, TIMEOUT):
+        place = Place(f"{size} {rank.rank}", None, cores[rank.rank :: size])
+        its_arguments = config, rank, turns, results
+        started.append(children.start(place, "trainer_step:compete", its_arguments, run_dir))
+    return started
+
+
+def compare_processes(hidden: int, layers: int, directory: str) -> dict[str, str]:
+    """Measure a model in one process and in two. Returns a row of the table."""
+    shape = dict(hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers)
+    make_model(directory, **shape, num_attention_heads=hidden // 64)
+    (Path(directory) / "logs").mkdir()
+    sizes = dict(queries_per_batch=4, responses_per_query=8, samples_per_query=8)
+    limits = dict(max_prompt_tokens=64, max_response_tokens=64, low_memory="off")
+    one = Config(model=directory, **sizes, **limits)
+    spawn = torch.multiprocessing.get_context("spawn")
+    turns, queues = [spawn.Semaphore(1), spawn.Semaphore(0)], [spawn.Queue(), spawn.Queue()]
+    started = start(one, turns, queues[0], directory)
+    started += start(replace(one, trainer_processes=2), turns, queues[1], directory)
+    try:
+        found = [[queue.get(timeout=TIMEOUT) for _ in range(STEPS)] for queue in queues]
+    finally:
+        for process in started:
+            children.kill(process)
+    times = np.array(found)  # (one process or two, steps, a step and a publish)
+    # The first of each makes moments, and fills slots for the first time.
+    steps, publishes = np.median(times[:, 2:, 0], axis=1), np.median(times[:, 3:, 1], axis=1)
+    ratios = times[1, 2:, 0] / times[0, 2:, 0]
+    return {
+        "parameters": f"{num_elements(weight_shapes(one)) / 1e6:.0f} M",
+        "a step, one process": f"{steps[0]:.2f} s",
+        "two": f"{steps[1]:.2f} s",
+        "two / one (range)": f"{np.median(ratios):.2f} ({ratios.min():.2f} to {ratios.max():.2f})",
+        "a publish, one": f"{publishes[0]:.3f} s",
+        "by two": f"{publishes[1]:.3f} s",
+    }
+
+
+def main() -> None:
+    options = arguments(__doc__, ("--data_dir", ""), ("--sharded", False))
+    if not options.sharded:
+        return compare_variants(options.quick, options.data_dir)
+    rows = []
+    for size in SHARDED_SIZES[:1] if options.quick else SHARDED_SIZES:
+        with tempfile.TemporaryDirectory() as directory:
+            rows.append(show(compare_processes(*size, directory)))
+    caption, command = f"Medians of {STEPS - 2} steps, in turns.", "trainer_step.py --sharded"
+    save("sharded_step", options.quick, caption, table_of(rows), command=command)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,14 @@
 """The benchmarks measure what they say they measure."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 
 import common
 import exact_two_turns
 import numpy as np
 import overlap
-import pytest
-import rehearsal
 import torch
 import trainer_step
-from conftest import ROOT, WHOLE_RUN, byte_tokenizer
-from safetensors import safe_open
+from conftest import byte_tokenizer
 from transformers import AutoModelForCausalLM
 
 from buffer import Row
@@ -74,14 +67,6 @@ def test_the_floor_counts_each_prompt_once_and_no_padding():
     assert trainer_step.floor_flops(shape, rows) == expected
 
 
-def test_the_reward_for_long_responses_counts_tokens():
-    from _length_task import WANTED, Length
-
-    task = Length()
-    texts = ["".join(f"⟨{i}⟩" for i in range(1, n)) for n in (WANTED, WANTED // 2, 2 * WANTED)]
-    assert task.score([None] * 3, texts, [True] * 3) == [1.0, 0.5, 0.0]
-
-
 def test_overlap_measures_rates_and_the_time_to_the_target(tmp_path):
     (tmp_path / "logs").mkdir()
     spans = [("step", i, i + 0.5) for i in range(41)]
@@ -115,46 +100,6 @@ def test_the_target_is_reached_when_enough_of_the_latest_samples_are_right():
     assert common.first_right(samples, 0.95) == 4.0
     assert common.first_right(samples, 0.95, enough=300) == 1.0
     assert common.first_right(samples[1:3], 0.95) == float("inf")
-
-
-def test_a_rehearsals_model_is_stored_in_two_precisions(tmp_path):
-    rehearsal.make_model(str(tmp_path), rehearsal.SHAPE_QUICK)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        layers = range(rehearsal.SHAPE_QUICK["num_hidden_layers"])
-        names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in layers]
-        stored = [file.get_tensor(name).dtype for name in names]
-    assert stored == [torch.float32, torch.bfloat16] * 2
-    policy = load_policy(Config(model=str(tmp_path)), torch.device("cpu"))
-    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
-
-
-def test_a_rehearsal_sees_the_memory_of_a_process_in_a_part_of_its_time():
-    watch, pid = rehearsal.Watch(), os.getpid()
-    watch.look({pid: "test"})
-    time.sleep(3 * rehearsal.PERIOD)
-    begin, ones = time.monotonic(), torch.ones(2**27)
-    watch.look({pid: "test"})
-    span, half = rehearsal.Span("ones", begin, time.monotonic()), ones.nbytes / 2**30
-    grown = watch.most("test", "own", [span]) - watch.seen["test"][0].own
-    assert half - 0.01 < grown < half + 0.1
-    early = rehearsal.Span("before", 0.0, begin - 2 * rehearsal.PERIOD)
-    assert watch.most("test", "own", [early]) == watch.seen["test"][0].own
-
-
-@pytest.mark.runs
-def test_a_quick_rehearsal_measures_every_part_and_stays_within_its_plan(gsm8k_data):
-    command = [sys.executable, str(ROOT / "benchmarks" / "rehearsal.py"), "--quick"]
-    result = subprocess.run(
-        [*command, "--data_dir", str(gsm8k_data)], capture_output=True, text=True, timeout=WHOLE_RUN
-    )
-    assert result.returncode == 0, result.stderr
-    assert "nan" not in result.stdout, "no part is missing"
-    lines = result.stdout.rpartition("The plan")[2].splitlines()
-    rows = [line.split(" | ") for line in lines if " M, " in line]
-    within = {(row[0], row[1]): (float(row[2]), float(row[3])) for row in rows if row[2]}
-    names = {"trainer", "searcher 0", "copies of the weights", "all together"}
-    assert len(within) == 3 * len(names) and {name for _, name in within} == names
-    assert all(measured <= planned + 0.01 for planned, measured in within.values()), within
 
 
 def test_off_policy_trajectory_balance_is_exact_over_two_turns_unless_answers_are_chance():
