@@ -8,7 +8,7 @@ many queries the buffer holds.
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,6 +97,37 @@ class Deck:
         self.cards.pop()
 
 
+# Which of a query's rows are replayed: (rows, their rewards as an array, how many, random numbers)
+# -> indices of rows. A new sampling rule is one such function.
+Rule = Callable[[list[Row], np.ndarray, int, np.random.Generator], np.ndarray]
+
+
+def uniformly(
+    rows: list[Row], rewards: np.ndarray, count: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Draw `count` rows without replacement, unless there are fewer. Costs O(count)."""
+    return rng.choice(len(rows), count, replace=len(rows) < count)
+
+
+def by_reward(inverse_temperature: float) -> Rule:
+    """Make the rule that draws by softmax(reward * inverse_temperature) (section 4.2).
+
+    Without replacement, unless there are fewer than `count`. Costs O(rows), about 20 ns for each.
+    """
+
+    def rule(
+        rows: list[Row], rewards: np.ndarray, count: int, rng: np.random.Generator
+    ) -> np.ndarray:
+        logits = rewards * inverse_temperature
+        if len(rows) >= count:
+            # Gumbel top-k: the k largest of logit + noise are a draw without replacement.
+            return np.argpartition(-(logits + rng.gumbel(size=len(rows))), count - 1)[:count]
+        # The largest of fresh noise each time is a draw with replacement.
+        return (logits + rng.gumbel(size=(count, len(rows)))).argmax(axis=1)
+
+    return rule if inverse_temperature else uniformly
+
+
 class Shelf:
     """The responses of one query, oldest out first when more than `capacity`. Adding costs O(1)."""
 
@@ -123,33 +154,14 @@ class Shelf:
         self.rows[index], self.rewards[index], self.place[key] = row, row.reward, index
 
     def draw(
-        self, count: int, inverse_temperature: float, oldest_version: int, rng: np.random.Generator
+        self, count: int, rule: Rule, oldest_version: int, rng: np.random.Generator
     ) -> list[Row]:
-        """Draw `count` rows by softmax(reward * inverse_temperature).
-
-        Without replacement, unless there are fewer than `count`. Rows of versions before
-        `oldest_version` are left out; [] if that leaves none.
-
-        Costs O(count) for a uniform draw (inverse_temperature 0) from all versions, and else
-        O(responses of this query), about 20 ns for each.
-        """
-        rows, rewards = self.rows, self.rewards
+        """Draw `count` rows of no version before `oldest_version`; [] if that leaves none."""
+        rows, rewards = self.rows, self.rewards[: len(self.rows)]
         if oldest_version:
             young = [i for i, row in enumerate(rows) if row.version >= oldest_version]
             rows, rewards = [rows[i] for i in young], rewards[young]
-        held = len(rows)
-        if not held:
-            return []
-        if inverse_temperature == 0:
-            chosen = rng.choice(held, count, replace=held < count)
-        elif held >= count:
-            # Gumbel top-k: the k largest of logit + noise are a draw without replacement.
-            noisy = rewards[:held] * inverse_temperature + rng.gumbel(size=held)
-            chosen = np.argpartition(-noisy, count - 1)[:count]
-        else:  # the largest of fresh noise each time is a draw with replacement
-            noisy = rewards[:held] * inverse_temperature + rng.gumbel(size=(count, held))
-            chosen = noisy.argmax(axis=1)
-        return [rows[i] for i in chosen]
+        return [rows[i] for i in rule(rows, rewards, count, rng)] if rows else []
 
 
 class Pool:
@@ -183,12 +195,12 @@ class Pool:
         self.num_responses += len(shelf.rows)
 
     def draw(
-        self, count: int, inverse_temperature: float, oldest_version: int, rng: np.random.Generator
+        self, count: int, rule: Rule, oldest_version: int, rng: np.random.Generator
     ) -> list[Row]:
         """Draw `count` responses to the next query that has young ones; [] if none has."""
         while self.deck.cards:
             query = self.deck.draw(rng)
-            rows = self.shelves[query].draw(count, inverse_temperature, oldest_version, rng)
+            rows = self.shelves[query].draw(count, rule, oldest_version, rng)
             if rows:
                 return rows
             # All are too old, and will be: the query leaves, so that it is looked at in vain once.
@@ -250,21 +262,17 @@ class ReplayBuffer:
     """D_global of the paper.
 
     capacity_per_query: responses kept per query; of those with the same tokens only the newest.
-    reward_inverse_temperature: a replayed query's responses are drawn by softmax(reward * this);
-    0 draws uniformly. seed: of all draws; the same additions and draws give the same rows.
+    rule: draws the responses of a replayed query. seed: of all draws; the same additions and draws
+    give the same rows.
     growth_steps: from this trainer step on a query keeps no more responses than it has, or than one
     group. None: it keeps up to its capacity always.
     """
 
     def __init__(
-        self,
-        capacity_per_query: int,
-        reward_inverse_temperature: float,
-        seed: int,
-        growth_steps: int | None = None,
+        self, capacity_per_query: int, rule: Rule, seed: int, growth_steps: int | None = None
     ):
         self.capacity_per_query, self.growth_steps = capacity_per_query, growth_steps
-        self.reward_inverse_temperature = reward_inverse_temperature
+        self.rule = rule
         self.rng = np.random.default_rng(seed)
         self.all = Pool()  # every response held
         self.recent = Pool()  # the responses that the latest sync added
@@ -302,7 +310,7 @@ class ReplayBuffer:
 
         Each of the B queries is, independently, with probability m one of the latest sync, with K
         of the responses which that sync added to it, drawn uniformly; otherwise one of all queries,
-        with K of its responses drawn by reward. Either way the queries come without replacement
+        with K of its responses drawn by the rule. Either way the queries come without replacement
         until all have been drawn, and responses repeat only where there are fewer than K.
 
         Responses of versions before `oldest_version`, which never goes down from call to call, are
@@ -312,10 +320,9 @@ class ReplayBuffer:
         for _ in range(queries_per_batch):
             rows: list[Row] = []
             if self.rng.random() < most_on_policy_prob:
-                rows = self.recent.draw(responses_per_query, 0.0, oldest_version, self.rng)
+                rows = self.recent.draw(responses_per_query, uniformly, oldest_version, self.rng)
             if not rows:
-                inverse = self.reward_inverse_temperature
-                rows = self.all.draw(responses_per_query, inverse, oldest_version, self.rng)
+                rows = self.all.draw(responses_per_query, self.rule, oldest_version, self.rng)
             if not rows:
                 return []
             batch += rows

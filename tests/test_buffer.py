@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import make_group
 
-from buffer import TOKEN_ARRAYS, Group, ReplayBuffer, Row
+from buffer import TOKEN_ARRAYS, Group, ReplayBuffer, Row, by_reward, uniformly
 
 # The values that chi-square exceeds with probability 0.001, by degrees of freedom.
 CRITICAL = {2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 7: 24.32, 9: 27.88, 27: 55.48}
@@ -33,7 +33,7 @@ def group(query: int, names: list[int], rewards=None, version: int = 0) -> Group
 
 def filled(*syncs: list[Group], capacity=100, inverse_temperature=0.0, seed=0) -> ReplayBuffer:
     """Make a buffer to which each sync has added its groups, at steps 0, 2, 4 and so on."""
-    buffer = ReplayBuffer(capacity, inverse_temperature, seed)
+    buffer = ReplayBuffer(capacity, by_reward(inverse_temperature), seed)
     for i, groups in enumerate(syncs):
         buffer.add(groups, step=2 * i)
     return buffer
@@ -259,7 +259,7 @@ def test_a_recent_set_that_has_grown_old_gives_way_to_replay_and_at_last_to_noth
 
 def saved_and_loaded(buffer: ReplayBuffer, path) -> ReplayBuffer:
     np.savez(path, **buffer.state_dict())
-    other = ReplayBuffer(buffer.capacity_per_query, buffer.reward_inverse_temperature, seed=12345)
+    other = ReplayBuffer(buffer.capacity_per_query, buffer.rule, seed=12345)
     with np.load(path, allow_pickle=False) as state:
         other.load_state_dict(state)
     return other
@@ -323,7 +323,7 @@ def test_from_its_growth_steps_on_new_responses_replace_the_oldest_one_for_one()
     def held() -> list[int]:
         return names(buffer.sample(1, buffer.responses, 0.0))
 
-    buffer = ReplayBuffer(100, reward_inverse_temperature=0.0, seed=0, growth_steps=5)
+    buffer = ReplayBuffer(100, uniformly, seed=0, growth_steps=5)
     for step in range(4):
         buffer.add([group(0, [2 * step, 2 * step + 1])], step)
     assert held() == [0, 1, 2, 3, 4, 5, 6, 7]

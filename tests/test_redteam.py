@@ -11,7 +11,7 @@ from conftest import flags
 from test_buffer import many
 from test_trainer import make_rows, make_trainer
 
-from buffer import TOKEN_ARRAYS, ReplayBuffer
+from buffer import TOKEN_ARRAYS, ReplayBuffer, by_reward
 from runtime.command_line import build_config
 from tasks import load_task
 from tasks.redteam import cosine_distances, toxic
@@ -73,7 +73,7 @@ def test_a_buffer_with_100000_responses_to_one_query_is_as_fast_as_a_small_one_a
     record_property,
 ):
     large, small = (
-        ReplayBuffer(capacity_per_query=capacity, reward_inverse_temperature=1.0, seed=0)
+        ReplayBuffer(capacity_per_query=capacity, rule=by_reward(1.0), seed=0)
         for capacity in (100_000, 1_000)
     )
     for stamp in range(900):

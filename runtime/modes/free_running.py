@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from buffer import Group, ReplayBuffer, Row
+from buffer import Group, ReplayBuffer, Row, by_reward
 from config import Config
 from tasks import Query
 from weights import SharedWeights
@@ -157,7 +157,7 @@ class ReplayBatches:
         self.config = config
         self.buffer = ReplayBuffer(
             config.capacity_per_query,
-            config.reward_inverse_temperature,
+            by_reward(config.reward_inverse_temperature),
             config.seed,
             config.buffer_growth_steps,
         )
