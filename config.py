@@ -5,10 +5,15 @@ which values it takes. A class is a group of flags; Config is all of them togeth
 `runtime/command_line.py` makes a Config of a command line, `runtime/check_settings.py` checks it.
 """
 
+import functools
+import importlib.util
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
 
@@ -21,6 +26,28 @@ def first_line(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return "it brings code of its own: --trust_remote_code lets that of --model run"
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def import_file(kind: str, file: str) -> ModuleType:
+    """Import a Python file of the user's own: a "task" or an "objective". Raises UserError."""
+    if not Path(file).is_file():
+        raise UserError(f"{kind} file {file!r} does not exist")
+    return _import_file(kind, file, Path(file).stat().st_mtime_ns)
+
+
+@functools.cache
+def _import_file(kind: str, file: str, modified: int) -> ModuleType:
+    """Import a file once for each time of its change: it may be slow."""
+    # Under a name that no other module has.
+    spec = importlib.util.spec_from_file_location(f"{kind} file {file}", file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(
+            f"{kind} file {file!r} fails to import: {type(error).__name__}: {error}"
+        ) from error
+    return module
 
 
 LOAD_SECONDS = 600.0  # that a process may take to load its model, a node to import the project
@@ -101,7 +128,7 @@ class ObjectiveSettings:
     """The objective."""
 
     loss: str = "tb"
-    """The objective, a key of LOSSES in objectives.py: tb, or one of those it is compared with."""
+    """The objective: tb, another key of LOSSES in objectives.py, or a .py file with your own."""
     beta: PositiveFloat = 0.01
     """Strength of the pull towards the reference policy, at step 0."""
     beta_final: PositiveFloat | None = None

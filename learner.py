@@ -21,7 +21,7 @@ from models.lora import load_trained_policy, merged, save, trained_parameters
 from models.policy import find_not_finite
 from models.schedules import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
 from models.sharding import OneProcess, full, load_state_of, state_of
-from objectives import LOSSES
+from objectives import find_objective
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
 
@@ -37,6 +37,7 @@ class Learner:
     def __init__(self, config: Config, say: Callable[[str], None], ranks: OneProcess | None = None):
         self.config, self.say, self.ranks = config, say, ranks or OneProcess()
         torch.manual_seed(config.seed)
+        self.objective = find_objective(config.loss)
         self.dtype = compute_dtype(config)
         self.policy, self.adapted = load_trained_policy(config, self.dtype)  # on the CPU
         self.policy_logprobs = self.ranks.shard(self.policy, self.dtype)
@@ -106,7 +107,7 @@ class Learner:
             self.log_weights.append(log_weights(inputs))  # for metrics: no objective uses them
         inputs.logprobs.requires_grad_()
         # "tb", the default, is trajectory_balance in loss.py (Eq. 3 to 5).
-        loss, metrics = LOSSES[self.config.loss](inputs)
+        loss, metrics = self.objective(inputs)
         (loss * weight).backward()
         if self.low_memory:
             prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]

@@ -16,6 +16,7 @@ V detached, the loss is the mean of squared residuals:
 GVPO's loss is beta^2 / 2 times that of tb. tba_prime is tb's gradient, but for a clamp.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 
@@ -23,7 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from config import UserError, import_file
 from loss import LossInputs, Metrics, sequence_sum, trajectory_balance
+
+Objective = Callable[[LossInputs], tuple[Tensor, Metrics]]
 
 
 def tba_prime(x: LossInputs) -> tuple[Tensor, Metrics]:
@@ -269,7 +273,7 @@ def dppo(x: LossInputs) -> tuple[Tensor, Metrics]:
     return sequence_sum(1e-3 * log_ratio.square() - gain, x.mask).mean(), {}
 
 
-LOSSES: dict[str, Callable[[LossInputs], tuple[Tensor, Metrics]]] = {
+LOSSES: dict[str, Objective] = {
     "tb": trajectory_balance,
     "tba_prime": tba_prime,
     "tba_prime_ratio": tba_prime_ratio,
@@ -294,6 +298,28 @@ LOSSES: dict[str, Callable[[LossInputs], tuple[Tensor, Metrics]]] = {
     "icepop": icepop,
     "dppo": dppo,
 }
+
+
+def find_objective(name_or_file: str) -> Objective:
+    """Find an objective of LOSSES, or the one public function of a .py file. Raises UserError."""
+    if not name_or_file.endswith(".py"):
+        if name_or_file not in LOSSES:
+            names = ", ".join(LOSSES)
+            raise UserError(f"--loss is {name_or_file!r}: it is one of {names}, or a .py file")
+        return LOSSES[name_or_file]
+    module = import_file("objective", name_or_file)
+    own = [
+        function
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    if len(own) != 1:
+        raise UserError(
+            f"objective file {name_or_file!r} defines {len(own)} functions: it must define one, "
+            "besides those whose names begin with _"
+        )
+    return own[0]
+
 
 # These read no reference log-probabilities: no searcher loads a reference policy for them.
 WITHOUT_REFERENCE = frozenset(

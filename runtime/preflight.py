@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from config import Config, UserError, first_line
+from loss import LossInputs
 from models.device import compute_dtype, device, onednn_multiplies
 from models.hub import fetch_model, find_model, identify_weights
 from models.policy import encode_prompt, encode_reply, load_tokenizer, policy_without_weights
-from objectives import LOSSES
+from objectives import find_objective
 from runtime.checkpoints import checkpoint
 from tasks import LazyQueries, Messages, Task, is_chat, load_task, sampling_for_tests
 
@@ -109,13 +111,40 @@ def check_sampling(config: Config, task: Task) -> None:
         )
 
 
+def check_objective(config: Config) -> None:
+    """Try the objective on two groups of responses of three tokens. Raises UserError."""
+    objective, (rows, length) = find_objective(config.loss), (2 * config.responses_per_query, 3)
+    inputs = LossInputs(
+        logprobs=torch.full((rows, length), -1.0, requires_grad=True),
+        ref_logprobs=torch.full((rows, length), -1.1),
+        behavior_logprobs=torch.full((rows, length), -0.9),
+        mask=torch.ones(rows, length),
+        rewards=torch.arange(rows) / rows,
+        group_size=config.responses_per_query,
+        beta=config.beta,
+        max_response_length=length,
+        prompt_lengths=torch.ones(rows),
+        sampled=torch.ones(rows, length),
+    )
+    try:
+        loss, metrics = objective(inputs)
+        loss.backward()
+        {name: float(value) for name, value in metrics.items()}
+    except Exception as error:
+        raise UserError(
+            f"--loss {config.loss}: it fails on an example: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
+    if inputs.logprobs.grad is None:
+        raise UserError(f"--loss {config.loss}: its loss does not depend on logprobs")
+
+
 def check_model(config: Config, task: Task, revision: str | None = None) -> Config:
     """Check the objective and the models; the configuration with the model's name or path.
 
     revision: of the hub, that a run to resume began with: its branch may have moved.
     """
-    if config.loss not in LOSSES:
-        raise UserError(f"--loss is {config.loss!r}: it is one of {', '.join(LOSSES)}")
+    check_objective(config)
     check_sampling(config, task)
     if device().type == "cpu" and not onednn_multiplies(compute_dtype(config)):
         print("bfloat16 is slow here: this processor does not multiply in it", file=sys.stderr)

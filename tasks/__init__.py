@@ -4,11 +4,8 @@ The file defines one subclass of Task. It may have presets too: PRESETS = {name:
 the settings of Config that differ from its defaults; the first is the one without --preset.
 """
 
-import functools
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from config import Config, UserError
+from config import Config, UserError, import_file
 
 Messages = list[dict[str, str]]  # a chat: {"role": …, "content": …} each
 
@@ -201,30 +198,13 @@ def find_presets(name_or_path: str) -> dict[str, dict]:
 def import_task(name_or_path: str) -> ModuleType:
     """Import the module of a task. Raises UserError."""
     if name_or_path.endswith(".py"):
-        if not Path(name_or_path).is_file():
-            raise UserError(f"task file {name_or_path!r} does not exist")
-        return _import_file(name_or_path, Path(name_or_path).stat().st_mtime_ns)
+        return import_file("task", name_or_path)
     if name_or_path not in task_names():
         raise UserError(
             f"unknown task {name_or_path!r}: the tasks are {', '.join(task_names())}, "
             "or give the path of a .py file"
         )
     return importlib.import_module(f"tasks.{name_or_path}")
-
-
-@functools.cache
-def _import_file(file: str, modified: int) -> ModuleType:
-    """Import a task file once for each time of its change: it may be slow. Raises UserError."""
-    # Under a name that no other module has.
-    spec = importlib.util.spec_from_file_location(f"task file {file}", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(
-            f"task file {file!r} fails to import: {type(error).__name__}: {error}"
-        ) from error
-    return module
 
 
 def task_names() -> list[str]:

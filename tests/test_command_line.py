@@ -206,6 +206,27 @@ def test_a_task_of_ones_own_that_cannot_be_used_is_refused(source, expected, tmp
     refused([file], expected.replace("{file}", str(file)), capfd)
 
 
+WEIGHT = "import torch\n_w = torch.ones((), requires_grad=True)\n"
+BAD_OBJECTIVES = [
+    ("1 / 0", "objective file '{file}' fails to import: ZeroDivisionError: division by zero"),
+    ("def _helper(x): pass", "defines 0 functions: it must define one"),
+    ("def one(x): pass\ndef two(x): pass", "defines 2 functions: it must define one"),
+    ("def own(x): return x.lengths.sum(), {}", "fails on an example: AttributeError"),
+    ("def own(x): return x.logprobs.sum()", "fails on an example: TypeError"),
+    ("def own(x): return x.logprobs, {}", "only for scalar outputs"),
+    ("def own(x): return x.logprobs.sum(), {'log_z': x.rewards}", "fails on an example"),
+    ("def own(x): return x.rewards.sum(), {}", "does not require grad"),
+    (WEIGHT + "def own(x): return _w * x.beta, {}", "its loss does not depend on logprobs"),
+]
+
+
+@pytest.mark.parametrize("source, expected", BAD_OBJECTIVES)
+def test_an_objective_of_ones_own_that_cannot_be_used_is_refused(source, expected, tmp_path, capfd):
+    file = tmp_path / "own.py"
+    file.write_text(source)
+    refused(["arithmetic", "--loss", file], expected.replace("{file}", str(file)), capfd)
+
+
 @pytest.mark.parametrize(
     "task, row, expected",
     [

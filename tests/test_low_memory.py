@@ -5,7 +5,7 @@ import torch
 from conftest import FOREVER, Run, flags
 from test_trainer import SHORT, gradient, make_rows
 
-from config import Config
+from config import Config, UserError
 from learner import Learner
 from models import logprobs
 from objectives import LOSSES
@@ -91,6 +91,25 @@ def test_a_batch_that_does_not_fit_makes_the_learner_take_two_passes(tied_model)
     with pytest.raises(MemoryError, match="--tokens_per_micro_batch or try --low_memory on"):
         try_largest_batch(off, Full(learner, fits=True), said.append)
     assert all(parameter.grad is None for parameter in learner.policy.parameters())
+
+
+def test_an_objective_whose_gradient_takes_another_way_too_is_refused_in_two_passes(
+    tied_model, monkeypatch
+):
+    """Without a word it would learn from a part of its gradient."""
+
+    def with_entropy(self, *arguments):
+        inputs = loss_inputs(self, *arguments)
+        inputs.entropy = -inputs.logprobs.mean(dim=1)
+        return inputs
+
+    loss_inputs = Learner.loss_inputs
+    monkeypatch.setattr(Learner, "loss_inputs", with_entropy)
+    learner = Learner(Config(model=str(tied_model), **SETTINGS), print)
+    try_largest_batch(learner.config, learner, print)
+    learner.low_memory = True
+    with pytest.raises(UserError, match=r"LossInputs\.entropy.* --low_memory off"):
+        try_largest_batch(learner.config, learner, print)
 
 
 @pytest.mark.runs

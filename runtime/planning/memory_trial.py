@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from buffer import Row
-from config import Config
+from config import Config, UserError
 from learner import Learner
 
 
@@ -17,15 +17,18 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
     the user a line. Raises MemoryError that says what to lower.
     """
     rows = largest_micro_batch(config, learner.policy.get_input_embeddings().num_embeddings)
-    if fits(config, learner, rows):
-        return
-    if config.low_memory == "auto":
+    it_fits = fits(config, learner, rows)
+    if config.low_memory == "auto" and not it_fits:
         learner.low_memory = True
-        if fits(config, learner, rows):
+        it_fits = fits(config, learner, rows)
+        if it_fits:
             say(
                 "the largest batch does not fit into memory: a step takes two passes (--low_memory)"
             )
-            return
+    if it_fits:
+        if learner.low_memory:
+            check_inputs(learner, rows[:1])
+        return
     length = "--max_episode_tokens" if config.max_episode_tokens else "--max_response_tokens"
     smaller = f"{length} or --responses_per_query"
     if config.full_queries > 1:
@@ -35,6 +38,17 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
         f"{len(rows)} responses of {len(rows[0].prompt)} + {len(rows[0].tokens)} tokens do not fit "
         f"into memory in one forward and backward pass: lower {smaller}{also}"
     )
+
+
+def check_inputs(learner: Learner, rows: list[Row]) -> None:
+    """Raise UserError where an input besides logprobs has a gradient: two passes have only that."""
+    inputs = learner.loss_inputs(rows, learner.config.beta)
+    for name, value in vars(inputs).items():
+        if name != "logprobs" and getattr(value, "requires_grad", False):
+            raise UserError(
+                f"--loss {learner.config.loss}: a step in two passes would leave out the gradient "
+                f"of LossInputs.{name}: it has that of logprobs alone. Give --low_memory off"
+            )
 
 
 def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
