@@ -16,7 +16,7 @@ PYTEST := $(TEST_VENV)/bin/python -m pytest -q --durations=10
 PYTEST_LONG := $(PYTEST) -n 3 --dist worksteal
 SUITES := test test-faults test-runs test-cluster
 
-.PHONY: setup setup-tests demo lint $(SUITES) test-all test-gpu
+.PHONY: setup setup-tests demo lint $(SUITES) test-all test-gpu mutants
 
 demo: setup
 	.venv/bin/python tba.py arithmetic $(DEMO_FLAGS)
@@ -49,6 +49,10 @@ test-all:
 	  lines="$$lines$$suite $$how in $$(($$(date +%s) - start)) s\n"; \
 	done; printf "$$lines"; case "$$lines" in *FAILED*) exit 1;; esac
 
+# Which faults, planted in the core one at a time, do its tests find?
+mutants: setup-tests $(TEST_VENV)/requirements-mutants.txt.installed
+	$(TEST_VENV)/bin/python tests/mutants.py
+
 # What wants a GPU, with the vLLM for GPUs; without one each test is skipped, with the reason.
 test-gpu: setup
 	.venv/bin/python -m pytest -q -rs -m gpu tests
@@ -58,7 +62,7 @@ setup: $(INSTALLED)
 setup-tests: $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora track gym)
 
 # What is optional, for the tests.
-OPTIONAL := $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora ray track gym)
+OPTIONAL := $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora ray track gym mutants)
 $(OPTIONAL): $(TEST_VENV)/%.installed: % $(TEST_VENV)/requirements-cpu.txt.installed
 	$(uv_install)
 	touch $@

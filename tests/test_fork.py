@@ -1,0 +1,90 @@
+"""The code of docs/fork.md, and the README's objective: it works as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, flags, make_group, read, tba
+from test_objectives import make_example, to_inputs, value_and_gradient
+
+import buffer
+from objectives import LOSSES, find_objective
+from tasks import load_task
+from tba import main
+
+PAGES = "".join((ROOT / page).read_text() for page in ("README.md", "docs/fork.md"))
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGES, re.DOTALL))
+
+
+@pytest.fixture
+def paste(tmp_path):
+    """Paste a file of the pages somewhere. Returns its path."""
+
+    def paste(name: str) -> Path:
+        (tmp_path / name).write_text(FILES[name])
+        return tmp_path / name
+
+    return paste
+
+
+def test_its_task_scores_what_its_docstring_says(paste):
+    task = load_task(str(paste("parity.py")))
+    train, test = (task.queries(split) for split in ("train", "test"))
+    assert len(train) == 900 and {query.id for query in train}.isdisjoint(q.id for q in test)
+    assert train[1].prompt == "Is 2 even? "
+    assert task.score(train[:2], ["yes", " yes "], [True, True]) == [0.0, 1.0]
+
+
+def test_its_episode_ends_at_the_goal_and_is_worth_its_length(paste):
+    task = load_task(str(paste("climb.py")))
+    query = next(query for query in task.queries("train") if query.answer == 5)
+    assert task.reply(query, ["*2"]) == " 2 to 5: "
+    assert task.reply(query, ["*2", " *2", "+1"]) is None
+    responses = ["*2", "*2", "+1"], ["*2", "*2", "*2"]
+    assert task.score([query] * 2, responses, [True, True]) == [1 / 3, 0.0]
+
+
+def test_its_objective_is_trajectory_balance_where_residuals_are_small(paste):
+    objective = find_objective(str(paste("huber.py")))
+    inputs = to_inputs(make_example("mixed"))
+    inputs.logprobs.requires_grad_()
+    loss, metrics = objective(inputs)
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    _, whole = value_and_gradient("tb", to_inputs(make_example("mixed")))
+    assert gradient.sign().equal(whole.sign()) and gradient.norm() <= whole.norm()
+    _, tb_metrics = LOSSES["tb"](to_inputs(make_example("mixed")))
+    assert float(metrics["log_z"]) == pytest.approx(float(tb_metrics["log_z"]))
+
+
+def test_its_sampling_rule_replays_the_newest():
+    names = vars(buffer).copy()
+    exec(FILES["buffer.py"], names)
+    replay = buffer.ReplayBuffer(100, names["newest"], seed=0)
+    for version in range(4):
+        replay.add([make_group(0, version, [1, 1], [version, 10 + version])], step=version)
+    for count, versions in (2, [3, 3]), (3, [3, 3, 2]), (10, [3, 3, 2, 2, 1, 1, 0, 0, 3, 3]):
+        assert [row.version for row in replay.sample(1, count, 0.0)] == versions
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    "name, own",
+    [
+        ("parity.py", {}),
+        ("climb.py", dict(max_turns=3, max_episode_tokens=60, max_response_tokens=4)),
+    ],
+)
+def test_its_tasks_train(name, own, paste, tied_model, tmp_path):
+    run_dir = tmp_path / "run"
+    settings = dict(steps=2, initial_responses=20, max_prompt_tokens=16, max_response_tokens=8)
+    command = flags(model=tied_model, output_dir=run_dir, loss=paste("huber.py"), **settings | own)
+    done = tba(paste(name), *command)
+    assert done.returncode == 0, done.stderr
+    assert "final_score" in read(run_dir, "metrics.jsonl")[-1]
+
+
+def test_its_plan_is_what_a_newcomer_tries_first(paste, tied_model, capsys):
+    command = [str(paste("parity.py")), "--plan", *flags(model=tied_model)]
+    assert main(command) == 0
+    assert "trainer" in capsys.readouterr().out
