@@ -25,7 +25,6 @@ RUNS = {  # each ends in steps of its own, so that a search that is cut short sh
     "late": "--constant_staleness 3 --reference_reset_period 5 --steps 12 --checkpoint_every 5",
     "lora": "--synchronous --lora_rank 4 --steps 8 --checkpoint_every 4",
 }
-RESUMED = "--steps 12"
 # Of a line: what is measured by a clock, or of the group that came first.
 TIMED = "busy", "second", "queue_depth", "mismatch"
 STUDY = """
@@ -57,14 +56,13 @@ for field in dataclasses.fields(Config):
         call("arithmetic", "--" + field.name, value, "--model", "absent")
 print(json.dumps(found, default=str))
 """
-Differences = Iterator[str]
 
 
 class Checkout:
-    """One of the two. work: what it makes lies there."""
+    """One of the two. work: what it makes lies there; old: the other where that is the old one."""
 
-    def __init__(self, root: str, work: Path):
-        self.root, self.work = Path(root).resolve(), work
+    def __init__(self, root: str, work: Path, old: "Checkout | None" = None):
+        self.root, self.work, self.old = Path(root).resolve(), work, old or self
         work.mkdir()
 
     def python(self, *words: object, directory: str = ".") -> str:
@@ -75,23 +73,23 @@ class Checkout:
             sys.exit(f"{self.root}: {command}:\n{done.stdout}\n{done.stderr}")
         return done.stdout
 
-    def train(self, name: str, flags: str) -> Path:
+    def train(self, name: str) -> Path:
         """Make a run, unless it is there."""
         run_dir = self.work / name
         if not run_dir.exists():
-            words = f"{self.root / 'tba.py'} {SMALL} {flags} --output_dir {run_dir}"
+            words = f"{self.root / 'tba.py'} {SMALL} {RUNS[name]} --output_dir {run_dir}"
             self.python(*words.split())
         return run_dir
 
-    def resume(self, name: str, run_dir: Path) -> Path:
-        """Go on with a copy of a run of whichever checkout."""
-        copy = self.work / name
-        shutil.copytree(run_dir, copy)
-        self.python(self.root / "tba.py", "--resume", copy, *RESUMED.split())
+    def resume(self, name: str) -> Path:
+        """Go on with a copy of the old checkout's run."""
+        copy = self.work / f"{name} resumed"
+        shutil.copytree(self.old.train(name), copy)
+        self.python(self.root / "tba.py", "--resume", copy, "--steps", 12)
         return copy
 
 
-def differ(old: object, new: object, where: str) -> Differences:
+def differ(old: object, new: object, where: str) -> Iterator[str]:
     """Yield each place where two values differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in old | new:
@@ -108,11 +106,10 @@ def differ(old: object, new: object, where: str) -> Differences:
 
 def read_run(run_dir: Path) -> dict[str, object]:
     """Return what a run has learnt and said, without times."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    figures = [
-        {name: value for name, value in line.items() if not any(word in name for word in TIMED)}
-        for line in lines
-    ]
+    figures = [*map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())]
+    for line in figures:
+        for name in [name for name in line if any(word in name for word in TIMED)]:
+            del line[name]
     checkpoint = max((run_dir / "checkpoints").glob("step-*"))
     state = json.loads((checkpoint / "state.json").read_text())
     arrays = {path.name: dict(np.load(path)) for path in checkpoint.glob("*.npz")}
@@ -138,45 +135,14 @@ def keys_of_files(run_dir: Path) -> dict[str, object]:
     return keys
 
 
-def compare_pinned(old: Checkout, new: Checkout) -> Differences:
-    files = ({f.name: f.read_text() for f in c.root.glob("tests/pinned/*")} for c in (old, new))
-    yield from differ(*files, "tests/pinned")
-
-
-def compare_runs(old: Checkout, new: Checkout) -> Differences:
-    for name, flags in RUNS.items():
-        yield from differ(*(read_run(c.train(name, flags)) for c in (old, new)), name)
-
-
-def compare_study(old: Checkout, new: Checkout) -> Differences:
-    results = (json.loads(c.python("-c", STUDY, directory="benchmarks")) for c in (old, new))
-    yield from differ(*results, "study")
-
-
-def compare_words(old: Checkout, new: Checkout) -> Differences:
-    yield from differ(*(json.loads(c.python("-c", PROBE)) for c in (old, new)), "tba.py")
-
-
-def compare_files(old: Checkout, new: Checkout) -> Differences:
-    for name, flags in RUNS.items():
-        yield from differ(*(keys_of_files(c.train(name, flags)) for c in (old, new)), name)
-
-
-def compare_resumed(old: Checkout, new: Checkout) -> Differences:
-    """The old checkout's runs are resumed by both."""
-    for name in ("synchronous", "lora"):
-        run_dir = old.train(name, RUNS[name])
-        resumed = (read_run(c.resume(f"{name} resumed", run_dir)) for c in (old, new))
-        yield from differ(*resumed, f"{name}, resumed")
-
-
-COMPARISONS: dict[str, Callable[[Checkout, Checkout], Differences]] = {
-    "pinned actions": compare_pinned,
-    "lockstep runs": compare_runs,
-    "the study's run": compare_study,
-    "help, presets and refusals": compare_words,
-    "files of a run": compare_files,
-    "an old checkpoint": compare_resumed,
+# What is compared of each checkout.
+COMPARED: dict[str, Callable[[Checkout], object]] = {
+    "pinned actions": lambda c: {p.name: p.read_text() for p in c.root.glob("tests/pinned/*")},
+    "lockstep runs": lambda c: {name: read_run(c.train(name)) for name in RUNS},
+    "the study's run": lambda c: json.loads(c.python("-c", STUDY, directory="benchmarks")),
+    "help, presets and refusals": lambda c: json.loads(c.python("-c", PROBE)),
+    "files of a run": lambda c: {name: keys_of_files(c.train(name)) for name in RUNS},
+    "an old checkpoint": lambda c: {n: read_run(c.resume(n)) for n in ("synchronous", "lora")},
 }
 
 
@@ -184,9 +150,10 @@ def main(old: str, new: str) -> int:
     os.environ |= {"COLUMNS": "100", "PYTHONHASHSEED": "0"}  # of --help; of tyro's sets
     num_different = 0
     with tempfile.TemporaryDirectory() as directory:
-        pair = Checkout(old, Path(directory, "old")), Checkout(new, Path(directory, "new"))
-        for name, compare in COMPARISONS.items():
-            differences = list(compare(*pair))
+        before = Checkout(old, Path(directory, "old"))
+        after = Checkout(new, Path(directory, "new"), before)
+        for name, look in COMPARED.items():
+            differences = list(differ(look(before), look(after), name))
             num_different += bool(differences)
             print(f"{name}: {f'{len(differences)} differences' if differences else 'equal'}")
             print("".join(f"  {line}\n" for line in differences[:10]), end="", flush=True)

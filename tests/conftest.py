@@ -13,24 +13,19 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from common import as_flags as flags
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from buffer import Group
+from objectives import LOSSES, find_objective
 from runtime.processes import children
 from runtime.processes.places import Place
 from runtime.record import timeline
@@ -42,7 +37,9 @@ ON_GPU = any(package.name == "vllm" for package in importlib.metadata.distributi
 # What a searcher finds in its environment, before a test imports vLLM.
 GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if ON_GPU else None
 os.environ.update(children.environment(Place("tests", GPU, [0])))
-os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # they push what matters out of a CI's record
+# Progress bars push what matters out of a CI's record.
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+transformers.utils.logging.disable_progress_bar()
 
 
 # Seconds that a test waits for what must happen before it fails. Far more than it takes: the tests
@@ -54,6 +51,15 @@ WHOLE_RUN = 3 * PATIENCE
 
 # Those that take longest, longest first: two workers that each take file by file end together.
 LONGEST = ("runs", "plan", "hub", "sharding", "engine", "dtype", "faults", "tiny_runs", "tracking")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--loss", help="a .py file, to test its objective as those of LOSSES")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--loss"):
+        LOSSES[Path(file).stem] = find_objective(file)
 
 
 @pytest.hookimpl(trylast=True)  # once -m has chosen
@@ -85,9 +91,8 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A token a byte, and an end-of-sequence token that is the padding token too."""
-    vocabulary = {
-        token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>"])
-    }
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,23 +117,14 @@ def make_model(directory: Path, tied: bool, seed: int = 0) -> Path:
     """
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer()
-    kind, config = (Qwen2ForCausalLM, Qwen2Config) if tied else (LlamaForCausalLM, LlamaConfig)
-    model = kind(
-        config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-            tie_word_embeddings=tied,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.eos_token_id,
-            initializer_range=0.2,
-        )
-    )
+    settings = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    settings |= dict(num_attention_heads=2, num_key_value_heads=2, vocab_size=len(tokenizer))
+    settings |= dict(max_position_embeddings=1024, initializer_range=0.2, tie_word_embeddings=tied)
+    eos = tokenizer.eos_token_id
+    settings |= dict(bos_token_id=None, eos_token_id=eos, pad_token_id=eos)
+    config = transformers.Qwen2Config if tied else transformers.LlamaConfig
+    kind = transformers.Qwen2ForCausalLM if tied else transformers.LlamaForCausalLM
+    model = kind(config(**settings))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -147,8 +143,7 @@ def tied_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory, untied_model) -> Path:
     """The model of untied_model, with a tokenizer that has a chat template."""
-    directory = tmp_path_factory.mktemp("models") / "chat"
-    shutil.copytree(untied_model, directory)
+    directory = shutil.copytree(untied_model, tmp_path_factory.mktemp("models") / "chat")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
@@ -191,46 +186,32 @@ def logits_made(monkeypatch):
 def gsm8k_data(tmp_path_factory) -> Path:
     """Real rows where they are at hand, rows of our own making otherwise; few, for short runs."""
     directory = tmp_path_factory.mktemp("gsm8k")
+    aside = (
+        " He likes them green, and keeps them in a basket by the door, where it is cool, "
+        "until it is time to bake."
+    )
     for split in ("train", "test"):
-        if (GSM8K / f"{split}.jsonl").exists():
-            lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:40]
-        else:
-            aside = (
-                " He likes them green, and keeps them in a basket by the door, where it is cool, "
-                "until it is time to bake."
-            )
-            lines = []
-            for i in range(40):
-                story = f"Tom has {i} apples and buys {i + 2}.{aside * (i % 3)} How many has he?"
-                answer = f"{i}+{i + 2}\n#### {2 * i + 2}"
-                lines.append(json.dumps({"question": story, "answer": answer}))
+        lines, real = [], GSM8K / f"{split}.jsonl"
+        if real.exists():
+            lines = real.read_text(encoding="utf-8").splitlines()[:40]
+        for i in range(len(lines), 40):
+            story = f"Tom has {i} apples and buys {i + 2}.{aside * (i % 3)} How many has he?"
+            answer = f"{i}+{i + 2}\n#### {2 * i + 2}"
+            lines.append(json.dumps({"question": story, "answer": answer}))
         (directory / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return directory
 
 
-def flags(**settings) -> list[str]:
-    """Settings as words of the command line, in this order."""
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-def start_tba(
-    *arguments,
-    tag: str = "",
-    root: Path = ROOT,
-    directory: Path | None = None,
-    prefix: Sequence[str] = (),
-) -> subprocess.Popen:
+def start_tba(*arguments, tag="", directory=None, prefix=()) -> subprocess.Popen:
     """`python tba.py ARGUMENTS`. Every process of the run carries `tag` in its environment.
 
     prefix: a command that starts this one. The process group is its own, the session is not: of two
     sessions on a core one may get nothing for a minute (Linux's autogroups).
     """
-    command = [*prefix, sys.executable, str(root / "tba.py"), *map(str, arguments)]
-    environment = {**os.environ, "TBA_TEST_TAG": tag}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(
-        command, cwd=directory or root, env=environment, process_group=0, **pipes
-    )
+    command = [*prefix, sys.executable, str(ROOT / "tba.py"), *map(str, arguments)]
+    how = dict(cwd=directory or ROOT, env={**os.environ, "TBA_TEST_TAG": tag}, process_group=0)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, **how, **pipes)
 
 
 def tba(*arguments, **settings) -> subprocess.CompletedProcess:
@@ -247,11 +228,9 @@ def living(tag: str) -> list[int]:
     """Process ids of all processes with that tag in their environment."""
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # gone meanwhile, or a zombie, or not ours
             if f"TBA_TEST_TAG={tag}".encode() in (process / "environ").read_bytes().split(b"\0"):
                 pids.append(int(process.name))
-        except OSError:  # gone meanwhile, or a zombie, or not ours
-            pass
     return pids
 
 
@@ -262,19 +241,16 @@ def shared_files(pids: list[int]) -> set[str]:
     """The named files in shared memory that these processes have mapped."""
     names = set()
     for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:  # gone meanwhile
-            continue
-        for line in lines:
-            _, is_shared, name = line.partition(f"{SHARED_MEMORY}/")
-            if is_shared and not name.endswith("(deleted)"):
-                names.add(name)
+        with suppress(OSError):  # gone meanwhile
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, is_shared, name = line.partition(f"{SHARED_MEMORY}/")
+                if is_shared and not name.endswith("(deleted)"):
+                    names.add(name)
     return names
 
 
-SMALL = ["--queries_per_batch", "8", "--initial_responses", "100"]
-FOREVER = ["--steps", 1_000_000]
+SMALL = flags(queries_per_batch=8, initial_responses=100)
+FOREVER = flags(steps=1_000_000)
 
 
 def read(run_dir: Path, name: str) -> list[dict]:
@@ -291,18 +267,12 @@ class Run:
     start_seconds: until its first step; what a test says of a time is measured by that.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *arguments,
-        resume: bool = False,
-        **settings,
-    ):
-        """settings: as of start_tba."""
+    def __init__(self, run_dir: Path | None, *arguments, resume: bool = False, **settings):
+        """run_dir: None for what the run itself chooses. settings: as of start_tba."""
         self.run_dir, self.tag = run_dir, uuid.uuid4().hex
         self.shared: set[str] = set()  # files in shared memory that this run's processes have made
         self.began, self.start_seconds = time.monotonic(), 0.0
-        where = ("--resume", run_dir) if resume else ("--output_dir", run_dir)
+        where = ("--resume" if resume else "--output_dir", run_dir) if run_dir else ()
         self.process = start_tba(*arguments, *where, tag=self.tag, **settings)
 
     def __enter__(self) -> "Run":
@@ -315,21 +285,20 @@ class Run:
         self.process.communicate()
 
     def until(self, condition, what: str):
-        """What condition() gives once that is true."""
-        deadline = time.monotonic() + PATIENCE
-        while not (found := condition()):
-            assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {what}"
-            assert self.process.poll() is None, (
-                f"the run ended while waiting for: {what}\n{self.process.communicate()}"
-            )
-            time.sleep(0.05)
+        """What condition() gives once that is true; it fails as soon as the run has ended."""
+
+        def check():
+            if not (found := condition()) and self.process.poll() is not None:
+                raise AssertionError(f"ended, waiting for: {what}\n{self.process.communicate()}")
+            return found
+
+        found = wait_for(check, what)
         self.shared |= shared_files(living(self.tag))
         return found
 
     def steps(self) -> list[dict]:
-        return [
-            line for line in timeline.read_lines(self.run_dir / "metrics.jsonl") if "loss" in line
-        ]
+        lines = timeline.read_lines(self.run_dir / "metrics.jsonl")
+        return [line for line in lines if "loss" in line]
 
     def step(self) -> int:
         return max((line["step"] for line in self.steps()), default=0)
@@ -342,21 +311,24 @@ class Run:
     def pid(self, name: str) -> int | None:
         """Of the living process that calls itself so."""
         for pid in living(self.tag):
-            try:
+            with suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() == f"tba {name}":
                     return pid
-            except OSError:
-                pass
         return None
 
     def kill(self, name: str, how: int = signal.SIGKILL) -> None:
         os.kill(self.until(lambda: self.pid(name), f"a process {name}"), how)
 
+    def ends_with(self, exit_code: int) -> tuple[str, str]:
+        """Wait until the run ends, with that exit code; its output."""
+        out, err = self.process.communicate(timeout=PATIENCE)
+        assert self.process.returncode == exit_code, err
+        return out, err
+
     def end(self, how: int = signal.SIGINT) -> tuple[str, str]:
         """Asks the run to end; its output."""
         self.process.send_signal(how)
-        out, err = self.process.communicate(timeout=PATIENCE)
-        assert self.process.returncode == 128 + how, err
+        out, err = self.ends_with(128 + how)
         assert "resource_tracker" not in err, err  # a warning of semaphores left behind
         return out, err
 

@@ -72,8 +72,9 @@ class Handler(BaseHTTPRequestHandler):
         file = repository / "/".join(rest[2:])
         if rest[0] != "resolve" or not file.is_file():
             return self.refuse("EntryNotFound")
-        headers = {"X-Repo-Commit": commit_of(repository), "ETag": f'"{etag(file)}"'}
-        self.send(200, headers, file.read_bytes(), fault)
+        body = file.read_bytes()
+        etag = f'"{hashlib.sha256(body).hexdigest()}"'
+        self.send(200, {"X-Repo-Commit": commit_of(repository), "ETag": etag}, body, fault)
 
     do_HEAD = do_GET
 
@@ -106,23 +107,20 @@ def commit_of(repository: Path) -> str:
     return hashlib.sha1(str(repository).encode()).hexdigest()
 
 
-def etag(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def describe(repository: Path, name: str, rest: list[str]) -> object:
     """What the API says of a repository: of itself, or of the files in it."""
     files = []
     for file in sorted(path for path in repository.rglob("*") if path.is_file()):
-        path, digest = str(file.relative_to(repository)), etag(file)[:40]
+        path, body = str(file.relative_to(repository)), file.read_bytes()
+        digest = hashlib.sha256(body).hexdigest()[:40]
         names = {"type": "file", "path": path, "rfilename": path, "oid": digest, "blobId": digest}
-        files.append(names | {"size": file.stat().st_size})
-    if rest and rest[0] == "tree":
+        files.append(names | {"size": len(body)})
+    if rest[:1] == ["tree"]:
         directories = {str(Path(file["path"]).parent) for file in files} - {"."}
         folder = {"type": "directory", "size": 0, "oid": "0" * 40}
-        entries = files + [folder | {"path": path} for path in directories]
-        return [entry for entry in entries if entry["path"].startswith("/".join(rest[2:]))]
-    if rest and rest[0] == "paths-info":
+        files += [folder | {"path": path} for path in directories]
+        return [entry for entry in files if entry["path"].startswith("/".join(rest[2:]))]
+    if rest[:1] == ["paths-info"]:
         return []
     private = {"private": False, "gated": False, "disabled": False, "downloads": 0, "likes": 0}
     return private | {"id": name, "sha": commit_of(repository), "siblings": files, "tags": []}

@@ -36,12 +36,12 @@ def test_the_counting_model_ends_as_often_as_the_lengths_say(tmp_path):
 def test_the_padded_variant_gives_the_same_log_probabilities(tied_model):
     model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 256, size=n).astype(np.int32) for n in (4, 9, 4)]
-    responses = [rng.integers(0, 256, size=n).astype(np.int32) for n in (3, 7, 1)]
+    sizes = (4, 9, 4), (3, 7, 1)  # of prompts, of responses
+    rows = [[rng.integers(0, 256, size=n).astype(np.int32) for n in part] for part in sizes]
     with torch.no_grad():
-        ours = response_logprobs(model, prompts, responses, 0.7)
-        trimmed = trainer_step.trimmed(model, prompts, responses, 0.7, torch.float32)
-        padded = trainer_step.padded(model, prompts, responses, 0.7, torch.float32)
+        ours = response_logprobs(model, *rows, 0.7)
+        trimmed = trainer_step.trimmed(model, *rows, 0.7, torch.float32)
+        padded = trainer_step.padded(model, *rows, 0.7, torch.float32)
     torch.testing.assert_close(trimmed, ours, atol=2e-5, rtol=0)
     torch.testing.assert_close(padded[:, :7], ours, atol=2e-5, rtol=0)
 
@@ -50,13 +50,8 @@ def test_the_floor_counts_each_prompt_once_and_no_padding():
     def row(query: int, prompt: int, tokens: int) -> Row:
         return Row(query, 0, 0, np.zeros(prompt), *np.zeros((5, tokens)), 0.0)
 
-    shape = dict(
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    shape = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3)
+    shape |= dict(num_attention_heads=2, num_key_value_heads=1)
     # q; k and v of half its size; o; the MLP. A multiplication and an addition each.
     layer = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16)
     # Queries times their mean number of keys, for the scores and for the values.
@@ -68,23 +63,17 @@ def test_the_floor_counts_each_prompt_once_and_no_padding():
 
 
 def test_overlap_measures_rates_and_the_time_to_the_target(tmp_path):
-    (tmp_path / "logs").mkdir()
-    spans = [("step", i, i + 0.5) for i in range(41)]
-    (tmp_path / "logs" / "trainer.spans.jsonl").write_text("\n".join(map(json.dumps, spans)))
-    spans = [("search", 0, 41), ("load", 41, 50)]
-    (tmp_path / "logs" / "searcher-0.spans.jsonl").write_text("\n".join(map(json.dumps, spans)))
     # 300 responses arrive at every second step, 3.1 % more of them right each time.
-    lines = [
-        {
-            "step": i + 1,
-            "loss": 0.0,
-            "seconds": 2.0 * i,
-            "reward": 0.5 + i // 2 * 0.031,
-            "received": 300 * (i // 2 + 1),
-        }
-        for i in range(41)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = [dict(reward=0.5 + i // 2 * 0.031, received=300 * (i // 2 + 1)) for i in range(41)]
+    lines = [line | dict(step=i + 1, loss=0.0, seconds=2.0 * i) for i, line in enumerate(lines)]
+    files = {
+        "logs/trainer.spans.jsonl": [("step", i, i + 0.5) for i in range(41)],
+        "logs/searcher-0.spans.jsonl": [("search", 0, 41), ("load", 41, 50)],
+        "metrics.jsonl": lines,
+    }
+    (tmp_path / "logs").mkdir()
+    for name, values in files.items():
+        (tmp_path / name).write_text("\n".join(map(json.dumps, values)))
     for synchronous, reached in (False, 32.5), (True, 30.5):
         config = {"synchronous": synchronous, "queries_per_batch": 100, "responses_per_query": 5}
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -103,12 +92,6 @@ def test_the_target_is_reached_when_enough_of_the_latest_samples_are_right():
 
 
 def test_off_policy_trajectory_balance_is_exact_over_two_turns_unless_answers_are_chance():
-    gains = [
-        exact_two_turns.train(kind, "tb", is_on_policy, seed=0, steps=600)
-        for kind, is_on_policy in [
-            ("deterministic", False),
-            ("stochastic", True),
-            ("stochastic", False),
-        ]
-    ]
+    kinds = ("deterministic", False), ("stochastic", True), ("stochastic", False)
+    gains = [exact_two_turns.train(kind, "tb", on, seed=0, steps=600) for kind, on in kinds]
     assert gains[0] > 0.999 and gains[1] > 0.99 > gains[2]

@@ -16,30 +16,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 import checked_search
 import pytest
 import torch
-from conftest import (
-    FOREVER,
-    PATIENCE,
-    ROOT,
-    SHARED_MEMORY,
-    SMALL,
-    Run,
-    living,
-    read,
-    shared_files,
-    steps_of,
-    tba,
-    wait_for,
-)
+from conftest import PATIENCE, ROOT, Run, flags, living, read, shared_files, steps_of, tba, wait_for
 
 from config import UserError
-from runtime import command_line
+from runtime.command_line import build_config
 from runtime.processes.places import find_places
 from runtime.processes.supervisor import QUEUE_GROUPS, RunFailed
 from runtime.record.live import RATE_WINDOW
@@ -50,32 +37,24 @@ from weights import SharedWeights
 # Clusters and runs of these tests have a token. Ray reads this when it is imported.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 ray = pytest.importorskip("ray", reason="pip install -r requirements-ray.txt")
+from ray.cluster_utils import Cluster  # noqa: E402 (only where it is installed)
+
+from runtime.nodes import cluster, joining  # noqa: E402 (they import it)
+
 ALONE = [name for _, name in socket.if_nameindex()] == ["lo"]
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(not ALONE, reason="wants a network namespace: make test-cluster"),
-]
-STORE = 200 * 2**20  # bytes of each node's object store
-
-
-def cmdline(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+skip = pytest.mark.skipif(not ALONE, reason="wants a network namespace: make test-cluster")
+pytestmark = [pytest.mark.cluster, skip]
 
 
 class Nodes:
     """A head node, on which the tests start runs, and further ones."""
 
     def __init__(self, tag: str):
-        from ray.cluster_utils import Cluster
-
-        arguments = dict(num_cpus=1, object_store_memory=STORE)
-        self.tag, self.arguments = tag, arguments
-        head = arguments | dict(include_dashboard=False)
+        self.tag, self.further = tag, []
+        self.arguments = dict(num_cpus=1, object_store_memory=200 * 2**20)  # bytes
+        head = self.arguments | dict(include_dashboard=False)
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.further = []
+        self.flags = flags(ray=self.cluster.address)
 
     def add(self, number: int = 1) -> "Nodes":
         self.further += [self.cluster.add_node(**self.arguments) for _ in range(number)]
@@ -85,21 +64,20 @@ class Nodes:
         """Kill the raylet of the node that joined first."""
         self.cluster.remove_node(self.further.pop(0), allow_graceful=False)
 
-    def pids(self, name: str) -> list[int]:
-        """Of the processes of further nodes that call themselves so."""
+    def pids(self, file: str, text: bytes) -> list[int]:
+        """Of the processes of nodes in whose file of /proc this text stands."""
         found = []
         for pid in living(self.tag):
             with suppress(OSError):
-                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                if text in Path(f"/proc/{pid}/{file}").read_bytes():
                     found.append(pid)
         return found
 
-    def actors(self) -> list[int]:
-        return [pid for pid in living(self.tag) if b"ray::Node" in cmdline(pid)]
+    def searchers(self) -> list[int]:
+        return self.pids("comm", b"tba searcher 0\n")
 
-    @property
-    def flags(self) -> list[str]:
-        return ["--ray", self.cluster.address]
+    def actors(self) -> list[int]:
+        return self.pids("cmdline", b"ray::Node")
 
 
 @pytest.fixture
@@ -119,76 +97,69 @@ def nodes(monkeypatch, tmp_path, request):
             os.kill(pid, signal.SIGKILL)
 
 
-def node_tokens(steps: list[dict]) -> dict[str, float]:
-    """Of each node the most tokens a second that these lines of metrics.jsonl say."""
-    found: dict[str, float] = {}
-    for line in steps:
-        for name, value in line.items():
-            if name.endswith("_tokens_per_second") and name.startswith("node_"):
-                found[name.removesuffix("_tokens_per_second")] = max(found.get(name, 0.0), value)
-    return found
+def find_teaching(steps: list[dict]) -> set[str]:
+    """The nodes whose latest tokens a second in these lines of metrics.jsonl are more than 0."""
+    pattern = re.compile(r"(node_\d+)_tokens_per_second")
+    figures = {name: value for line in steps for name, value in line.items()}
+    return {m[1] for m in map(pattern.fullmatch, figures) if m and figures[m[0]] > 0}
 
 
 @pytest.mark.parametrize("searchers", [0, 1])
 def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, record_property):
     nodes.add(2)
     run_dir = tmp_path / "run"
-    flags = [*nodes.flags, "--searchers", searchers, "--initial_responses", 4000, "--steps", 1000]
+    settings = flags(searchers=searchers, initial_responses=4000, steps=1000, output_dir=run_dir)
     cores = os.sched_getaffinity(0)
     # A trainer alone would take all cores; the searchers of the nodes are on the second half.
     os.sched_setaffinity(0, cores if searchers else sorted(cores)[: len(cores) // 2 or 1])
     try:
-        result = tba("arithmetic", *flags, "--output_dir", run_dir)
+        result = tba("arithmetic", *nodes.flags, *settings)
     finally:
         os.sched_setaffinity(0, cores)
     assert result.returncode == 0, result.stderr
-    accuracy = read(run_dir, "metrics.jsonl")[-1]["final_accuracy"]
+    lines, steps = read(run_dir, "metrics.jsonl"), steps_of(run_dir)
+    accuracy = lines[-1]["final_accuracy"]
     record_property("final accuracy", accuracy)
     assert accuracy >= 0.95
-    tokens = node_tokens(steps_of(run_dir))
-    assert tokens.keys() == {"node_1", "node_2"} and min(tokens.values()) > 0
+    assert find_teaching(steps) == {"node_1", "node_2"}
     logs = {path.name for path in (run_dir / "logs").iterdir()}
     assert {"node-1-searcher-0.log", "node-2-searcher-0.log"} <= logs
     trainer, *others = read_spans(str(run_dir)).values()
     for spans in others:  # one clock for all
         assert spans[-1][2] > trainer[0][1] and spans[0][1] < trainer[-1][2]
-    assert max(line["mismatch"] for line in steps_of(run_dir)) < 1e-4
-    base = next(line for line in read(run_dir, "metrics.jsonl") if "accuracy" in line)
-    assert base["step"] == 0
+    assert max(line["mismatch"] for line in steps) < 1e-4
+    assert next(line["step"] for line in lines if "accuracy" in line) == 0, "the base model's"
 
 
 def test_a_node_plays_episodes(nodes, tmp_path):
-    nodes.add()
-    flags = [*nodes.flags, "--searchers", 0, "--steps", 50, "--initial_responses", 100]
-    result = tba("reach", *flags, "--output_dir", tmp_path / "run")
+    settings = flags(searchers=0, steps=50, initial_responses=100, output_dir=tmp_path / "run")
+    result = tba("reach", *nodes.add().flags, *settings)
     assert result.returncode == 0, result.stderr
     assert read(tmp_path / "run", "metrics.jsonl")[-1]["final_moves"] > 1
 
 
-def training(nodes: Nodes, run_dir: Path, *flags) -> Run:
+def training(nodes: Nodes, run_dir: Path, **settings) -> Run:
     """A run that goes on for ever, once groups of all nodes are trained on."""
-    settings = *SMALL, *FOREVER, *nodes.flags, *flags
-    run = Run(run_dir, "arithmetic", *settings)
-    expected = {f"node_{i + 1}" for i in range(len(nodes.further))}
-    run.until(
-        lambda: {n for n, rate in node_tokens(run.steps()).items() if rate > 0} >= expected,
-        "groups of all nodes",
-    )
+    settings |= dict(queries_per_batch=8, initial_responses=100, steps=10**6)
+    run = Run(run_dir, "arithmetic", *nodes.flags, *flags(**settings))
+    names = {f"node_{i + 1}" for i in range(len(nodes.further))}
+    run.until(lambda: find_teaching(run.steps()) >= names, "groups of all nodes")
     return run
 
 
-def goes_on(run: Run, steps: int = 20) -> None:
-    before = run.step()
-    run.until(lambda: run.step() >= before + steps, f"{steps} more steps")
+def goes_on(run: Run) -> None:
+    goal = run.step() + 20
+    run.until(lambda: run.step() >= goal, "20 more steps")
 
 
-def node_searches(run: Run, number: int = 1) -> None:
-    """Wait until this node has generated something from now on."""
+def node_searches(run: Run, number: int = 1) -> float:
+    """Wait until this node has generated something from now on; how long that took."""
     start, rate = time.monotonic(), f"node_{number}_tokens_per_second"
     run.until(
         lambda: time.monotonic() > start + RATE_WINDOW + 3 and run.steps()[-1].get(rate, 0) > 0,
         f"tokens of node {number}",
     )
+    return round(time.monotonic() - start, 1)
 
 
 def evaluated(run: Run) -> list[int]:
@@ -196,9 +167,7 @@ def evaluated(run: Run) -> list[int]:
     return [line["step"] for line in lines if "accuracy" in line]
 
 
-def test_what_is_stopped_killed_or_lost_on_nodes_costs_no_step_and_a_killed_driver_leaves_nothing(
-    nodes, tmp_path, record_property
-):
+def test_node_faults_cost_no_step_and_dead_drivers_leave_nothing(nodes, tmp_path, record_property):
     """In one run: first an actor is stopped for 30 s."""
     with training(nodes.add(2), tmp_path / "run") as run:
         actor = nodes.actors()[0]
@@ -212,13 +181,12 @@ def test_what_is_stopped_killed_or_lost_on_nodes_costs_no_step_and_a_killed_driv
         run.until(lambda: max(of_nodes(run, "silence")) < 5, "a sign of life")
         record_property("seconds to a sign of life", round(time.monotonic() - continued, 1))
 
-        searcher = nodes.pids("tba searcher 0")[0]
         start = time.monotonic()
-        os.kill(searcher, signal.SIGKILL)
+        os.kill(nodes.searchers()[0], signal.SIGKILL)
         run.until(lambda: sum(of_nodes(run, "restarts")) == 1, "a restart")
-        run.until(lambda: len(nodes.pids("tba searcher 0")) == 2, "another searcher")
-        for number in (1, 2):
-            node_searches(run, number)
+        run.until(lambda: len(nodes.searchers()) == 2, "another searcher")
+        node_searches(run, 1)
+        node_searches(run, 2)
         seconds = round(time.monotonic() - start, 1)
         record_property("seconds until a killed searcher searched again, at most", seconds)
 
@@ -229,15 +197,15 @@ def test_what_is_stopped_killed_or_lost_on_nodes_costs_no_step_and_a_killed_driv
         nodes.add()
         node_searches(run)
 
-        wait_for(lambda: len(nodes.pids("tba searcher 0")) == 2, "searchers of both nodes")
-        made = shared_files([*nodes.actors(), *nodes.pids("tba searcher 0")])
+        wait_for(lambda: len(nodes.searchers()) == 2, "searchers of both nodes")
+        made = shared_files([*nodes.actors(), *nodes.searchers()])
         semaphores = {name for name in made if name.startswith("sem.")}
         assert semaphores
         start = time.monotonic()
         run.process.kill()
         out, _ = run.process.communicate(timeout=PATIENCE)
-        wait_for(lambda: not nodes.pids("tba searcher 0") + nodes.actors(), "their end")
-        wait_for(lambda: not semaphores & set(os.listdir(SHARED_MEMORY)), "their semaphores")
+        wait_for(lambda: not nodes.searchers() + nodes.actors(), "their end")
+        wait_for(lambda: not semaphores & set(os.listdir("/dev/shm")), "their semaphores")
         record_property("seconds until all had ended", round(time.monotonic() - start, 1))
         run.nothing_is_left()
     assert re.search(r"node \d \(127.0.0.1.*searcher 0 ended with exit code -9", out), out
@@ -251,33 +219,23 @@ def of_nodes(run: Run, name: str) -> list[float]:
     return [run.steps()[-1][f"node_{number}_{name}"] for number in (1, 2)]
 
 
-def test_where_the_only_node_is_lost_the_trainer_goes_on_and_uses_the_next(
-    nodes, tmp_path, record_property
-):
-    flags = ["--searchers", 0, "--checkpoint_every", 10]
-    with training(nodes.add(1), tmp_path / "run", *flags) as run:
+def test_without_its_only_node_a_run_goes_on_and_uses_the_next(nodes, tmp_path, record_property):
+    with training(nodes.add(1), tmp_path / "run", searchers=0, checkpoint_every=10) as run:
         before = run.step()
         nodes.lose()
         run.until(lambda: "node_1_staleness" not in run.steps()[-1], "a step without nodes")
         goes_on(run)  # on what is in the buffer
         assert run.steps()[-1]["searcher_tokens_per_second"] >= 0
         nodes.add()
-        start = time.monotonic()
-        node_searches(run)
-        record_property(
-            "seconds until the next node searched, at most", round(time.monotonic() - start, 1)
-        )
+        record_property("seconds until the next node searched, at most", node_searches(run))
         record_property("steps meanwhile", run.step() - before)
         run.end()
 
 
 @pytest.mark.parametrize("searchers", [0, 1])
-def test_a_node_that_is_killed_during_an_evaluation_costs_neither_that_nor_a_step(
-    searchers, nodes, tmp_path, record_property
-):
+def test_a_node_killed_in_an_evaluation_costs_nothing(searchers, nodes, tmp_path, record_property):
     # Ten steps take less than an evaluation: one is always under way.
-    flags = ["--searchers", searchers, "--eval_every", 10]
-    with training(nodes.add(2), tmp_path / "run", *flags) as run:
+    with training(nodes.add(2), tmp_path / "run", searchers=searchers, eval_every=10) as run:
         for _ in range(2):  # each node that was there
             seen = len(evaluated(run))
             nodes.lose()
@@ -292,12 +250,8 @@ def test_a_node_that_is_killed_during_an_evaluation_costs_neither_that_nor_a_ste
 
 
 def test_which_version_was_evaluated_is_known_whoever_did_it_and_is_there_now():
-    from runtime.nodes import cluster
-
     def board(searchers: int) -> cluster.ClusterBoard:
-        config = command_line.build_config(
-            ["arithmetic", "--ray", "local", "--searchers", str(searchers)]
-        )
+        config = build_config(["arithmetic", *flags(ray="local", searchers=searchers)])
         return cluster.ClusterBoard([place.name for place in find_places(config)])
 
     here, nodes_alone = board(1), board(0)
@@ -311,15 +265,14 @@ def test_which_version_was_evaluated_is_known_whoever_did_it_and_is_there_now():
 
 
 def test_a_run_is_resumed_with_another_number_of_nodes(nodes, tmp_path):
-    flags = ["--checkpoint_every", 10, "--eval_every", 10**6]  # the base model alone
-    with training(nodes.add(2), tmp_path / "run", *flags) as run:
+    settings = dict(checkpoint_every=10, eval_every=10**6)  # the base model alone
+    with training(nodes.add(2), tmp_path / "run", **settings) as run:
         goes_on(run)
         run.until(lambda: evaluated(run) == [0], "the base model's evaluation")
         run.end()
     step, received = run.step(), run.steps()[-1]["received"]
     nodes.lose()
-    flags = *nodes.flags, "--searchers", 0
-    with Run(tmp_path / "run", *flags, resume=True) as again:
+    with Run(tmp_path / "run", *nodes.flags, "--searchers", 0, resume=True) as again:
         again.until(lambda: again.step() > step + 10, "further steps")
         node_searches(again)
         assert again.steps()[-1]["received"] > received
@@ -328,29 +281,22 @@ def test_a_run_is_resumed_with_another_number_of_nodes(nodes, tmp_path):
 
 
 class Driver:
-    """What drives the nodes of a run, with a trainer that only publishes and checks.
-
-    Weights of version v are v in every number; searchers are those of checked_search.py.
-    """
+    """Drives the nodes of a run, as a trainer that only publishes what checked_search.py checks."""
 
     SHAPES = {"a": (2_000_000,), "b": (3, 2_000_000)}  # 32 MB a version
 
-    def __init__(self, nodes: Nodes, run_dir: Path, *flags: str, target: str = "run"):
-        from runtime.nodes import cluster, joining
-
+    def __init__(self, nodes: Nodes, run_dir: Path, target: str = "run", **settings):
         (run_dir / "logs").mkdir(parents=True)
-        flags = "arithmetic", *nodes.flags, "--searchers", "0", "--output_dir", str(run_dir), *flags
-        config = command_line.build_config(flags)
+        settings |= dict(searchers=0, output_dir=run_dir)
+        config = build_config(["arithmetic", *nodes.flags, *flags(**settings)])
         joining.connect(config)
         self.weights = SharedWeights(self.SHAPES, torch.float32, readers=1)
         self.board = cluster.ClusterBoard([place.name for place in find_places(config)])
-        settings = dataclasses.replace(config, searchers=0), [], self.weights, self.board
-        target = f"tests.checked_search:{target}"
-        self.cluster = cluster.Cluster(*settings, str(run_dir), target, config)
+        here = dataclasses.replace(config, searchers=0), [], self.weights, self.board, str(run_dir)
+        self.cluster = cluster.Cluster(*here, f"tests.checked_search:{target}", config)
         self.version, self.published_at = -1, 0.0
         self.visits: Counter[tuple[int, int, int]] = Counter()  # of (seed of a node, query, epoch)
-        self.versions: set[int] = set()
-        self.notices: list[str] = []
+        self.versions, self.notices = set(), []
 
     def work(self, seconds: float) -> None:
         """Be the trainer for so long."""
@@ -381,41 +327,43 @@ class Driver:
         self.versions.add(item.version)
         self.visits[seed, item.query_id, visit] += 1
 
-    def until_all_send(self, number: int) -> float:
-        """Work until so many nodes have sent what is new; how long that took."""
+    def work_until(self, condition, what: str) -> float:
+        """Work until condition(); how long that took."""
         start = time.monotonic()
-        before = self.tokens()
-        while sum(self.tokens()[row] > before.get(row, 0) for row in self.tokens()) < number:
-            assert time.monotonic() < start + PATIENCE, (
-                f"not all of {number} nodes sent groups within {PATIENCE:.0f} s",
-                self.notices[-9:],
-            )
+        while not condition():
+            assert time.monotonic() < start + PATIENCE, (f"not in time: {what}", self.notices[-9:])
             self.work(0.2)
-        return time.monotonic() - start
+        return round(time.monotonic() - start, 1)
 
-    def tokens(self) -> dict[str, float]:
-        return {row: self.board.get(row, "tokens") for row in self.board.searchers}
+    def until_all_send(self, number: int = 2) -> float:
+        """Work until so many nodes have sent what is new; how long that took."""
+        before, what = self.tokens(), f"groups of {number} nodes"
+        return self.work_until(lambda: len(self.tokens() - before) >= number, what)
 
-    def stop(self) -> None:
+    def tokens(self) -> Counter[str]:
+        return Counter({row: self.board.get(row, "tokens") for row in self.board.searchers})
+
+    def heard(self, text: str) -> int:
+        return sum(text in notice for notice in self.notices)
+
+    def close(self) -> None:
         self.board.stop = True
         self.cluster.stop()
 
 
 @pytest.fixture
 def driver(nodes, tmp_path, request):
-    nodes.add(2)
-    found = Driver(nodes, tmp_path / "run", *getattr(request, "param", ()))
-    yield found
-    found.stop()
+    with closing(Driver(nodes.add(2), tmp_path / "run", **getattr(request, "param", {}))) as found:
+        yield found
 
 
 @pytest.mark.long
-def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_property):
+def test_kills_at_random_or_in_a_load_tear_no_group_and_no_version(driver, nodes, record_property):
     rng, slowest, kills = random.Random(0), 0.0, Counter()
-    driver.until_all_send(2)
+    driver.until_all_send()
     while kills.total() < 50:
         what = rng.choice(["raylet", "actor", "searcher"])
-        victims = nodes.pids("tba searcher 0") if what == "searcher" else nodes.actors()
+        victims = nodes.searchers() if what == "searcher" else nodes.actors()
         if what == "raylet":
             nodes.lose()
             driver.work(rng.uniform(0, 2))
@@ -424,114 +372,85 @@ def test_fifty_random_kills_tear_no_group_and_no_version(driver, nodes, record_p
             os.kill(rng.choice(victims), signal.SIGKILL)
         kills[what] += what == "raylet" or bool(victims)
         if rng.random() < 0.6:
-            slowest = max(slowest, driver.until_all_send(2))
+            slowest = max(slowest, driver.until_all_send())
         driver.work(rng.uniform(0, 1))
-    driver.until_all_send(2)
+    driver.until_all_send()
     record_property("kills", dict(kills))
-    record_property("slowest until both nodes sent again, s", round(slowest, 1))
+    record_property("slowest until both nodes sent again, s", slowest)
     record_property("groups, versions seen", (driver.visits.total(), len(driver.versions)))
     assert len(driver.versions) > 50
     # A searcher that is started again repeats what it had sent and not noted.
     again = sum(count - 1 for count in driver.visits.values())
     record_property("queries from which groups came twice in an epoch of a node", again)
     assert again <= kills["searcher"]
-
-
-def test_a_node_that_joins_with_other_packages_is_named_three_times_and_the_others_go_on(
-    driver, nodes, monkeypatch
-):
-    from runtime.nodes import cluster
-
-    monkeypatch.setattr(cluster, "RETRY_SECONDS", 1.0)
-    driver.until_all_send(2)
-    driver.cluster.environment |= {"torch": "1.0"}
-    nodes.add()
-    deadline = time.monotonic() + PATIENCE
-    while sum("this node has torch" in text for text in driver.notices) < 3:
-        assert time.monotonic() < deadline, driver.notices
-        driver.work(0.5)
-    driver.work(10 * cluster.RETRY_SECONDS)
-    driver.until_all_send(2)
-    assert sum("this node has torch" in text for text in driver.notices) == 3
-
-
-@pytest.mark.parametrize("driver", [("--searcher_timeout", "8")], indirect=True)
-def test_searchers_of_nodes_wait_where_nobody_takes_their_groups(driver):
-    from runtime.nodes.cluster import GROUPS
-
-    driver.until_all_send(2)
-
-    def found_in(seconds: float) -> float:
-        before, deadline = sum(driver.tokens().values()), time.monotonic() + seconds
-        while time.monotonic() < deadline:  # the trainer takes nothing
-            driver.cluster.check()
-            time.sleep(0.2)
-        return sum(driver.tokens().values()) - before
-
-    assert found_in(1) > 0
-    found_in(20)
-    assert found_in(5) == 0
-    driver.until_all_send(2)
-    # What they found waits in the trainer's queue, or at a node: for its driver, or its supervisor.
-    found = sum(driver.tokens().values()) / (checked_search.RESPONSES * checked_search.TOKENS)
-    room = QUEUE_GROUPS + 2 * (GROUPS + 2 * QUEUE_GROUPS + 2)
-    assert found - driver.visits.total() <= room
-    assert not [text for text in driver.notices if "no sign of life" in text], driver.notices
-
-
-def test_a_run_without_a_searcher_anywhere_or_with_failing_ones_ends_and_says_so(
-    nodes, tmp_path, monkeypatch
-):
-    from runtime.nodes import cluster
-
-    monkeypatch.setattr(cluster, "LOAD_SECONDS", 2.0)
-    driver = Driver(nodes, tmp_path / "run", "--searcher_timeout", "1")
-    try:
-        assert driver.board.searchers == ["searchers of node 1"]
-        assert driver.board.sign_of_life("searchers of node 1") == "no node is there"
-        assert driver.board.figures(0) == {}
-        with pytest.raises(RunFailed, match="no node searches for 2 s, and no searcher is here"):
-            driver.work(PATIENCE)
-    finally:
-        driver.stop()
-    monkeypatch.setattr(cluster, "LOAD_SECONDS", PATIENCE)
-    monkeypatch.setattr(cluster, "RETRY_SECONDS", 1.0)
-    driver = Driver(nodes.add(1), tmp_path / "failing", target="give_up")
-    try:
-        with pytest.raises(
-            RunFailed, match=r"each node has failed 3 times in a row:\nnode 1 .*failed: searcher 0"
-        ):
-            driver.work(PATIENCE)
-        assert [len(deaths) for deaths in driver.cluster.deaths_of.values()] == [3]
-    finally:
-        driver.stop()
-
-
-def test_spans_of_a_node_are_shown_by_this_machines_clock_and_a_torn_line_is_left_out():
-    from runtime.nodes.cluster import shifted
-
-    assert shifted('["search", 105.0, 107.5]', clock=100.0) == '["search", 5.0, 7.5]\n'
-    assert shifted('["search", 105.0, 1', clock=100.0) == ""
-
-
-def test_a_node_that_is_killed_while_it_gets_weights_leaves_none_half_seen(
-    driver, nodes, record_property
-):
-    driver.until_all_send(2)
-    for _ in range(3):
+    for _ in range(3):  # a node that gets weights
         deadline = time.monotonic() + PATIENCE
         driver.publish()
         while driver.cluster.stored[0] < driver.version:  # then it is on its way
             assert time.monotonic() < deadline
             time.sleep(0.001)
         nodes.lose()
-        record_property("s until the other sent", round(driver.until_all_send(1), 1))
+        record_property("s until the other sent", driver.until_all_send(1))
         nodes.add()
-        record_property("s until both sent", round(driver.until_all_send(2), 1))
-    newest, deadline = driver.version, time.monotonic() + PATIENCE
-    while max(driver.versions) <= newest:  # Ray asks for what it lost again, after some seconds
-        assert time.monotonic() < deadline
-        driver.work(0.5)
+        record_property("s until both sent", driver.until_all_send())
+    newest = driver.version
+    # Ray asks for what it lost again, after some seconds.
+    driver.work_until(lambda: max(driver.versions) > newest, "a newer version")
+
+
+def test_a_node_with_other_packages_is_named_thrice_and_others_go_on(driver, nodes, monkeypatch):
+    monkeypatch.setattr(cluster, "RETRY_SECONDS", 1.0)
+    driver.until_all_send()
+    driver.cluster.environment |= {"torch": "1.0"}
+    nodes.add()
+    driver.work_until(lambda: driver.heard("this node has torch") >= 3, "three refusals")
+    driver.work(10 * cluster.RETRY_SECONDS)
+    driver.until_all_send()
+    assert driver.heard("this node has torch") == 3
+
+
+@pytest.mark.parametrize("driver", [dict(searcher_timeout=8)], indirect=True)
+def test_searchers_of_nodes_wait_where_nobody_takes_their_groups(driver):
+    driver.until_all_send()
+
+    def found_in(seconds: float) -> float:
+        before, deadline = driver.tokens().total(), time.monotonic() + seconds
+        while time.monotonic() < deadline:  # the trainer takes nothing
+            driver.cluster.check()
+            time.sleep(0.2)
+        return driver.tokens().total() - before
+
+    assert found_in(1) > 0
+    found_in(20)
+    assert found_in(5) == 0
+    driver.until_all_send()
+    # What they found waits in the trainer's queue, or at a node: for its driver, or its supervisor.
+    found = driver.tokens().total() / (checked_search.RESPONSES * checked_search.TOKENS)
+    room = QUEUE_GROUPS + 2 * (cluster.GROUPS + 2 * QUEUE_GROUPS + 2)
+    assert found - driver.visits.total() <= room
+    assert not driver.heard("no sign of life"), driver.notices
+
+
+def test_a_run_with_no_searcher_or_failing_ones_ends_and_says_so(nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "LOAD_SECONDS", 2.0)
+    with closing(Driver(nodes, tmp_path / "run", searcher_timeout=1)) as driver:
+        assert driver.board.searchers == ["searchers of node 1"]
+        assert driver.board.sign_of_life("searchers of node 1") == "no node is there"
+        assert driver.board.figures(0) == {}
+        with pytest.raises(RunFailed, match="no node searches for 2 s, and no searcher is here"):
+            driver.work(PATIENCE)
+    monkeypatch.setattr(cluster, "LOAD_SECONDS", PATIENCE)
+    monkeypatch.setattr(cluster, "RETRY_SECONDS", 1.0)
+    failed = r"each node has failed 3 times in a row:\nnode 1 .*failed: searcher 0"
+    with closing(Driver(nodes.add(1), tmp_path / "failing", target="give_up")) as driver:
+        with pytest.raises(RunFailed, match=failed):
+            driver.work(PATIENCE)
+        assert [len(deaths) for deaths in driver.cluster.deaths_of.values()] == [3]
+
+
+def test_spans_of_a_node_are_shown_by_this_machines_clock_and_a_torn_line_is_left_out():
+    assert cluster.shifted('["search", 105.0, 107.5]', clock=100.0) == '["search", 5.0, 7.5]\n'
+    assert cluster.shifted('["search", 105.0, 1', clock=100.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -562,9 +481,7 @@ ANOTHER = "error: --ray .*: its token is not this machine's .RAY_AUTH_MODE is '{
 
 
 @pytest.mark.parametrize("nodes", ["disabled"], indirect=True)
-def test_a_cluster_without_a_token_costs_a_warning_and_refuses_one_and_a_local_one_has_its_own(
-    nodes, tmp_path
-):
+def test_a_cluster_without_a_token_warns_and_refuses_one_and_a_local_one_has_one(nodes, tmp_path):
     to_no_model = "arithmetic", "--model", tmp_path / "none", "--ray"
     result = tba(*to_no_model, nodes.cluster.address)
     assert result.returncode == 2 and "--model" in result.stderr
@@ -578,34 +495,26 @@ def test_a_cluster_without_a_token_costs_a_warning_and_refuses_one_and_a_local_o
     assert (tmp_path / ".ray" / "auth_token").exists()  # Ray made one, and asks for it
 
 
-CLIENT = """import ray, sys
-ray.init(sys.argv[1])
-print(ray.get(ray.remote(lambda: "ran").remote()))"""
-
-
 def test_who_has_not_the_token_runs_nothing_and_a_node_with_other_packages_is_named(nodes):
-    from runtime.nodes import joining
-
     nodes.add(1)
     nodes.cluster.wait_for_nodes()
-    client = [sys.executable, "-c", CLIENT, nodes.cluster.address]
+    code = f"import ray; ray.init({nodes.cluster.address!r})\n"
+    client = [sys.executable, "-c", code + "print(ray.get(ray.remote(lambda: 'ran').remote()))"]
     assert subprocess.check_output(client, text=True) == "ran\n"
     without = ["env", "RAY_AUTH_MODE=disabled"]
-    command = [*without, "RAY_NUM_REDIS_GET_RETRIES=1", *client]
-    refused = subprocess.run(command, capture_output=True, text=True)
+    once = [*without, "RAY_NUM_REDIS_GET_RETRIES=1"]
+    refused = subprocess.run([*once, *client], capture_output=True, text=True)
     assert refused.stdout == "" and "InvalidAuthToken" in refused.stderr
     for mode, prefix in ("disabled", without), ("token", ["env", "RAY_AUTH_TOKEN=another"]):
         result = tba("arithmetic", *nodes.flags, prefix=prefix)
         assert re.fullmatch(ANOTHER.format(mode), result.stderr) and not result.stdout, result
-    real = joining.describe_environment()
+    wanted = joining.describe_environment() | {"torch": "1.0"}
+    lacking = r"--ray: node 127.0.0.1 \(\w+\) has torch .*, the driver's machine has 1.0"
     sys.path.insert(0, str(ROOT))
     try:
         ray.init(address=nodes.cluster.address, log_to_driver=False)
         (node,) = joining.other_nodes()
-        with pytest.raises(
-            UserError,
-            match=r"--ray: node 127.0.0.1 \(\w+\) has torch .*, the driver's machine has 1.0",
-        ):
-            joining.check_node(node, real | {"torch": "1.0"})
+        with pytest.raises(UserError, match=lacking):
+            joining.check_node(node, wanted)
     finally:
         ray.shutdown()

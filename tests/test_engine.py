@@ -3,13 +3,15 @@
 import gc
 import queue
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import byte_tokenizer
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from test_preset_starts import make
 
 from buffer import Group, rows_of
 from config import Config
@@ -28,6 +30,8 @@ from weights import SharedWeights
 
 BLOCK = 32  # tokens in a block of vLLM's prefix cache on a CPU
 VERSIONS = count(100)
+SAMPLING = dict(n=4, temperature=0.7, max_tokens=20, seed=1)
+ENDING = dict(n=32, temperature=1.0, max_tokens=3, seed=0, logit_bias={256: 5.0})  # now and then
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +53,16 @@ def version() -> int:
     return next(VERSIONS)
 
 
+@pytest.fixture
+def policy(tied_model) -> torch.nn.Module:
+    """The model in the engine, as transformers loads it."""
+    return load_policy(Config(model=str(tied_model)), torch.device("cpu"))
+
+
 def changed(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Make new weights for the model, by the names that the trainer publishes."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator)
-        for name, p in model.named_parameters()
-    }
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    return {name: p.detach() + 0.1 * draw(p.shape) for name, p in model.named_parameters()}
 
 
 def take_over(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
@@ -71,9 +78,7 @@ def drain(engine) -> dict:
     return outputs
 
 
-def generate(
-    engine: Engine, prompt: list[int], version: int, task: dict | None = None, **sampling
-) -> Rollout:
+def generate(engine: Engine, prompt: list[int], version: int, task=None, **sampling) -> Rollout:
     """Have one query's responses generated as a searcher does. task: what differs from Task."""
     scorer, tokenizer = RewardScorer(Config(), Task()), byte_tokenizer()
     vars(scorer.task).update(task or {})
@@ -103,43 +108,45 @@ def logprobs_of(group: Group, model, dtype: torch.dtype) -> list[np.ndarray]:
     return [logprobs[: len(row.tokens)] for logprobs, row in zip(padded, rows)]
 
 
-def worst_difference(model, prompt: list[int], output, temperature: float) -> float:
+def worst_difference(model, output, temperature: float = 0.7) -> float:
+    """The largest of vLLM's log-probabilities from the model's."""
     responses = [np.array(c.token_ids, np.int32) for c in output.outputs]
-    prompts = [np.array(prompt, np.int32)] * len(responses)
+    prompts = [np.array(output.prompt_token_ids, np.int32)] * len(responses)
     with torch.no_grad():
         ours = response_logprobs(model, prompts, responses, temperature).numpy()
     theirs = [[lp[t].logprob for t, lp in zip(c.token_ids, c.logprobs)] for c in output.outputs]
     return max(float(np.abs(row[: len(t)] - t).max()) for row, t in zip(ours, theirs))
 
 
+def check_a_load(engine: Engine, model: torch.nn.Module, version: int) -> None:
+    """Load new weights: vLLM's log-probabilities are theirs, and not the model's before."""
+    tensors = changed(model, version)
+    engine.load(tensors.items())
+    engine.add("new", list(range(50, 60)), version=version, **SAMPLING)
+    output = drain(engine)["new"]
+    assert worst_difference(model, output) > 0.01, "the weights did change"
+    take_over(model, tensors)
+    assert worst_difference(model, output) <= 1e-4, f"version {version}"
+
+
 @pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
 def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, request):
     path = str(request.getfixturevalue(kind))
     config = Config(model=path, max_prompt_tokens=400, max_response_tokens=100)
-    sampling = dict(n=4, temperature=0.7, max_tokens=20, seed=1)
     model, engine = load_policy(config, torch.device("cpu")), Engine(config)
-    short = list(range(50, 60))
     long = np.random.default_rng(0).integers(0, 256, size=2 * BLOCK + 20).tolist()
-
-    for prompt in (short, long):
-        engine.add(f"base{len(prompt)}", prompt, version=0, **sampling)
+    for prompt in (list(range(50, 60)), long):
+        engine.add(f"base{len(prompt)}", prompt, version=0, **SAMPLING)
     for output in drain(engine).values():
-        difference = worst_difference(model, output.prompt_token_ids, output, 0.7)
-        assert difference <= 1e-4, "the base model"
+        assert worst_difference(model, output) <= 1e-4, "the base model"
 
     # Twice: the second load must not rest on what the first left behind.
     for version in (1, 2):
-        tensors = changed(model, version)
-        engine.load(tensors.items())
-        engine.add("stale", short, version=version, **sampling)
-        stale = drain(engine)["stale"]
-        assert worst_difference(model, short, stale, 0.7) > 0.01, "the weights did change"
-        take_over(model, tensors)
-        assert worst_difference(model, short, stale, 0.7) <= 1e-4, f"version {version}"
+        check_a_load(engine, model, version)
 
     # A swap while responses run. Before it, the long prompt fills two blocks of the prefix cache
     # with keys and values of version 2.
-    engine.add("warm", long, version=2, **sampling)
+    engine.add("warm", long, version=2, **SAMPLING)
     drain(engine)
     engine.add("older", long, version=2, n=4, temperature=0.7, max_tokens=90, seed=3)
     for _ in range(5):
@@ -147,72 +154,41 @@ def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, reque
     tensors = changed(model, 3)
     engine.load(tensors.items())
     take_over(model, tensors)
-    engine.add("newer", long, version=3, **sampling)
+    engine.add("newer", long, version=3, **SAMPLING)
     outputs = drain(engine)
-    newer = worst_difference(model, long, outputs["newer"], 0.7)
+    newer, older = (worst_difference(model, outputs[name]) for name in ("newer", "older"))
     assert newer <= 1e-4, "added after the swap, while older responses still ran"
-    older = worst_difference(model, long, outputs["older"], 0.7)
     assert older > 0.01, "the older ones did run across the swap"
 
     # The power of the test: with the salt of an older version a request finds the stale blocks,
     # and its log-probabilities are off.
     engine.load(changed(model, 4).items())
     take_over(model, changed(model, 4))
-    engine.add("unsalted", long, version=3, **sampling)
-    unsalted = worst_difference(model, long, drain(engine)["unsalted"], 0.7)
+    engine.add("unsalted", long, version=3, **SAMPLING)
+    unsalted = worst_difference(model, drain(engine)["unsalted"])
     assert unsalted > 0.01, "without a salt of its own a request would meet stale keys"
 
 
 def test_a_model_that_vllm_runs_through_transformers_can_be_the_reference_policy_too(tmp_path):
-    """Load a GPT-NeoX, the architecture of Pythia in the TL;DR presets.
-
-    A searcher loads its reference policy after the engine, as this test does.
-    """
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    shape = GPTNeoXConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.2,
-    )
-    GPTNeoXForCausalLM(shape).save_pretrained(tmp_path)
-    config = Config(model=str(tmp_path), max_prompt_tokens=40, max_response_tokens=20)
+    """A GPT-NeoX, as Pythia of TL;DR is. A searcher loads its reference after the engine, too."""
+    path = make(tmp_path, "GPTNeoXForCausalLM", intermediate_size=128, initializer_range=0.2)
+    config = Config(model=path, max_prompt_tokens=40, max_response_tokens=20)
     engine = Engine(config)
-    model = load_policy(config, torch.device("cpu"))
-    prompt = list(range(50, 60))
-    tensors = changed(model, 1)
-    engine.load(tensors.items())
-    engine.add("new", prompt, version=1, n=4, temperature=0.7, max_tokens=20, seed=1)
-    output = drain(engine)["new"]
-    assert worst_difference(model, prompt, output, 0.7) > 0.01, "the weights did change"
-    take_over(model, tensors)
-    assert worst_difference(model, prompt, output, 0.7) <= 1e-4
+    check_a_load(engine, load_policy(config, torch.device("cpu")), version=1)
 
 
 def test_a_prompt_is_computed_once_for_its_responses_but_for_its_last_block(engine, version):
-    # vLLM makes a group of requests like these.
-    for name in ("first", "second"):
-        prompt = list(range(3 * BLOCK + 5))
+    prompt = list(range(3 * BLOCK + 5))
+    for name in ("first", "second"):  # vLLM makes a group of requests like these
         engine.add(name, prompt, version=version, n=1, temperature=1.0, max_tokens=5)
     cached_tokens = {name: output.num_cached_tokens for name, output in drain(engine).items()}
     assert cached_tokens == {"first": 0, "second": 3 * BLOCK}
 
 
-def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probability(
-    engine, version, tied_model
-):
-    config = Config(model=str(tied_model), max_prompt_tokens=400, max_response_tokens=100)
-    model = load_policy(config, torch.device("cpu"))
-    tokenizer = load_tokenizer(config)
-    prompt = tokenizer("ab").input_ids
-    engine.add("ends", prompt, version=version, n=200, temperature=2.0, max_tokens=100, seed=0)
+def test_the_end_of_sequence_token_is_in_response_and_log_probability(engine, version, policy):
+    tokenizer = load_tokenizer(Config(model=policy.name_or_path))
+    sampling = dict(version=version, n=200, temperature=2.0, max_tokens=100, seed=0)
+    engine.add("ends", tokenizer("ab").input_ids, **sampling)
     output = drain(engine)["ends"]
     ended = [c for c in output.outputs if c.finish_reason == "stop"]
     assert ended, "at this temperature some of 200 responses end by themselves"
@@ -221,36 +197,28 @@ def test_the_end_of_sequence_token_is_part_of_the_response_and_of_its_log_probab
         last = candidate.token_ids[-1]
         assert last == tokenizer.eos_token_id, "vLLM hands the end-of-sequence token out"
         assert tokenizer.eos_token_id not in candidate.token_ids[:-1]
-    assert worst_difference(model, prompt, output, 2.0) <= 1e-4
+    assert worst_difference(policy, output, 2.0) <= 1e-4
 
 
 def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine, version):
     end = 256  # byte_tokenizer's
-    sampling = dict(n=32, temperature=1.0, max_tokens=3, seed=0, logit_bias={end: 5.0})
-    plain, ended = (
-        generate(engine, [70, 71], version, {"append_eos": is_wanted}, **sampling)
-        for is_wanted in (False, True)
-    )
+    tasks = {"append_eos": False}, {"append_eos": True}
+    plain, ended = (generate(engine, [70, 71], version, task, **ENDING) for task in tasks)
     assert plain.finished == ended.finished and {True, False} == set(plain.finished), "both kinds"
     for is_finished, one, other in zip(plain.finished, plain.arrays, ended.arrays):
         (tokens, logprobs, *masks), (longer, behavior, in_loss, sampled) = one, other
         assert is_finished == (tokens[-1] == end) and np.all(masks) and in_loss.all()
         added = 0 if is_finished else 1
         assert longer.tolist() == tokens.tolist() + [end] * added
-        assert behavior.tolist() == logprobs.tolist() + [0.0] * added, (
-            "nothing else can stand there"
-        )
+        assert behavior.tolist() == logprobs.tolist() + [0.0] * added, "nothing else can be there"
         assert sampled.tolist() == [True] * len(tokens) + [False] * added
 
 
 @pytest.mark.parametrize("pad_token", [None, "<eos>"])
 @pytest.mark.parametrize("pad_is_eos", [False, True])
-def test_an_end_that_pads_too_is_in_no_loss_where_the_task_wants_that(
-    pad_is_eos, pad_token, engine, version
-):
-    sampling = dict(n=32, temperature=1.0, max_tokens=3, seed=0, logit_bias={256: 5.0})
-    task = {"pad_is_eos": pad_is_eos}
-    rollout = generate(engine, [70, 71], version, task, pad_token=pad_token, **sampling)
+def test_an_end_that_pads_too_is_in_no_loss_where_wanted(pad_is_eos, pad_token, engine, version):
+    options = dict(task={"pad_is_eos": pad_is_eos}, pad_token=pad_token)
+    rollout = generate(engine, [70, 71], version, **options, **ENDING)
     assert {True, False} == set(rollout.finished), "both kinds"
     is_out = pad_is_eos and pad_token is None
     for is_finished, (tokens, _, in_loss, sampled) in zip(rollout.finished, rollout.arrays):
@@ -258,14 +226,12 @@ def test_an_end_that_pads_too_is_in_no_loss_where_the_task_wants_that(
         assert sampled.all() and is_finished == (tokens[-1] == 256)
 
 
-def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, version, tied_model):
-    config = Config(model=str(tied_model), max_prompt_tokens=20, max_response_tokens=40)
-    model = load_policy(config, torch.device("cpu"))
+def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, version, policy):
     sampling = dict(version=version, n=8, temperature=1.0, max_tokens=3, seed=0)
     group = sample_group(engine, [70, 71], task={"append_eos": True}, **sampling)
     assert (group.lengths == 4).all() and (group.sampled.sum() == 8 * 3), "all were cut off"
     group.ref_logprobs = group.behavior_logprobs
-    ours = logprobs_of(group, model, torch.float32)
+    ours = logprobs_of(group, policy, torch.float32)
     assert mismatch(group, ours) < 1e-4
     figures = describe([group])
     assert figures["response_tokens"] == 3 and figures["kl"] == 0
@@ -277,7 +243,6 @@ def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, v
 
 def test_the_same_seeds_give_the_same_responses_whatever_runs_beside_them(engine, version):
     prompts = {f"p{i}": list(range(10 * i, 10 * i + 8)) for i in range(6)}
-
     sampling = dict(version=version, n=4, temperature=1.0, max_tokens=10)
 
     def generate(order):
@@ -289,47 +254,31 @@ def test_the_same_seeds_give_the_same_responses_whatever_runs_beside_them(engine
     assert generate(list(prompts)) == generate(list(reversed(prompts)))
 
 
-def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(engine, version, tied_model):
-    config = Config(model=str(tied_model), max_prompt_tokens=900, max_response_tokens=100)
-    model = load_policy(config, torch.device("cpu"))
-    rng = np.random.default_rng(0)
+def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(engine, version, policy):
+    rng, sampling = np.random.default_rng(0), dict(n=2, temperature=1.0, max_tokens=5)
     for i in range(20):
-        size = int(rng.integers(300, 900))
-        prompt = rng.integers(0, 256, size=size).tolist()
-        sampling = dict(n=2, temperature=1.0, max_tokens=5, seed=i)
-        engine.add(f"p{i}", prompt, version=version, **sampling)
+        prompt = rng.integers(0, 256, size=int(rng.integers(300, 900))).tolist()
+        engine.add(f"p{i}", prompt, version=version, seed=i, **sampling)
     outputs = drain(engine)
     assert len(outputs) == 20
-    for output in outputs.values():
-        assert worst_difference(model, output.prompt_token_ids, output, 1.0) <= 1e-4
+    assert max(worst_difference(policy, output, 1.0) for output in outputs.values()) <= 1e-4
 
 
 @pytest.fixture
-def a_searcher(engine, tied_model, tmp_path, monkeypatch) -> tuple[Searcher, SharedWeights]:
-    """A searcher that found the engine loaded, and the weights that it reads."""
+def searcher(engine, tied_model, tmp_path, monkeypatch) -> Searcher:
+    """A searcher that found the engine loaded."""
     monkeypatch.setattr("searcher.Engine", lambda config, seed: engine)
     (tmp_path / "logs").mkdir()
-    config = Config(
-        model=str(tied_model),
-        task="arithmetic",
-        searchers=1,
-        samples_per_query=24,
-        max_prompt_tokens=16,
-        max_response_tokens=60,
-        temperature=2.0,
-    )
+    sizes = dict(samples_per_query=24, max_prompt_tokens=16, max_response_tokens=60)
+    own = dict(model=str(tied_model), task="arithmetic", searchers=1, temperature=2.0)
+    config = Config(**own, **sizes)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
     board = Board(["trainer", "searcher 0"])
-    searcher = Searcher(config, 0, 0, "searcher 0", weights, queue.Queue(), board, str(tmp_path))
-    return searcher, weights
+    return Searcher(config, 0, 0, "searcher 0", weights, queue.Queue(), board, str(tmp_path))
 
 
-def test_a_searcher_keeps_the_engine_full_while_some_of_a_group_have_ended(a_searcher):
-    """Let the next group join before the longest response of a running group is done.
-
-    The shorter ones, which have ended, leave room.
-    """
-    searcher, _ = a_searcher
+def test_a_searcher_keeps_the_engine_full_while_some_of_a_group_have_ended(searcher):
+    """The next group joins where the shorter responses of a running group leave room."""
     rows, finished = [], []
     for _ in range(150):
         searcher.start_queries()
@@ -339,25 +288,13 @@ def test_a_searcher_keeps_the_engine_full_while_some_of_a_group_have_ended(a_sea
     assert finished, "some groups were finished meanwhile"
 
 
-def test_a_searcher_that_is_ready_before_the_first_publish_searches_with_the_base_model(a_searcher):
-    searcher, weights = a_searcher
-    assert weights.version == -1
-    searcher.take_new_weights()
-    assert searcher.version == 0
-    weights.publish(2, load_policy(searcher.config, torch.device("cpu")).named_parameters())
-    searcher.take_new_weights()
-    assert searcher.version == 2
-
-
-def test_the_base_model_is_evaluated_also_by_a_searcher_that_finds_newer_weights(a_searcher):
+def test_a_searcher_that_finds_newer_weights_evaluates_the_base_model_too(searcher, policy):
     """Act as a restarted searcher, which died before it had evaluated the base model."""
-    searcher, weights = a_searcher
-    weights.publish(2, load_policy(searcher.config, torch.device("cpu")).named_parameters())
+    searcher.weights.publish(2, policy.named_parameters())
     searcher.evaluation.queries = searcher.evaluation.queries[:10]
-    items, put = [], searcher.rollout_queue.put_nowait
+    items = []
 
     def stop_at_an_evaluation(item) -> None:
-        put(item)
         items.append(item)
         searcher.board.stop = isinstance(item, Evaluation) or len(items) == 50
 
@@ -378,29 +315,32 @@ class Counting(Task):
         return None if len(turns) == self.most else f" {len(turns)} "
 
 
-def play(engine, model: str, version: int, task: Task, /, queries=1, ends=64, **settings) -> list:
-    """Play episodes whose turns end at so many of the tokens. Returns the rollouts, by query."""
-    limits = dict(max_prompt_tokens=20, max_response_tokens=12, max_episode_tokens=200)
-    config = Config(model=model, **limits | settings)
-    tokenizer, scorer = load_tokenizer(config), RewardScorer(config, task)
-    episodes, rollouts = Generation(config, tokenizer, engine, scorer), []
-    for number in range(queries):
-        rollout = Rollout(Query(number, "ab", None), f"q{number}", prompt=[70, 71 + number])
-        rollout.version, rollout.rewards = version, np.zeros(4, np.float32)
-        rollout.sampling = dict(n=4, temperature=1.0, max_tokens=12, seed=5)
-        rollout.sampling["stop_token_ids"] = list(range(ends))
-        episodes.start(rollout)
-    while len(rollouts) < queries:
-        rollouts += episodes.step(version) + scorer.take()
-    drain(engine)
-    scorer.close()
-    return sorted(rollouts, key=lambda rollout: rollout.query.id)
+@pytest.fixture
+def play(engine, version, tied_model):
+    """A function: plays episodes, whose turns end at `ends` tokens; the rollouts by query."""
+
+    def play(task: Task, /, queries: int = 1, ends: int = 64, **settings) -> list[Rollout]:
+        limits = dict(max_prompt_tokens=20, max_response_tokens=12, max_episode_tokens=200)
+        config = Config(model=str(tied_model), **limits | settings)
+        tokenizer, scorer = load_tokenizer(config), RewardScorer(config, task)
+        episodes, rollouts = Generation(config, tokenizer, engine, scorer), []
+        sampling = dict(n=4, temperature=1.0, max_tokens=12, seed=5)
+        for number in range(queries):
+            rollout = Rollout(Query(number, "ab", None), f"q{number}", prompt=[70, 71 + number])
+            rollout.version, rollout.rewards = version, np.zeros(4, np.float32)
+            rollout.sampling = sampling | dict(stop_token_ids=list(range(ends)))
+            episodes.start(rollout)
+        while len(rollouts) < queries:
+            rollouts += episodes.step(version) + scorer.take()
+        drain(engine)
+        scorer.close()
+        return sorted(rollouts, key=lambda rollout: rollout.query.id)
+
+    return play
 
 
-def test_turns_and_replies_are_one_response_of_which_the_turns_are_learnt(
-    engine, version, tied_model
-):
-    (rollout,) = play(engine, str(tied_model), version, Counting(3))
+def test_turns_and_replies_are_one_response_of_which_the_turns_are_learnt(play, tied_model, policy):
+    (rollout,) = play(Counting(3))
     tokenizer = load_tokenizer(Config(model=str(tied_model)))
     finished = [i for i in range(4) if rollout.finished[i]]
     assert finished and all(len(rollout.texts[i]) == 3 for i in finished)
@@ -413,33 +353,27 @@ def test_turns_and_replies_are_one_response_of_which_the_turns_are_learnt(
         assert (row.in_loss == row.sampled).all() and not row.behavior_logprobs[~row.sampled].any()
         assert all(piece[-1] < 64 or piece[-1] == tokenizer.eos_token_id for piece in pieces[:-1:2])
     # What the engine saw is what the trainer sees: token by token the same probabilities.
-    model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
-    assert mismatch(group, logprobs_of(group, model, torch.float32)) < 1e-4
+    assert mismatch(group, logprobs_of(group, policy, torch.float32)) < 1e-4
 
 
 @pytest.mark.parametrize(
-    "limits, turns",
-    [({"max_turns": 2}, 2), ({"max_episode_tokens": 12}, None), ({"ends": 0}, 1)],
+    "limits, turns", [({"max_turns": 2}, 2), ({"max_episode_tokens": 12}, None), ({"ends": 0}, 1)]
 )
-def test_an_episode_that_a_limit_ends_is_unfinished(limits, turns, engine, version, tied_model):
-    (rollout,) = play(engine, str(tied_model), version, Counting(50), **limits)
+def test_an_episode_that_a_limit_ends_is_unfinished(limits, turns, play):
+    (rollout,) = play(Counting(50), **limits)
     assert rollout.finished == [False] * 4
     assert turns is None or {len(texts) for texts in rollout.texts} <= {1, turns}
     if most := limits.get("max_episode_tokens"):
         assert all(2 + len(tokens) <= most for tokens, *_ in rollout.arrays)
 
 
-def fail(query: Query):
-    raise ValueError("no such move")
-
-
-@pytest.mark.parametrize("fault", [fail, lambda query: 7])
-def test_a_reply_that_raises_or_is_no_text_costs_its_group_alone(
-    fault, engine, version, tied_model
-):
+@pytest.mark.parametrize(
+    "fault, error", [(lambda query: 1 / query.id, ZeroDivisionError), (lambda query: 7, TypeError)]
+)
+def test_a_reply_that_raises_or_is_no_text_costs_its_group_alone(fault, error, play):
     task = Counting(3, lambda query: fault(query) if query.id == 0 else " x ")
-    bad, good = play(engine, str(tied_model), version, task, queries=2)
-    assert isinstance(bad.error, ValueError | TypeError)
+    bad, good = play(task, queries=2)
+    assert isinstance(bad.error, error)
     assert good.error is None and len(good.arrays) == 4
 
 
@@ -455,9 +389,9 @@ class Hanging(Task):
 """
 
 
-def test_a_reply_that_hangs_costs_its_group_alone(engine, version, tied_model, tmp_path):
-    path = tmp_path / "hanging.py"
-    path.write_text(HANGING)
-    settings = dict(queries=2, ends=255, task=str(path))  # a turn is a token
-    bad, good = play(engine, str(tied_model), version, load_task(str(path)), **settings)
+def test_a_reply_that_hangs_costs_its_group_alone(play, tmp_path):
+    path = str(tmp_path / "hanging.py")
+    Path(path).write_text(HANGING)
+    # A turn is a token.
+    bad, good = play(load_task(path), queries=2, ends=255, task=path)
     assert isinstance(bad.error, TimeoutError) and good.finished == [True] * 4

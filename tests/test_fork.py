@@ -1,6 +1,8 @@
 """The code of docs/fork.md, and the README's objective: it works as it stands there."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,22 @@ def test_its_objective_is_trajectory_balance_where_residuals_are_small(paste):
     assert gradient.sign().equal(whole.sign()) and gradient.norm() <= whole.norm()
     _, tb_metrics = LOSSES["tb"](to_inputs(make_example("mixed")))
     assert float(metrics["log_z"]) == pytest.approx(float(tb_metrics["log_z"]))
+
+
+@pytest.mark.runs
+def test_the_tests_of_every_objective_pass_its_own_and_find_one_that_mixes_queries(paste):
+    file = paste("huber.py")
+    command = [sys.executable, "-m", "pytest", "-q", "tests/test_objectives.py", "-k", "huber"]
+    command += ["--loss", file]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
+    of_queries = ".view(-1, x.group_size).mean(dim=1)"
+    assert of_queries in FILES["huber.py"]
+    of_all = ".mean().expand(len(x.rewards) // x.group_size)"
+    file.write_text(FILES["huber.py"].replace(of_queries, of_all))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "test_queries_one_by_one_average_to_all_queries_at_once" in done.stdout
+    assert done.returncode == 1
 
 
 def test_its_sampling_rule_replays_the_newest():

@@ -5,54 +5,38 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ON_GPU, read, steps_of, tba
+from conftest import ON_GPU, flags, read, steps_of, tba
 from test_dtype import NORMAL
 from test_engine import changed, logprobs_of, sample_group, take_over
 from test_trainer import gradient, make_rows
 
 from config import Config
 from learner import Learner
-from models import sizes
 from models.device import device
 from models.engine import Engine
 from models.logprobs import TOKENS_PER_FORWARD, mismatch
 from models.policy import load_policy, weight_shapes
-from models.sizes import Pass
+from models.sizes import Pass, pass_bytes
 from runtime.planning.memory_trial import largest_micro_batch
 from runtime.transport.locked_pages import lock_pages
 from weights import SharedWeights
 
-
-def why_skipped() -> str:
-    """Why these tests cannot run here; "" if they can."""
-    if not ON_GPU:
-        return "the CPU build of vLLM is installed here: make test-gpu on a machine with a GPU"
-    if not torch.cuda.is_available():
-        return f"CUDA {torch.version.cuda} finds no GPU that it can use: see nvidia-smi"
-    return ""
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(bool(why_skipped()), reason=why_skipped()),
-]
+why = "the CPU build of vLLM is installed here: make test-gpu on a machine with a GPU"
+if ON_GPU:
+    why = f"CUDA {torch.version.cuda} finds no GPU that it can use: see nvidia-smi"
+is_skipped = not ON_GPU or not torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(is_skipped, reason=why)]
 
 
 @pytest.mark.parametrize("kind", ["untied_model", "tied_model"])
-def test_vllm_agrees_with_the_trainer_in_bf16_also_after_weights_loaded_in_mid_stream(
-    kind, request, record_property
-):
+def test_vllm_agrees_with_the_trainer_in_bf16_also_across_loads(kind, request, record_property):
     """CUDA graphs are captured at the start, and read the weights where they lie."""
-    config = Config(
-        model=str(request.getfixturevalue(kind)),
-        max_prompt_tokens=100,
-        max_response_tokens=100,
-        gpu_memory_utilization=0.2,
-    )
+    lengths = dict(max_prompt_tokens=100, max_response_tokens=100)
+    path = str(request.getfixturevalue(kind))
+    config = Config(model=path, gpu_memory_utilization=0.2, **lengths)
     model, engine = load_policy(config, device()), Engine(config)
-    prompt = list(range(50, 70))
     sampling = dict(n=8, temperature=0.7, max_tokens=40, seed=1)
-    found = []
+    prompt, found = list(range(50, 70)), []
     for version in range(3):
         if version:
             engine.add("older", prompt, version=version - 1, **sampling)
@@ -72,16 +56,11 @@ def test_vllm_agrees_with_the_trainer_in_bf16_also_after_weights_loaded_in_mid_s
 
 
 @pytest.mark.parametrize("low_memory", ["off", "on"])
-def test_the_gradient_of_a_step_points_where_that_in_fp32_does(
-    low_memory, tied_model, record_property
-):
+def test_the_gradient_points_where_that_in_fp32_does(low_memory, tied_model, record_property):
     rows = make_rows(queries=7, per_query=3)  # in one pass: prompts are padded on the left
-
-    def make(dtype: str) -> Learner:
-        settings = dict(responses_per_query=3, dtype=dtype, low_memory=low_memory)
-        return Learner(Config(model=str(tied_model), **settings), print)
-
-    in_bf16, in_fp32 = (gradient(make(dtype), rows) for dtype in ("bfloat16", "float32"))
+    own = dict(model=str(tied_model), responses_per_query=3, low_memory=low_memory)
+    learners = (Learner(Config(dtype=dtype, **own), print) for dtype in ("bfloat16", "float32"))
+    in_bf16, in_fp32 = (gradient(learner, rows) for learner in learners)
     assert in_bf16.is_cuda and torch.isfinite(in_bf16).all()
     cosine = torch.cosine_similarity(in_bf16, in_fp32, dim=0).item()
     record_property("cosine of the gradients on a GPU", round(cosine, 5))
@@ -89,20 +68,15 @@ def test_the_gradient_of_a_step_points_where_that_in_fp32_does(
 
 
 def test_activations_take_what_the_plan_counts(tied_model, record_property):
-    config = Config(
-        model=str(tied_model),
-        responses_per_query=20,
-        max_prompt_tokens=200,
-        max_response_tokens=400,
-        low_memory="off",
-    )
+    shape = dict(responses_per_query=20, max_prompt_tokens=200, max_response_tokens=400)
+    config = Config(model=str(tied_model), low_memory="off", **shape)
     learner = Learner(config, print)
     rows = largest_micro_batch(config, 256)
     before = torch.cuda.memory_allocated()
     logprobs = learner.logprobs(rows)
     held = torch.cuda.memory_allocated() - before
     assert logprobs.shape == (20, 400) and TOKENS_PER_FORWARD["cuda"] >= 20 * 400, "one pass"
-    counted = sizes.pass_bytes(config, [Pass(20, 1, 200, 400)], torch.bfloat16, True, True).kept
+    counted = pass_bytes(config, [Pass(20, 1, 200, 400)], torch.bfloat16, True, True).kept
     record_property("activations on a GPU, counted / held", round(counted / held, 3))
     assert 0.85 < counted / held < 1.15
 
@@ -118,15 +92,12 @@ def test_weights_are_published_from_a_gpu_into_locked_pages(tied_model):
             assert torch.equal(tensors[name], parameter.detach().bfloat16().cpu()), name
 
 
-def test_a_gsm8k_run_of_20_steps_ends_with_a_model_that_is_evaluated(
-    untied_model, gsm8k_data, tmp_path, record_property
-):
+def test_a_gsm8k_run_of_20_steps_is_evaluated(untied_model, gsm8k_data, tmp_path, record_property):
     run_dir = tmp_path / "run"
-    flags = ["--model", untied_model, "--data_dir", gsm8k_data, "--output_dir", run_dir]
-    cut = ["--steps", 20, "--initial_responses", 100, "--max_response_tokens", 64]
-    result = tba("gsm8k", *flags, *cut, "--gpu_memory_utilization", 0.2)
-    assert result.returncode == 0, result.stderr
-    assert "on GPU" in result.stdout
+    own = flags(model=untied_model, data_dir=gsm8k_data, output_dir=run_dir, steps=20)
+    cut = flags(initial_responses=100, max_response_tokens=64, gpu_memory_utilization=0.2)
+    result = tba("gsm8k", *own, *cut)
+    assert result.returncode == 0 and "on GPU" in result.stdout, result
     lines = steps_of(run_dir)
     assert len(lines) == 20 and all(np.isfinite(line["loss"]) for line in lines)
     assert "final_accuracy" in read(run_dir, "metrics.jsonl")[-1]

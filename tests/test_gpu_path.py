@@ -1,9 +1,5 @@
-"""What only a GPU machine does, as far as it can be looked at without one.
+"""What only a GPU machine does: the number of GPUs, and whether CUDA can use them, is a mock."""
 
-Only the device query is a mock: how many GPUs there are, and whether CUDA can use them.
-"""
-
-import json
 import os
 import re
 import shutil
@@ -47,7 +43,7 @@ def test_gpus_that_are_counted_and_cannot_be_used_are_refused_in_one_line(gpus):
     assert "\n" not in str(caught.value)
 
 
-def test_each_process_on_a_gpu_gets_its_part_of_the_cores_as_threads(gpus, monkeypatch):
+def test_each_process_gets_its_part_of_the_cores(gpus, monkeypatch):
     gpus(4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     places = find_places(Config())
@@ -57,6 +53,11 @@ def test_each_process_on_a_gpu_gets_its_part_of_the_cores_as_threads(gpus, monke
     assert {variables["MKL_NUM_THREADS"] for variables in environments} == {"16"}
     assert [variables["CUDA_VISIBLE_DEVICES"] for variables in environments] == list("0123")
     assert all(place.cores == list(range(64)) for place in places), "each may run on any"
+    # Without GPUs trainer processes share the half of the cores that the trainer has.
+    for cores, expected in ((8, [[0, 2], [1, 3], [4, 5, 6, 7]]), (2, [[0], [0], [1]])):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        places = {p.name: p.cores for p in find_places(Config(trainer_processes=2), [])}
+        assert [places[name] for name in ("trainer", "trainer 1", "searcher 0")] == expected
 
 
 def test_the_rank_that_another_launcher_gave_is_not_handed_on(tmp_path, monkeypatch):
@@ -71,15 +72,13 @@ def test_the_rank_that_another_launcher_gave_is_not_handed_on(tmp_path, monkeypa
     assert "LOCAL_RANK" not in (tmp_path / "environment").read_text()
 
 
-def test_trainer_processes_get_the_first_gpus_and_searchers_the_others(gpus):
+def test_trainer_processes_get_the_first_gpus_and_searchers_the_others_if_any(gpus):
     gpus(8)
     places = find_places(Config(trainer_processes=3, searchers=2))
     names = ["trainer", "trainer 1", "trainer 2", "searcher 0", "searcher 1"]
     assert {place.gpu: place.name for place in places} == dict(zip("01234", names))
     assert len(find_places(Config(trainer_processes=3))) == 8, "each other GPU has a searcher"
-
-
-def test_on_a_cluster_no_searcher_shares_the_trainers_gpu(gpus):
+    # On a cluster no searcher shares the trainer's.
     gpus(1)
     (place,) = find_places(Config(ray="auto"))
     assert place.name == "trainer"
@@ -87,13 +86,10 @@ def test_on_a_cluster_no_searcher_shares_the_trainers_gpu(gpus):
         find_places(Config(ray="auto", searchers=1))
 
 
-def test_an_evaluation_needs_no_gpus_for_a_presets_trainer_processes(
-    gpus, chat_model, tmp_path, monkeypatch
-):
+def test_an_evaluation_needs_no_gpus_for_trainer_processes(gpus, chat_model, tmp_path, monkeypatch):
     gpus(1)
     for split in ("train", "test"):
-        row = {"problem": "1+1?", "solution": r"\boxed{2}"}
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
+        (tmp_path / f"{split}.jsonl").write_text('{"problem": "1+1?", "solution": "\\\\boxed{2}"}')
     placed = []
     monkeypatch.setattr(evaluate, "evaluate", lambda config, place, _: placed.append(place))
     monkeypatch.setattr(evaluate, "Interrupt", lambda: SimpleNamespace(signal=0))
@@ -103,37 +99,35 @@ def test_an_evaluation_needs_no_gpus_for_a_presets_trainer_processes(
     assert [place.gpu for place in placed] == ["0"]
 
 
-def test_trainer_processes_share_the_half_of_the_cores_that_the_trainer_has(monkeypatch):
-    for cores, expected in ((8, [[0, 2], [1, 3], [4, 5, 6, 7]]), (2, [[0], [0], [1]])):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
-        places = {p.name: p.cores for p in find_places(Config(trainer_processes=2), [])}
-        assert [places[name] for name in ("trainer", "trainer 1", "searcher 0")] == expected
+def write_nvidia_smi(directory: Path, body: str) -> None:
+    """Write a script that prints as the real one does."""
+    (directory / "nvidia-smi").write_text(f"#!/bin/sh\n{body}\n")
+    (directory / "nvidia-smi").chmod(0o755)
+
+
+def make(directory: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run make there, beside the project's Makefile and requirements."""
+    for file in (ROOT / "Makefile", *ROOT.glob("requirements*.txt")):
+        shutil.copy(file, directory)
+    options = dict(cwd=directory, env=environment, capture_output=True, text=True)
+    return subprocess.run(["make", *words], **options)
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_where_there_is_a_gpu_the_tests_have_the_cpu_build_in_an_environment_of_their_own(
-    has_gpu, tmp_path
-):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + ("echo GPU 0" if has_gpu else "exit 1"))
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    for kind in ("", "-cpu", "-lora", "-track", "-gym"):
-        shutil.copy(ROOT / f"requirements{kind}.txt", tmp_path)
-    found = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    said = {}
+def test_with_a_gpu_the_tests_have_the_cpu_build_in_an_environment_of_their_own(has_gpu, tmp_path):
+    write_nvidia_smi(tmp_path, "echo GPU 0" if has_gpu else "exit 1")
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    cpu, tests = "requirements-cpu.txt", ".venv-cpu" if has_gpu else ".venv"
     for target in ("demo", "test", "test-faults", "lint"):
-        command = ["make", "--dry-run", "--no-print-directory", target]
-        made = subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True)
+        made = make(tmp_path, "--dry-run", "--no-print-directory", target, **variables)
         assert made.returncode == 0, made.stderr
-        said[target] = made.stdout
-    cpu = "requirements-cpu.txt"
-    demo = "requirements.txt" if has_gpu else cpu
-    assert f"-r {demo}" in said["demo"] and ".venv/bin/python tba.py" in said["demo"]
-    assert ("--overrides" in said["demo"]) == (not has_gpu)
-    tests = ".venv-cpu" if has_gpu else ".venv"
-    for target in ("test", "test-faults", "lint"):
-        assert set(re.findall(r"-r (requirements(?:-cpu)?\.txt)", said[target])) == {cpu}
-        assert f"\n{tests}/bin/" in said[target]
+        if target == "demo":
+            requirements = "requirements.txt" if has_gpu else cpu
+            assert f"-r {requirements}" in made.stdout and ".venv/bin/python tba.py" in made.stdout
+            assert ("--overrides" in made.stdout) == (not has_gpu)
+        else:
+            assert set(re.findall(r"-r (requirements(?:-cpu)?\.txt)", made.stdout)) == {cpu}
+            assert f"\n{tests}/bin/" in made.stdout
 
 
 OLD_DRIVER = "a driver for CUDA 13, 580 or newer (this one is for CUDA 12)"
@@ -144,20 +138,15 @@ OLD_DRIVER = "a driver for CUDA 13, 580 or newer (this one is for CUDA 12)"
     [("12.4", ["gcc"], OLD_DRIVER), ("13.0", [], "gcc"), ("12.9", [], f"{OLD_DRIVER}, gcc")],
 )
 def test_the_set_up_says_in_one_line_what_a_gpu_machine_lacks(cuda, tools, lacking, tmp_path):
-    """It stops before anything is installed. nvidia-smi is a script that prints as the real one."""
+    """It stops before anything is installed."""
     found = tmp_path / "bin"
     found.mkdir()
     header = f"| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {cuda}  |"
-    (found / "nvidia-smi").write_text(f"#!/bin/sh\necho '{header}'\n")
-    (found / "nvidia-smi").chmod(0o755)
+    write_nvidia_smi(found, f"echo '{header}'")
     for name in ("sh", "make", "sed", "head", *tools):
         (found / name).symlink_to(shutil.which(name) or shutil.which("true"))
     (found / "python3").symlink_to(sys.executable)
-    for name in ("Makefile", "requirements.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    made = subprocess.run(
-        ["make", "setup"], cwd=tmp_path, env={"PATH": str(found)}, capture_output=True, text=True
-    )
+    made = make(tmp_path, "setup", PATH=str(found))
     assert made.returncode and not (tmp_path / ".venv").exists()
     has_headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
     headers = "" if has_headers else ", the headers of Python (python3-dev)"

@@ -84,11 +84,11 @@ def sample(version: int = 0, text: str = "12", **changed) -> dict:
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A function that makes the directory of a run, with these samples."""
+    """A function that makes the directory of a run, or makes it anew, with these samples."""
 
     def make(*samples: dict, **config) -> Path:
         run = tmp_path / "run"
-        (run / "logs").mkdir(parents=True)
+        (run / "logs").mkdir(parents=True, exist_ok=True)
         settings = dataclasses.asdict(Config(steps=4, samples_per_query=24, **config))
         (run / "config.json").write_text(json.dumps(settings))
         steps = [{"step": i, "loss": 1 / i, "beta": 0.5, "seconds": i} for i in (1, 2, 3, 4)]
@@ -136,7 +136,9 @@ def test_a_report_shows_starts_pictures_evaluations_waits_alarms_and_responses(r
     assert text.count("Started") == 1 and text.count("Resumed") == 1
 
 
-def test_the_report_says_how_responses_of_a_group_stand_to_each_other_and_colours_tokens(run_dir):
+def test_responses_of_a_group_are_compared_and_where_there_is_a_reference_tokens_have_colours(
+    run_dir,
+):
     right = sample(text="ab", behavior_logprobs=[-0.125, -3.0], ref_logprobs=[-4.0, -2.5])
     wrong = sample(text="c", reward=0.0, behavior_logprobs=[-1.0], ref_logprobs=[-1.0])
     page = report_of(run_dir(right, wrong))
@@ -145,6 +147,9 @@ def test_the_report_says_how_responses_of_a_group_stand_to_each_other_and_colour
     assert "-0.69" in page.text and "+0.69" in page.text, "less the mean"
     above, below = ("u4", "-0.12 | -4.00"), ("d2", "-3.00 | -2.50")
     assert page.colours() == [above, below, (None, "-1.00 | -1.00")]
+    page = report_of(run_dir(sample(ref_logprobs=None)))
+    assert page.colours() == [(None, "-0.50"), (None, "-0.50")]
+    assert "not known" in page.text and "has no reference" in page.text
 
 
 HOSTILE = [
@@ -182,12 +187,9 @@ def test_what_is_invisible_gets_a_sign_and_cannot_turn_the_text_around(run_dir):
     assert not re.search("[\x00\x1b\x7f\x9b\u202e\u2066\r]", page.source)
 
 
-def test_a_response_of_10000_tokens_is_shown_whole_where_there_is_room(run_dir):
+def test_10000_tokens_are_shown_whole_where_there_is_room_and_no_report_is_over_5_mb(run_dir):
     page = report_of(run_dir(sample(text="<" * 10_000, extracted=None)))
     assert page.text.count("<") == 10_000 and "left out" not in page.text
-
-
-def test_however_long_the_responses_are_the_report_is_under_5_mb(run_dir):
     text = f"<&.{EMOJI}" * 1_250  # 10,000 tokens
     versions = np.repeat(range(26), 4).tolist()
     run = run_dir(*(sample(version, text, prompt=text, answer=text) for version in versions))
@@ -200,7 +202,9 @@ def test_however_long_the_responses_are_the_report_is_under_5_mb(run_dir):
     assert len(counts) == 1 and 0 < int(counts.pop()) < 10_000
 
 
-def test_an_interrupted_run_with_lines_that_were_cut_off_has_a_report(run_dir):
+def test_a_run_whose_lines_were_cut_off_or_that_left_nothing_but_its_settings_has_a_report(
+    run_dir, tmp_path
+):
     run = run_dir(sample(0), sample(1, "13"))
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
@@ -209,6 +213,10 @@ def test_an_interrupted_run_with_lines_that_were_cut_off_has_a_report(run_dir):
     page = report_of(run)
     assert "2 of 4 steps" in page.text and "not finished" in page.text
     assert "Version 0" in page.text and "Version 1" not in page.text
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Config())))
+    page = report_of(tmp_path)
+    assert "0 of 1000 steps" in page.text and "samples.jsonl has none" in page.text
+    assert "There was none." in page.text, "no evaluation"
 
 
 MALFORMED = r"""
@@ -255,31 +263,17 @@ def test_what_is_not_finite_is_null_in_a_file_and_shown_as_such(run_dir):
     assert grouped(step) == {}, "what a tracker is given"
 
 
-def test_a_run_that_left_nothing_but_its_settings_has_a_report(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Config())))
-    page = report_of(tmp_path)
-    assert "0 of 1000 steps" in page.text and "samples.jsonl has none" in page.text
-    assert "There was none." in page.text, "no evaluation"
-
-
-def test_without_a_reference_policy_no_token_has_a_colour_and_the_report_says_why(run_dir):
-    page = report_of(run_dir(sample(ref_logprobs=None)))
-    assert page.colours() == [(None, "-0.50"), (None, "-0.50")]
-    assert "not known" in page.text and "has no reference" in page.text
-
-
-def test_groups_of_one_version_and_query_are_not_taken_for_one(run_dir):
-    page = report_of(run_dir(*(sample(text=str(number)) for number in range(8))))
-    assert page.text.count("query 7: 4 of ") == 2
-
-
 def test_a_chat_is_shown_message_by_message(run_dir):
     chat = [{"role": "user", "content": f"<b>{i}</b>"} for i in range(7)]
     text = report_of(run_dir(sample(prompt=chat))).text
     assert "The last 5 of 7 messages" in text and "<b>6</b>" in text and "<b>1</b>" not in text
 
 
-def test_beta_is_that_of_the_groups_version(run_dir):
+def test_groups_of_one_version_and_query_are_not_taken_for_one_and_beta_is_that_of_the_version(
+    run_dir,
+):
+    page = report_of(run_dir(*(sample(text=str(number)) for number in range(8))))
+    assert page.text.count("query 7: 4 of ") == 2
     run = run_dir(sample(0), sample(2), sample(4), beta=0.125)
     steps = [{"step": i, "loss": 1.0, "beta": beta} for i, beta in [(1, 0.5), (2, 0.4), (3, 0.3)]]
     write_lines(run / "metrics.jsonl", steps)

@@ -1,7 +1,4 @@
-"""Models and data from a hub: through the command line, against one on localhost (hub.py).
-
-Repositories have the ids, the files and the columns of the real ones, and tiny models.
-"""
+"""Tiny models and data from a hub on localhost (hub.py), with the ids and files of real ones."""
 
 import errno
 import itertools
@@ -37,7 +34,7 @@ STRAY = "model-00001-of-00003.safetensors"  # beside a complete .bin file
 SHORT = [*CUT, *flags(max_response_tokens=8, max_prompt_tokens=300)]
 HATE = "facebook/roberta-hate-speech-dynabench-r4-target"
 LABELS = {0: "nothate", 1: "hate"}
-QUANTIZED = {"quant_method": "gptq", "bits": 4}
+QUANTIZED = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
 OWN_CLASSES = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}
 OWN_CODE = {"model_type": "own", "auto_map": OWN_CLASSES}
 
@@ -58,10 +55,8 @@ def repositories(tmp_path_factory, gsm8k_data) -> Path:
 
     gpt2 = publish("openai-community/gpt2", "GPT2LMHeadModel")
     publish("vicgalle/gpt2-alpaca", "GPT2LMHeadModel")
-    (gpt2 / "onnx").mkdir()
     others = "rust_model.ot tf_model.h5 64-8bits.tflite flax_model.msgpack onnx/decoder_model.onnx"
-    for name in [*others.split(), "pytorch_model.bin"]:  # the last is the same once more
-        (gpt2 / name).write_bytes(bytes(1000))
+    fill(gpt2, *others.split(), "pytorch_model.bin")  # the last is the same once more
     hate = publish(HATE, "RobertaForSequenceClassification", id2label=LABELS)
     change_config(hate, label2id=None)
     publish("sentence-transformers/all-MiniLM-L6-v2", "BertModel")
@@ -69,9 +64,7 @@ def repositories(tmp_path_factory, gsm8k_data) -> Path:
     publish("mnoukhov/pythia410m-sft-tldr", "GPTNeoXForCausalLM")
     scoring = dict(kind="GPTNeoXForSequenceClassification", num_labels=1)
     checkpoint = publish("mnoukhov/pythia410m-rm-tldr6.9b", **scoring) / "checkpoint-500"
-    checkpoint.mkdir()
-    for name in ("model.safetensors", "optimizer.pt"):
-        (checkpoint / name).write_bytes(bytes(1000))
+    fill(checkpoint, "model.safetensors", "optimizer.pt")
     gold = publish(GOLD, **scoring)
     weights = safetensors.torch.load_file(gold / "model.safetensors")
     torch.save(weights, gold / "pytorch_model.bin")
@@ -87,6 +80,13 @@ def repositories(tmp_path_factory, gsm8k_data) -> Path:
         (rows / f"{split}.jsonl").write_text(row * 4)
     put_dataset(root, TLDR, "default", sorted(rows.iterdir()))
     return root
+
+
+def fill(directory: Path, *names: str) -> None:
+    """Make files of these names that nobody reads."""
+    for file in (directory / name for name in names):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(1000))
 
 
 def put_dataset(root: Path, name: str, configuration: str, files: list[Path]) -> None:
@@ -107,9 +107,9 @@ def change_config(model: Path | str, **settings) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
-def python(code: str) -> subprocess.CompletedProcess:
+def python(*lines: str) -> subprocess.CompletedProcess:
     """Run Python in a process of its own: the hub's client reads its environment only once."""
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", "\n".join(lines)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
 
 
@@ -125,18 +125,11 @@ def hub(repositories, tmp_path, monkeypatch):
     served.close()
 
 
-def test_gsm8k_is_fetched_and_trained_and_counts_the_prompts_that_are_too_long(
-    hub, tmp_path, gsm8k_data
-):
+def test_gsm8k_is_fetched_and_trained_and_counts_prompts_too_long(hub, tmp_path, gsm8k_data):
     run_dir = tmp_path / "run"
     metrics, spans = run_dir / "metrics.jsonl", run_dir / "logs" / "searcher-0.spans.jsonl"
     batch = flags(responses_per_query=3, samples_per_query=4, initial_responses=30)
     lengths = flags(max_prompt_tokens=250, max_response_tokens=40)
-
-    def count_long(questions: list[dict]) -> int:
-        prompt = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
-        return sum(len(prompt.format(**row).encode()) > 250 for row in questions)
-
     with Run(run_dir, "gsm8k", *batch, *lengths, *FOREVER) as run:
         run.is_at(6)
         run.until(lambda: '"accuracy"' in metrics.read_text(), "the base model's evaluation")
@@ -146,10 +139,12 @@ def test_gsm8k_is_fetched_and_trained_and_counts_the_prompts_that_are_too_long(
     assert f"fetching {RHO} from the hub: 1 files, 0." in err
     assert json.loads((run_dir / "config.json").read_text())["model"] == RHO
     assert hub.requests[-1][1].endswith("model.safetensors"), "its processes asked nothing"
-    test, skipped = read(gsm8k_data, "test.jsonl"), count_long(read(gsm8k_data, "train.jsonl"))
+    prompt = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
+    train, test = (read(gsm8k_data, f"{split}.jsonl") for split in ("train", "test"))
+    sizes = ([len(prompt.format(**row).encode()) for row in rows] for rows in (train, test))
+    skipped, long = (sum(size > 250 for size in of_split) for of_split in sizes)
     assert steps_of(run_dir)[-1]["long_prompts"] == skipped > 0
     assert f"{skipped} queries were skipped: prompt over --max_prompt_tokens 250" in out
-    long = count_long(test)
     left_out = f"{long} left out, prompt over --max_prompt_tokens, empty or not Unicode)"
     assert f" on {len(test) - long} test queries; {left_out}" in out
 
@@ -167,19 +162,14 @@ def test_gsm8k_is_fetched_evaluated_by_id_and_started_again_offline(hub, monkeyp
 
 
 @pytest.mark.runs
-def test_a_run_from_the_cache_asks_a_dead_network_at_most_twice_and_goes_on(
-    hub, tmp_path, record_property
-):
+def test_a_run_from_the_cache_asks_a_dead_network_at_most_twice(hub, tmp_path, record_property):
     seconds = {}
     for network in ("there", "silent"):
+        hub.faults, hub.requests = {"*": "silent"} if network == "silent" else {}, []
         begin = time.monotonic()
         result = tba("gsm8k", *SHORT, *flags(output_dir=tmp_path / network))
         seconds[network] = round(time.monotonic() - begin, 1)
         assert result.returncode == 0, result.stderr
-        if network == "there":
-            last = hub.requests[-1][1]
-            assert last.endswith("model.safetensors"), "to its end it asked nothing more"
-            hub.faults, hub.requests = {"*": "silent"}, []
     assert len(hub.requests) <= 2, "of data and model, a timeout each"
     record_property("seconds of a run that fetches, and of one whose network is dead", seconds)
     assert seconds["silent"] < 3 * seconds["there"]
@@ -200,9 +190,7 @@ LONG = [case for case in itertools.product(ERRORS, (True, False)) if case not in
 @pytest.mark.parametrize(
     "fault, is_data_there", QUICK + [pytest.param(*case, marks=pytest.mark.runs) for case in LONG]
 )
-def test_what_cannot_be_fetched_is_one_line_with_its_cause(
-    fault, is_data_there, hub, gsm8k_data, record_property
-):
+def test_a_failed_fetch_says_why_in_a_line(fault, is_data_there, hub, gsm8k_data, record_property):
     if fault == "refused":
         hub.close()
     hub.faults["*"] = fault
@@ -239,11 +227,9 @@ def test_tldr_starts_with_its_published_models_and_fetches_only_what_it_reads(hu
     result = tba("tldr", *SHORT, *flags(output_dir=tmp_path / "run"))
     assert result.returncode == 0, result.stderr
     assert len(steps_of(tmp_path / "run")) == 2
-    fetched = {
-        path.split("/main/")[-1].split("/", 5)[-1]
-        for command, path in hub.requests
-        if command == "GET" and path.startswith(("/mnoukhov", "/cleanrl"))
-    }
+    paths = [path for command, path in hub.requests if command == "GET"]
+    own = [path for path in paths if path.startswith(("/mnoukhov", "/cleanrl"))]
+    fetched = {path.split("/main/")[-1].split("/", 5)[-1] for path in own}
     assert "pytorch_model.bin" in fetched
     assert not any(name.startswith(("checkpoint-", STRAY)) for name in fetched), fetched
     final = read(tmp_path / "run", "metrics.jsonl")[-1]
@@ -266,8 +252,8 @@ def test_of_a_repositorys_files_those_are_needed_that_transformers_reads():
 
 def fetch(model: str, weights: bool = True) -> tuple[set[str], str]:
     """Fetch a model elsewhere. Returns the names of its files, or what a UserError says."""
-    call = f"fetch_model('--model', {model!r}, {weights})"
-    result = python(f"from models.hub import fetch_model\nprint({call})")
+    call = f"print(fetch_model('--model', {model!r}, {weights}))"
+    result = python("from models.hub import fetch_model", call)
     if result.returncode:
         kind, problem = result.stderr.splitlines()[-1].split(": ", 1)
         assert kind == "config.UserError"
@@ -289,7 +275,7 @@ def test_a_model_that_another_program_cached_is_taken_if_it_is_whole(hub, monkey
     assert not fetch(RHO, weights=False)[1]
 
 
-def test_a_branch_is_named_after_an_at_sign(hub, repositories):
+def test_a_branch_is_named_after_an_at_sign_and_what_is_not_there_is_named(hub, repositories):
     branch = repositories / "models" / f"{RHO}@seed-2"
     shutil.copytree(repositories / "models" / RHO, branch)
     (branch / "only_here.json").write_text("{}")
@@ -298,36 +284,26 @@ def test_a_branch_is_named_after_an_at_sign(hub, repositories):
     assert f"Revision Not Found for url: {hub.address}" in fetch(f"{RHO}@seed-3")[1]
     absent = fetch("nobody/nothing")[1]
     assert f"Repository Not Found for url: {hub.address}" in absent and "hf auth login" in absent
-
-
-@pytest.mark.runs
-def test_a_resumed_run_takes_the_revision_that_it_began_with_where_its_branch_has_moved(
-    hub, repositories
-):
-    now, before = repositories / "models" / RHO, repositories / "models" / f"{RHO}@before"
-    shutil.copytree(now, before)
-    code = (
-        "from config import Config; from tasks import load_task; from runtime import preflight\n"
-        "from models.hub import identify_weights\n"
-        f"config = Config(model={RHO!r}); task = load_task('arithmetic')\n"
-        f"config = preflight.check_model(config, task, {commit_of(before)!r})\n"
-        "print(identify_weights(preflight.fetch(config, task).model))"
-    )
-    assert python(code).stdout.strip() == commit_of(before) != commit_of(now)
-
-
-def test_a_repository_without_weights_is_named_with_what_it_has(hub, repositories):
-    bare = repositories / "models/some/bare"
-    bare.mkdir(parents=True)
-    (bare / "config.json").write_text("{}")
-    (bare / "model.onnx").write_text("")
+    fill(repositories / "models/some/bare", "config.json", "model.onnx")
     problem = fetch("some/bare")[1]
     assert problem.endswith("has no weights that transformers reads: it has ['config.json']")
 
 
-def test_ctrl_c_ends_a_download_at_once_and_keeps_the_files_that_are_whole(
-    hub, repositories, gsm8k_data, tmp_path, record_property
-):
+@pytest.mark.runs
+def test_a_resumed_run_keeps_the_revision_it_began_with_where_its_branch_moved(hub, repositories):
+    now, before = repositories / "models" / RHO, repositories / "models" / f"{RHO}@before"
+    shutil.copytree(now, before)
+    result = python(
+        "from config import Config; from tasks import load_task; from runtime import preflight",
+        "from models.hub import identify_weights",
+        f"config = Config(model={RHO!r}); task = load_task('arithmetic')",
+        f"config = preflight.check_model(config, task, {commit_of(before)!r})",
+        "print(identify_weights(preflight.fetch(config, task).model))",
+    )
+    assert result.stdout.strip() == commit_of(before) != commit_of(now)
+
+
+def test_ctrl_c_ends_a_download_at_once(hub, repositories, gsm8k_data, tmp_path, record_property):
     size, rate = 30_000_000, 2e5  # bytes, and bytes a second
     slow = repositories / "models/some/slow"
     shutil.copytree(repositories / "models" / RHO, slow)
@@ -339,26 +315,20 @@ def test_ctrl_c_ends_a_download_at_once_and_keeps_the_files_that_are_whole(
         paths = [path for method, path in hub.requests if method == "GET"]
         return [path.split("/")[-1] for path in paths if "some/slow/resolve" in path]
 
-    def start_fetching() -> subprocess.Popen:
+    for has_small_files in (False, True):
+        hub.requests.clear()
         process = start_tba("gsm8k", *settings)
         wait_for(lambda: "large.json" in gets(), "the download of the large file")
-        return process
-
-    process = start_fetching()
-    time.sleep(4.0)
-    start = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=PATIENCE)
-    seconds = round(time.monotonic() - start, 1)
-    record_property("seconds from Ctrl-C to the end", seconds)
-    assert seconds < size / rate / 10 and process.returncode == 130
-    assert error.endswith("files that were fetched whole are kept\n")
-    assert "config.json" in gets() and not list(tmp_path.rglob("*.incomplete"))
-    hub.requests.clear()
-    again = start_fetching()
-    assert "config.json" not in gets()
-    again.send_signal(signal.SIGINT)
-    again.communicate(timeout=PATIENCE)
+        time.sleep(4.0)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=PATIENCE)
+        seconds = round(time.monotonic() - start, 1)
+        record_property("seconds from Ctrl-C to the end", seconds)
+        assert seconds < size / rate / 10 and process.returncode == 130
+        assert error.endswith("files that were fetched whole are kept\n")
+        assert ("config.json" in gets()) != has_small_files
+        assert not list(tmp_path.rglob("*.incomplete"))
 
 
 def remove_tokenizer(model: str) -> None:
@@ -371,13 +341,11 @@ def remove_tokenizer(model: str) -> None:
     [
         ({}, "has no files of a tokenizer, and the one made up for it knows no"),
         ({"eos_token_id": None}, "has no end-of-sequence token, in neither its tokenizer nor its"),
-        ({"quantization_config": QUANTIZED}, "it is quantized, and the trainer needs plain"),
+        (QUANTIZED, "it is quantized, and the trainer needs plain"),
         (OWN_CODE, "it brings code of its own: --trust_remote_code lets that of --model run"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_one_line_before_anything_is_loaded(
-    settings, message, gsm8k_data, tmp_path, capfd
-):
+def test_a_model_that_cannot_be_trained_is_one_line(settings, message, gsm8k_data, tmp_path, capfd):
     model = make(tmp_path, "LlamaForCausalLM" if settings else "GPT2LMHeadModel")
     change_config(model, **settings)
     if not settings:
@@ -388,7 +356,7 @@ def test_a_model_that_cannot_be_trained_is_one_line_before_anything_is_loaded(
         tokenizer.eos_token = None
         tokenizer.save_pretrained(model)
     capfd.readouterr()  # making the model
-    assert main(["gsm8k", *flags(data_dir=gsm8k_data, model=model), *map(str, SHORT)]) == 2
+    assert main(["gsm8k", *flags(data_dir=gsm8k_data, model=model), *SHORT]) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err, err
 
@@ -443,19 +411,16 @@ def test_only_the_columns_that_are_asked_for_are_kept(tmp_path, hub, repositorie
     rows = tmp_path / "train.jsonl"
     rows.write_text(json.dumps({"query": "q", "reference_response": "r", "tokens": [1] * 999}))
     put_dataset(repositories, "some/wide", "default", [rows])
-    code = (
-        "from tasks.support.data import read_rows\n"
-        "columns, hub = ('query', 'reference_response'), ('some/wide', None, 'train')\n"
-        "print([row for _, row in read_rows('', 'train', columns, hub)])"
+    result = python(
+        "from tasks.support.data import read_rows",
+        "columns, hub = ('query', 'reference_response'), ('some/wide', None, 'train')",
+        "print([row for _, row in read_rows('', 'train', columns, hub)])",
     )
-    result = python(code)
     assert result.stdout == "[{'query': 'q', 'reference_response': 'r'}]\n", result.stderr
 
 
 @pytest.mark.runs
-def test_tldr_rows_at_their_real_number_take_little_memory_and_time(
-    hub, repositories, record_property
-):
+def test_all_rows_of_tldr_take_little_memory_and_time(hub, repositories, record_property):
     """As many as are published, with as many tokens: all columns took 8.5 GB and 17 s."""
     data = repositories / "datasets" / "as_many" / "tldr"
     data.mkdir(parents=True)
@@ -465,18 +430,18 @@ def test_tldr_rows_at_their_real_number_take_little_memory_and_time(
     many = pyarrow.concat_tables([rows] * 117).slice(0, 116_722)
     pyarrow.parquet.write_table(many, data / "train-00000-of-00001.parquet", row_group_size=1000)
     code = (
-        "import time, psutil\n"
-        "from tasks.support.data import read_rows\n"
-        "import datasets\n"
-        "begin, before = time.monotonic(), psutil.Process().memory_info().rss\n"
-        "columns, hub = ('query', 'reference_response'), ('as_many/tldr', None, 'train')\n"
-        "rows = read_rows('', 'train', columns, hub)\n"
-        "taken = psutil.Process().memory_info().rss - before\n"
-        "print(len(rows), time.monotonic() - begin, taken / 1e6)"
+        "import time, psutil",
+        "from tasks.support.data import read_rows",
+        "import datasets",
+        "begin, before = time.monotonic(), psutil.Process().memory_info().rss",
+        "columns, hub = ('query', 'reference_response'), ('as_many/tldr', None, 'train')",
+        "rows = read_rows('', 'train', columns, hub)",
+        "taken = psutil.Process().memory_info().rss - before",
+        "print(len(rows), time.monotonic() - begin, taken / 1e6)",
     )
     seconds = {}
     for source in ("fetched", "from the cache"):
-        result = python(code)
+        result = python(*code)
         assert result.returncode == 0, result.stderr
         count, seconds[source], megabytes = map(float, result.stdout.split())
     record_property("seconds", seconds)

@@ -29,12 +29,11 @@ from weights import SharedWeights
 
 PINNED = Path(__file__).parent / "pinned"
 
-TASK = '''
+# Lengths and rewards that do not depend on the sampled tokens.
+TASK = """
 from tasks import Query, Task
 
 class Pinned(Task):
-    """Lengths and rewards that do not depend on the sampled tokens."""
-
     evaluation_sampling = {"temperature": 0.0, "min_tokens": 4, "max_tokens": 4}
 
     def queries(self, split):
@@ -53,18 +52,30 @@ class Pinned(Task):
         if queries[0].id == 11:
             raise ValueError("no score for an 11")
         return [float((query.id + i) % 3) for i, query in enumerate(queries)]
-'''
+"""
 
 
 class Record:
     """The actions, one a line; repetitions of the last line are left out."""
 
-    def __init__(self):
-        self.lines: list[str] = []
+    def __init__(self, monkeypatch):
+        self.monkeypatch, self.lines = monkeypatch, []
 
     def __call__(self, line: str) -> None:
-        if not self.lines or self.lines[-1] != line:
+        if self.lines[-1:] != [line]:
             self.lines.append(line)
+
+    def watch(self, owner: type, method: str, describe) -> None:
+        """Record describe(result, self, *arguments), if anything, after each call of the method."""
+        original = getattr(owner, method)
+
+        def watched(*arguments, **keywords):
+            result = original(*arguments, **keywords)
+            if line := describe(result, *arguments, **keywords):
+                self(line)
+            return result
+
+        self.monkeypatch.setattr(owner, method, watched)
 
     def compare(self, name: str) -> None:
         path, text = PINNED / name, "\n".join(self.lines) + "\n"
@@ -72,18 +83,6 @@ class Record:
             path.write_text(text)
             pytest.fail(f"{path} was not there: it is written, look at it")
         assert text.splitlines() == path.read_text().splitlines()
-
-
-def watch(monkeypatch, owner: type, method: str, line) -> None:
-    """Call line(result, self, *arguments) after each call of owner.method."""
-    original = getattr(owner, method)
-
-    def watched(self, *arguments, **keywords):
-        result = original(self, *arguments, **keywords)
-        line(result, self, *arguments, **keywords)
-        return result
-
-    monkeypatch.setattr(owner, method, watched)
 
 
 class ScriptedQueue:
@@ -119,10 +118,10 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
     own = dict(task=str(tmp_path / "pinned.py"), model=str(untied_model), temperature=0.9)
     config = Config(**own, **sizes, **lengths, searchers=1)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
-    board, record = Board(["trainer", "searcher 0"]), Record()
-    found = ScriptedQueue(record)
+    board, record = Board(["trainer", "searcher 0"]), Record(monkeypatch)
+    found, original, steps, seen = ScriptedQueue(record), Engine.step, 0, {}
     tensors = dict(load_policy(config, torch.device("cpu")).named_parameters()).items()
-    steps = 0
+    columns = ("cursor", "version", "evaluated", "unscored_groups", "long_prompts")
 
     def script(self) -> list:
         """Play the trainer's part, timed by the searcher's engine steps."""
@@ -136,56 +135,32 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
         if steps == 50:
             found.refusals = 10
         board.stop = steps == 80
-        return original(self)
-
-    original = Engine.step
-    monkeypatch.setattr(Engine, "step", script)
-    seen = {}
-    columns = ("cursor", "version", "evaluated", "unscored_groups", "long_prompts")
-
-    def stepped(result, self) -> None:
+        outputs = original(self)
         record(f"step {steps}, pins {weights.pins.tolist()}, rows {self.rows}")
+        return outputs
 
-    def added(result, self, request, prompt, version, **sampling) -> None:
+    def added(result, self, request, prompt, version, **sampling) -> str:
         settings = sorted(sampling.items())
-        record(f"add {request}, prompt {len(prompt)}, version {version}, {settings}")
+        return f"add {request}, prompt {len(prompt)}, version {version}, {settings}"
 
-    def read(*_) -> None:
-        record(f"read reference {weights.reference_version}")
+    def written(result, self, name: str, column: str, value: float) -> str | None:
+        if column not in columns or seen.get(column, 0.0) == value:
+            return None
+        seen[column] = value
+        return f"board: {column} {value:g}"
 
-    def written(result, self, name: str, column: str, value: float) -> None:
-        if column in columns and seen.get(column, 0.0) != value:
-            seen[column] = value
-            record(f"board: {column} {value:g}")
-
-    watch(monkeypatch, Engine, "step", stepped)
-    watch(monkeypatch, Engine, "add", added)
-    watch(monkeypatch, Engine, "load", lambda *_: record(f"load version {weights.version}"))
-    watch(monkeypatch, SharedWeights, "read_reference", read)
-    watch(monkeypatch, Board, "set", written)
+    monkeypatch.setattr(Engine, "step", script)
+    record.watch(Engine, "add", added)
+    record.watch(Engine, "load", lambda *_: f"load version {weights.version}")
+    record.watch(Board, "set", written)
+    read = "read_reference", lambda *_: f"read reference {weights.reference_version}"
+    record.watch(SharedWeights, *read)
     Searcher(config, 0, 0, "searcher 0", weights, found, board, str(tmp_path)).search()
     record.compare("searcher.txt")
 
 
-def a_group(query_id: int, version: int, reference_version: int, rng: np.random.Generator) -> Group:
-    lengths = rng.integers(1, 6, size=4).astype(np.int32)
-    total = int(lengths.sum())
-    drawn = dict(
-        tokens=rng.integers(0, 256, size=total),
-        ref_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
-        behavior_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
-        rewards=rng.integers(0, 2, size=4).astype(np.float32),
-    )
-    own = dict(reference_version=reference_version, prompt=np.full(3, 65 + query_id % 20, np.int32))
-    return make_group(query_id, version, lengths, **drawn, **own)
-
-
 class ScriptedSearcher:
-    """The trainer's queue, filled by a script.
-
-    It sends two groups a step, of the newest weights, and none while it is silent. Evaluations come
-    late.
-    """
+    """The trainer's queue: a script fills it with two groups a step, and with late evaluations."""
 
     # Trainer steps at which nothing comes until the trainer has asked five times.
     SILENT = range(14, 23)
@@ -203,16 +178,27 @@ class ScriptedSearcher:
             self.weights.pins[:] = torch.tensor([-1, -1] if step == 7 else sorted(others))
         new = step != self.step or step == 0 and self.asked <= 4
         if new and step not in self.SILENT or self.asked == 5 and self.step in self.SILENT:
-            version, reference = max(0, self.weights.version), self.weights.reference_version
-            for _ in range(2):
-                query = self.groups * 7 % 11
-                self.waiting.append(a_group(query, version, reference, self.rng))
-                self.groups += 1
+            self.waiting += [self.draw_group() for _ in range(2)]
         if self.evaluated < self.weights.evaluation_version < step:
             self.evaluated = self.weights.evaluation_version
             self.waiting.append(Evaluation(self.evaluated, 0.5, 6, 0, 0))
         self.step = step
         return len(self.waiting)
+
+    def draw_group(self) -> Group:
+        query, rng = self.groups * 7 % 11, self.rng
+        self.groups += 1
+        lengths = rng.integers(1, 6, size=4).astype(np.int32)
+        total = int(lengths.sum())
+        fields = dict(
+            tokens=rng.integers(0, 256, size=total),
+            ref_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
+            behavior_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
+            rewards=rng.integers(0, 2, size=4).astype(np.float32),
+            reference_version=self.weights.reference_version,
+            prompt=np.full(3, 65 + query, np.int32),
+        )
+        return make_group(query, max(0, self.weights.version), lengths, **fields)
 
     def get(self, timeout: float):
         return self.waiting.pop(0)
@@ -226,49 +212,42 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
     own = dict(task="arithmetic", model=str(untied_model), steps=24, initial_responses=24)
     config = Config(**own, **sizes, **periods, **draws)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=2, reference=True)
-    board, record = Board(["trainer", "searcher 0"]), Record()
+    board, record = Board(["trainer", "searcher 0"]), Record(monkeypatch)
     board.loaded("searcher 0")
     found = ScriptedSearcher(weights)
     shown = "step reward staleness_mean staleness_max received buffer_responses".split()
     shown += "buffer_queries skipped_publishes mismatch_version learning_rate".split()
 
-    def published(done, self, version, tensors, evaluate=False) -> None:
+    def identify(rows) -> str:
+        return f"queries {[r.query_id for r in rows]} of versions {[r.version for r in rows]}"
+
+    def published(done, self, version, tensors, evaluate=False) -> str:
         outcome = "done" if done else "no free slot"
-        record(f"publish version {version}, evaluate {evaluate}: {outcome}")
+        return f"publish version {version}, evaluate {evaluate}: {outcome}"
 
-    def published_reference(done, self, version, tensors) -> None:
-        record(f"publish reference {version}: {done}")
+    def reset(done, self, version, tensors) -> str:
+        return f"publish reference {version}: {done}"
 
-    def added(result, self, groups, step) -> None:
-        if groups:
-            queries, versions = [g.query_id for g in groups], [g.version for g in groups]
-            record(f"buffer: add queries {queries} of versions {versions} at step {step}")
+    def added(result, self, groups, step) -> str | None:
+        return f"buffer: add {identify(groups)} at step {step}" if groups else None
 
-    def sampled(rows, self, *arguments) -> None:
-        queries, versions = [row.query_id for row in rows], [row.version for row in rows]
-        record(f"sample {arguments}: queries {queries} of versions {versions}")
+    def updated(metrics, self, rows) -> str:
+        return f"update {len(rows)} rows, references {[row.reference_version for row in rows]}"
 
-    def updated(metrics, self, rows) -> None:
-        references = [row.reference_version for row in rows]
-        record(f"update {len(rows)} rows, references {references}")
-
-    def stepped(result, self, metrics) -> None:
-        record(f"record { {name: metrics.get(name) for name in shown} }")
-
-    def saved(result, self, step, tensors, arrays, state, is_last) -> None:
+    def saved(result, self, step, tensors, arrays, state, is_last) -> str:
         due, reference = state["evaluation_due"], state["reference_version"]
         own = f"evaluation_due {due}, received {state['received']}, reference {reference}"
-        record(f"checkpoint at step {step}: {own}")
+        return f"checkpoint at step {step}: {own}"
 
-    watch(monkeypatch, SharedWeights, "publish", published)
-    watch(monkeypatch, SharedWeights, "publish_reference", published_reference)
-    watch(monkeypatch, ReplayBuffer, "add", added)
-    watch(monkeypatch, ReplayBuffer, "sample", sampled)
-    watch(monkeypatch, Learner, "update", updated)
-    watch(monkeypatch, Report, "say", lambda result, self, text: record(f"say {text!r}"))
-    watch(monkeypatch, Report, "step", stepped)
-    watch(monkeypatch, CheckpointWriter, "begin", saved)
-    watch(monkeypatch, Learner, "save_model", lambda *_: record("save the model"))
+    record.watch(SharedWeights, "publish", published)
+    record.watch(SharedWeights, "publish_reference", reset)
+    record.watch(ReplayBuffer, "add", added)
+    record.watch(ReplayBuffer, "sample", lambda rows, _, *how: f"sample {how}: {identify(rows)}")
+    record.watch(Learner, "update", updated)
+    record.watch(Report, "say", lambda result, self, text: f"say {text!r}")
+    record.watch(Report, "step", lambda _, __, line: f"record { {n: line.get(n) for n in shown} }")
+    record.watch(CheckpointWriter, "begin", saved)
+    record.watch(Learner, "save_model", lambda *_: "save the model")
     found.trainer = Trainer(config, weights, found, board, str(tmp_path))
     found.trainer.train()
     record.compare("trainer.txt")

@@ -2,12 +2,13 @@
 
 import os
 import pickle
+import string
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, read, tba
+from conftest import ROOT, flags, read, tba
 
 from config import Config, UserError
 from runtime.preflight import load_data
@@ -24,8 +25,7 @@ WITHOUT_AN_ANSWER = "boxnet graph_color propositional_logic rubiks_cube rush_hou
 # What the model of a test reads and writes: the two halves around a word, the tags, letters.
 QUESTION = ASKED.format(question="Spell this word backward (example: sun -> nus): {word}")
 TOKENS = [*QUESTION.split("{word}"), "<answer>", "</answer>"]
-TOKENS += [chr(ord(first) + i) for first in "aA" for i in range(26)]
-THREE_LETTERS = '{"min_word_len": 3, "max_word_len": 3}'
+TOKENS += string.ascii_letters
 
 
 def test_each_dataset_is_made_and_scored():
@@ -60,22 +60,20 @@ def test_what_cannot_be_made_is_one_line_that_says_why(options, says):
         load_task("reasoning_gym", **options).queries("train")
 
 
-def test_a_dataset_whose_queries_are_not_the_same_twice_is_refused():
+def test_queries_are_the_same_in_every_process_of_a_run_or_the_dataset_is_refused():
+    """Datasets that go through a set would ask otherwise after a restart."""
     load_task("reasoning_gym").prepare()
     with pytest.raises(UserError, match="list_functions gives another query each time"):
         load_task("reasoning_gym", dataset="list_functions").prepare()
-
-
-def test_queries_are_the_same_in_every_process_of_a_run():
-    """Datasets that go through a set would ask otherwise after a restart."""
     code = "from tasks import load_task; import sys; sys.path[0] = ''\n"
     code += "print(load_task('reasoning_gym', dataset='isomorphic_strings').queries('train')[7])"
-    variables = children.environment(Place("tests", None, [0]))
-    asked = [
-        subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=os.environ | more)
-        for more in (variables, variables, {"PYTHONHASHSEED": "1"})
-    ]
-    assert asked[0] == asked[1] != asked[2]
+
+    def ask(variables: dict[str, str]) -> bytes:
+        command, env = [sys.executable, "-c", code], os.environ | variables
+        return subprocess.check_output(command, cwd=ROOT, env=env)
+
+    own = children.environment(Place("tests", None, [0]))
+    assert ask(own) == ask(own) != ask({"PYTHONHASHSEED": "1"})
 
 
 def test_without_the_library_one_line_says_what_to_install(monkeypatch):
@@ -92,17 +90,13 @@ def test_lazy_queries_are_made_when_they_are_asked_for_and_checks_read_the_first
         return Query(index, f"{index}?", None)
 
     queries = LazyQueries(1000, make)
-    monkeypatch.setattr("runtime.preflight.load_task", lambda *_, **__: Lazy())
+    monkeypatch.setattr("runtime.preflight.load_task", lambda *_, **__: Task())
     monkeypatch.setattr(Task, "queries", lambda *_: queries)
     _, sizes, prompts = load_data(Config(task="lazy"))
     assert sizes == {"train": 1000, "test": 1000} and prompts == ["0?"] and set(made) == {0}
     assert queries[np.int64(7)].id == 7
     with pytest.raises(IndexError):
         queries[1000]
-
-
-class Lazy(Task):
-    pass
 
 
 def homework(query: Query, rng: np.random.Generator) -> str:
@@ -114,15 +108,14 @@ def homework(query: Query, rng: np.random.Generator) -> str:
 @pytest.mark.runs
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_tiny_model_learns_to_spell_backward(seed, tmp_path, record_property):
-    options = dict(dataset="spell_backward", settings=THREE_LETTERS)
+    options = dict(dataset="spell_backward", settings='{"min_word_len": 3, "max_word_len": 3}')
     queries = load_task("reasoning_gym", **options).queries("train")
     model = pupil("spell_backward", queries, homework, tokens=TOKENS)
-    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    flags += "--steps 200 --queries_per_batch 16 --responses_per_query 8 --beta 0.1".split()
-    flags += "--samples_per_query 8 --learning_rate 1e-3 --max_grad_norm 1 --synchronous".split()
-    flags += "--max_prompt_tokens 8 --max_response_tokens 8 --checkpoint_every 0".split()
-    flags += ["--model", model, "--seed", seed, "--output_dir", tmp_path / "run"]
-    result = tba("reasoning_gym", *flags)
+    own = flags(**options, model=model, seed=seed, output_dir=tmp_path / "run", checkpoint_every=0)
+    own += flags(steps=200, queries_per_batch=16, responses_per_query=8, samples_per_query=8)
+    own += flags(max_prompt_tokens=8, max_response_tokens=8)
+    own += flags(learning_rate=1e-3, max_grad_norm=1, beta=0.1)
+    result = tba("reasoning_gym", *own, "--synchronous")
     assert result.returncode == 0, result.stderr
     lines = read(tmp_path / "run", "metrics.jsonl")
     base = next(line["score"] for line in lines if "score" in line)

@@ -1,32 +1,21 @@
-"""Whole runs through the command line, on the real vLLM."""
+"""Whole runs through the command line, on the real vLLM, and what a resumed one does."""
 
 import json
 import os
-import re
 import shutil
 import signal
 import time
-import uuid
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    FOREVER,
-    PATIENCE,
-    ROOT,
-    SMALL,
-    Run,
-    living,
-    read,
-    start_tba,
-    steps_of,
-    tba,
-    wait_for,
-)
+from conftest import FOREVER, SMALL, Run, flags, living, read, steps_of, tba
+from test_fork import FILES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from config import UserError
 from runtime.checkpoints import checkpoint
+from runtime.command_line import build_config
 from runtime.display.pictures import PANELS
 from runtime.record import timeline
 from tba import main
@@ -64,21 +53,19 @@ def check_outputs(run_dir: Path, steps: int) -> None:
 def finished(tmp_path_factory) -> tuple[Path, str]:
     """The directory of a run of 250 steps that has ended, and what it said."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    result = tba("arithmetic", *SMALL, "--steps", 250, "--eval_every", 100, "--output_dir", run_dir)
+    settings = flags(steps=250, eval_every=100, output_dir=run_dir)
+    result = tba("arithmetic", *SMALL, *settings)
     assert result.returncode == 0, result.stderr
     return run_dir, result.stdout
 
 
 def test_an_arithmetic_run_learns_and_its_last_version_is_evaluated(finished):
     run_dir, out = finished
-    evaluations = {
-        line["step"]: line["accuracy"]
-        for line in read(run_dir, "metrics.jsonl")
-        if "accuracy" in line
-    }
+    lines = read(run_dir, "metrics.jsonl")
+    evaluations = {line["step"]: line["accuracy"] for line in lines if "accuracy" in line}
     assert 0 in evaluations and len(evaluations) == 3, "the base model, and two on the way"
     assert evaluations[0] <= 0.60
-    final = read(run_dir, "metrics.jsonl")[-1]
+    final = lines[-1]
     assert final.keys() == {"step", "base_model", "final_accuracy", "final_accuracy_interval"}
     assert final["step"] == 250
     saved = AutoModelForCausalLM.from_pretrained(run_dir / "model")
@@ -90,8 +77,10 @@ def test_an_arithmetic_run_learns_and_its_last_version_is_evaluated(finished):
     assert f"final accuracy: {final['final_accuracy']:.2f}" in out
 
 
-def test_a_run_leaves_every_output_and_its_samples_are_whole(finished):
-    run_dir, _ = finished
+def test_a_run_leaves_all_outputs_replays_and_samples_from_what_its_busy_trainer_publishes(
+    finished,
+):
+    run_dir, out = finished
     check_outputs(run_dir, 250)
     sample = read(run_dir, "samples.jsonl")[0]
     names = (
@@ -99,10 +88,6 @@ def test_a_run_leaves_every_output_and_its_samples_are_whole(finished):
         " behavior_logprobs ref_logprobs sampled"
     )
     assert sample.keys() == set(names.split())
-
-
-def test_the_trainer_is_busy_replays_and_what_it_published_is_sampled_from(finished):
-    run_dir, out = finished
     lines = steps_of(run_dir)
     mismatch = max(line["mismatch"] for line in lines)
     assert 0 < mismatch < 1e-4, "what was published is what vLLM samples from"
@@ -126,29 +111,17 @@ def test_eval_only_ends_with_what_the_run_found_as_json(finished, capfd):
     assert (found["queries"], found["long_prompts"], found["unscored"]) == (1000, 0, 0)
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory) -> Run:
-    """A run at constant staleness whose command line was killed behind step 20."""
-    flags = ["--constant_staleness", 3, "--reference_reset_period", 5]
-    run_dir = tmp_path_factory.mktemp("killed") / "run"
-    with Run(run_dir, "arithmetic", *flags, *SMALL, *FOREVER) as run:
+def test_constant_staleness_has_batches_of_one_version_resets_to_that_and_killed_leaves_nothing(
+    tmp_path,
+):
+    settings = flags(constant_staleness=3, reference_reset_period=5)
+    with Run(tmp_path / "run", "arithmetic", *settings, *SMALL, *FOREVER) as run:
         run.is_at(20)
         assert len(living(run.tag)) >= 3
         run.process.kill()
-        run.process.wait()
+        assert run.process.wait() == -signal.SIGKILL
         run.nothing_is_left()
-    return run
-
-
-def test_a_killed_command_line_takes_all_the_others_along_and_leaves_nothing_in_shared_memory(
-    killed,
-):
-    assert killed.process.returncode == -signal.SIGKILL and killed.shared, "and both are gone"
-
-
-def test_constant_staleness_has_batches_of_one_version_and_resets_to_that_policy(killed):
-    run_dir = killed.run_dir
-    lines = steps_of(run_dir)[:20]
+    lines = run.steps()[:20]
     staleness = [0, 1, 2] + [3] * 17
     assert [line["staleness_mean"] for line in lines] == staleness
     assert [line["staleness_max"] for line in lines] == staleness
@@ -161,17 +134,11 @@ def test_constant_staleness_has_batches_of_one_version_and_resets_to_that_policy
     assert not {9, 14} & at_reference
 
 
-def test_a_fork_with_the_readmes_objective_trains_until_ctrl_c_and_ends_soon(tmp_path, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    code = next(block for block in blocks if "LOSSES[" in block)
-    assert len(code.splitlines()) < 10
-    fork, run_dir = tmp_path / "fork", tmp_path / "run"
-    shutil.copytree(ROOT, fork, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))
-    with open(fork / "objectives.py", "a") as file:
-        file.write("\n\n" + code)
-    name = re.search(r'LOSSES\["(\w+)"\]', code)[1]
-    flags = ["--loss", name, "--max_staleness", 4, "--reference_reset_period", 10]
-    with Run(run_dir, "arithmetic", *flags, *SMALL, *FOREVER, root=fork) as run:
+def test_a_run_with_the_readmes_objective_trains_until_ctrl_c_and_ends_soon(tmp_path):
+    file, run_dir = tmp_path / "huber.py", tmp_path / "run"
+    file.write_text(FILES[file.name])
+    settings = flags(loss=file, max_staleness=4, reference_reset_period=10)
+    with Run(run_dir, "arithmetic", *settings, *SMALL, *FOREVER) as run:
         run.is_at(40)
         start = time.monotonic()
         _, err = run.end()
@@ -180,13 +147,11 @@ def test_a_fork_with_the_readmes_objective_trains_until_ctrl_c_and_ends_soon(tmp
         assert f"stopped by SIGINT: partial results are in {run_dir}; to go on: {command}" in err
         run.nothing_is_left()
     check_outputs(run_dir, run.step())
-    lines = steps_of(run_dir)
+    lines = run.steps()
     # Of one step it may be 0: just after a reset, when all rewards of a group are equal.
     assert max(line["grad_norm"] for line in lines[-10:]) > 0
     assert {line["bad_steps"] for line in lines} == {0}
     assert 0 < max(line["staleness_max"] for line in lines) <= 4
-    assert main(["arithmetic", "--loss", name]) == 2
-    assert "is one of tb" in capsys.readouterr().err, "only the fork has it"
 
 
 SWALLOWED = """
@@ -215,15 +180,167 @@ def test_ctrl_c_is_heard_where_a_library_would_swallow_it_while_it_is_imported(
 
 
 def test_ctrl_c_while_everything_still_loads_ends_a_run_at_once(tmp_path):
-    tag = uuid.uuid4().hex
-    process = start_tba(tag=tag, directory=tmp_path)  # as the README has it: no flag at all
-    try:
+    with Run(None, directory=tmp_path) as run:  # as the README has it: no flag at all
         # The command line, Python's resource tracker, a trainer and a searcher.
-        wait_for(lambda: len(living(tag)) >= 4 or process.poll() is not None, "four processes")
-        os.killpg(process.pid, signal.SIGINT)  # to the whole process group, as a terminal does
-        _, err = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 130, err
-        assert "Traceback" not in err and living(tag) == []
+        run.until(lambda: len(living(run.tag)) >= 4, "four processes")
+        os.killpg(run.process.pid, signal.SIGINT)  # to the whole process group, as a terminal does
+        _, err = run.ends_with(130)
+        assert "Traceback" not in err and living(run.tag) == []
         assert [path.name[:11] for path in (tmp_path / "runs").iterdir()] == ["arithmetic-"]
-    finally:
-        process.kill()
+
+
+# Runs that are killed and resumed
+
+OWN = """
+import os, time
+from pathlib import Path
+from tasks import Query
+from tasks.arithmetic import Arithmetic
+
+class Own(Arithmetic):
+"""
+# Of the metrics; the rest is repeatable.
+TIMING = "seconds trainer_busy searcher_busy searcher_tokens_per_second queue_depth".split()
+
+
+def own_task(path: Path, body: str) -> Path:
+    """Write a task that is arithmetic but for this body of its class."""
+    path.write_text(OWN + body)
+    return path
+
+
+def metrics_of(run_dir: Path) -> list[str]:
+    """What is repeatable in the metrics of the first 16 steps."""
+    lines = [line for line in read(run_dir, "metrics.jsonl") if line["step"] <= 16]
+    repeatable = [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+    return sorted(json.dumps(line, sort_keys=True) for line in repeatable)
+
+
+ALL_WEIGHTS = pytest.param([], id="all weights", marks=pytest.mark.faults)
+LORA = pytest.param(["--lora_rank", 4], id="LoRA", marks=pytest.mark.runs)
+
+
+@pytest.fixture(scope="module", params=[ALL_WEIGHTS, LORA])
+def resumed(request, tmp_path_factory) -> Path:
+    """A directory of two synchronous runs.
+
+    `whole` was killed behind step 16; `killed` behind step 8, then resumed and killed behind 16.
+    """
+    directory = tmp_path_factory.mktemp("resumed")
+    settings = flags(seed=7, checkpoint_every=4, reference_reset_period=5)
+    settings = ["arithmetic", "--synchronous", *settings, *SMALL, *FOREVER, *request.param]
+    for name, step, resume in ("whole", 16, False), ("killed", 8, False), ("killed", 16, True):
+        saved = directory / name / "checkpoints" / f"step-{step:08}"
+        with Run(directory / name, *([] if resume else settings), resume=resume) as run:
+            run.until(saved.exists, f"the checkpoint of step {step}")
+            run.process.kill()
+            run.nothing_is_left()
+    return directory
+
+
+@pytest.fixture
+def copied(resumed, tmp_path) -> Path:
+    """A copy of the run that was resumed, to be changed."""
+    return shutil.copytree(resumed / "killed", tmp_path / "run")
+
+
+def change(run_dir: Path, **changed) -> dict:
+    """Change settings in config.json; all of them."""
+    settings = json.loads((run_dir / "config.json").read_text()) | changed
+    (run_dir / "config.json").write_text(json.dumps(settings))
+    return settings
+
+
+def test_a_synchronous_run_killed_and_resumed_gives_the_metrics_and_weights_of_one_that_was_not(
+    resumed,
+):
+    assert metrics_of(resumed / "killed") == metrics_of(resumed / "whole")
+    assert len(metrics_of(resumed / "whole")) == 16 + 1
+    lines = steps_of(resumed / "whole")[:16]
+    assert all(line["staleness_max"] == 0 and line["mismatch"] < 1e-4 for line in lines)
+    whole, killed = (
+        checkpoint.load_tensors(resumed / name / "checkpoints" / "step-00000016", "learner")
+        for name in ("whole", "killed")
+    )
+    torch.testing.assert_close(whole, killed, rtol=0, atol=0)
+    kept = [path.name for path in checkpoint.list_checkpoints(str(resumed / "whole"))]
+    # A kill may come before the one before them is deleted.
+    assert kept[-2:] == ["step-00000012", "step-00000016"], "the last two are kept"
+
+
+FIXED = [
+    ("--responses_per_query 4", "--responses_per_query is 4", "8: only steps, learning_rate"),
+    ("--model {model}", "--model is '{model}'", ""),
+    ("gsm8k", "--task is 'gsm8k'", "'arithmetic'"),
+    ("--beta 3", "--beta is 3.0", "0.1"),
+]
+
+
+@pytest.mark.parametrize("words, given, saved", FIXED)
+def test_a_run_is_resumed_with_the_settings_that_it_began_with(
+    words, given, saved, resumed, untied_model, capsys
+):
+    arguments = words.format(model=untied_model).split()
+    assert main([*arguments, "--resume", str(resumed / "killed")]) == 2
+    err = capsys.readouterr().err
+    given = given.format(model=untied_model)
+    assert err.count("\n") == 1 and f"{given}, but the run to resume has {saved}" in err
+
+
+CHANGED = """
+    def queries(self, split):
+        return [Query(q.id, "0" + q.prompt, q.answer) for q in super().queries(split)]
+"""
+
+
+def test_a_resumed_run_trains_on_the_changed_prompts_of_its_task(copied, tmp_path):
+    # As if the task's file had changed.
+    change(copied, task=str(own_task(tmp_path / "changed.py", CHANGED)))
+    (copied / "samples.jsonl").unlink()
+    done = tba("--resume", copied, "--steps", 18)
+    assert done.returncode == 0, done.stderr
+    # All that a synchronous run trains on was generated since.
+    assert steps_of(copied)[-1]["step"] == 18
+    prompts = [line["prompt"] for line in read(copied, "samples.jsonl")]
+    assert {(prompt[0], len(prompt)) for prompt in prompts} == {("0", len("0" + "12+34="))}
+
+
+def test_steps_and_learning_rate_may_change_but_not_the_steps_of_a_run_at_constant_staleness(
+    copied,
+):
+    arguments = flags(resume=copied, steps=20)
+    config = build_config([*arguments, "--learning_rate", "0.5"])
+    assert (config.steps, config.learning_rate) == (20, 0.5)
+    assert (config.queries_per_batch, config.constant_staleness) == (8, 0)
+    change(copied, constant_staleness=2)
+    with pytest.raises(UserError, match="--steps is 20, but the run to resume has 1000000"):
+        build_config(arguments)
+
+
+def test_a_model_with_another_vocabulary_is_refused(copied, untied_model, capsys):
+    settings = change(copied, model=str(untied_model))  # as if the directory's content had changed
+    assert main(["--resume", str(copied)]) == 2
+    words = "lm_head.weight has shape (257, 64), in the checkpoint (14, 64)"
+    if settings["lora_rank"]:
+        words = "down_proj.lora_A.default.weight has shape (4, 128), in the checkpoint (4, 256)"
+    err = capsys.readouterr().err
+    assert "has changed since: " in err and words in err
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_and_without_one_nothing_starts(
+    copied, capsys
+):
+    newest, previous = (copied / "checkpoints" / f"step-{step:08}" for step in (16, 12))
+    # The kill may have come before this one was deleted.
+    shutil.rmtree(copied / "checkpoints" / "step-00000008", ignore_errors=True)
+    data = bytearray((newest / "learner.safetensors").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "learner.safetensors").write_bytes(data)
+    complaints = [f"{newest} cannot be used: learner.safetensors is damaged"]
+    assert checkpoint.newest_whole(str(copied)) == (previous, complaints)
+
+    (previous / "buffer.npz").write_bytes((previous / "buffer.npz").read_bytes()[:-1])
+    assert main(["--resume", str(copied)]) == 2
+    complaints.append(f"{previous} cannot be used: buffer.npz is damaged")
+    nothing = f"error: --resume {str(copied)!r} has no checkpoint that is whole"
+    assert capsys.readouterr().err.splitlines() == [*complaints, nothing]

@@ -15,23 +15,13 @@ from models.hub import identify_weights
 from runtime.record.timeline import read_lines
 from tasks import load_task
 
-RECORDED = list(common.RESULTS.glob("staleness.*.jsonl"))
-SMALL = dict(
-    task="arithmetic",
-    seed=3,
-    queries_per_batch=4,
-    tokens_per_micro_batch=400,
-    responses_per_query=4,
-    steps=6,
-)
+SIZES = dict(queries_per_batch=4, tokens_per_micro_batch=400, responses_per_query=4)
+SMALL = dict(task="arithmetic", seed=3, steps=6) | SIZES
 
 
 @pytest.fixture
 def batches(monkeypatch):
-    """Record the step of every batch, the versions of its rows, and how far off-policy it is.
-
-    The last is the largest difference between behaviour and current policy, in nats.
-    """
+    """Of every batch: its step, its rows' versions, the largest |current - behaviour| in nats."""
     seen, loss_inputs = [], Learner.loss_inputs
 
     def watched(self, rows, *scales):
@@ -46,23 +36,19 @@ def batches(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_batch_is_exactly_as_stale_as_asked_for_and_without_staleness_on_policy(
-    staleness, batches
-):
-    study.train(SMALL | dict(constant_staleness=staleness))
-    expected = [(step, {max(0, step - staleness)}) for step in range(6)]
+@pytest.mark.parametrize("age", [0, 2])
+def test_a_batch_is_exactly_as_stale_as_asked_for_and_without_staleness_on_policy(age, batches):
+    study.train(SMALL | dict(constant_staleness=age))
+    expected = [(step, {max(0, step - age)}) for step in range(6)]
     assert [(step, versions) for step, versions, _ in batches] == expected
     # The first step changes nothing: its learning rate is 0, the start of the warm-up.
-    is_on_policy = [staleness == 0 or step <= 1 for step in range(6)]
+    is_on_policy = [age == 0 or step <= 1 for step in range(6)]
     assert [difference < 1e-5 for _, _, difference in batches] == is_on_policy
 
 
 def test_in_the_buffer_mode_responses_come_with_the_weights_of_the_sync_before(batches):
-    settings = SMALL | dict(
-        samples_per_query=4, most_on_policy_prob=1.0, sync_period=2, initial_responses=8
-    )
-    study.train(settings, groups_per_sync=4)
+    mode = dict(samples_per_query=4, most_on_policy_prob=1.0, sync_period=2, initial_responses=8)
+    study.train(SMALL | mode, groups_per_sync=4)
     assert [versions for _, versions, _ in batches] == [{0}, {0}, {0}, {0}, {2}, {2}]
 
 
@@ -70,9 +56,8 @@ def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries
     settings = SMALL | dict(constant_staleness=1)
     results = [study.train(settings) for _ in range(2)]
     assert results[0] == results[1] and results[0] != study.train(settings | dict(seed=4))
-    assert results[0].keys() == {
-        *("reward", "kl", "distinct", "accuracy", "trained", "grad_norm", "clipped", "history")
-    }
+    names = "reward kl distinct accuracy trained grad_norm clipped history"
+    assert results[0].keys() == {*names.split()}
     assert len(results[0]["history"]["ess_responses"]) == settings["steps"]
     assert 0.2 < results[0]["reward"] < 0.7, "a few steps from the base model"
     assert 0 < results[0]["distinct"] <= 1, "one right answer a query"
@@ -114,7 +99,7 @@ class FakeRuns:
             result = dict(reward=self.reward(settings), kl=settings["beta"], distinct=3.0)
             result |= dict(trained=result, grad_norm=20.0, clipped=0.75) | self.figures
             self.made.append((file.name, settings))
-            lines.append({"job": job, "result": result})
+            lines.append(dict(job=job, result=result))
         return lines
 
 
@@ -138,9 +123,8 @@ def test_a_setting_is_chosen_by_three_seeds_and_measured_with_three_others():
     assert [settings["seed"] for _, settings in made.do.made[-3:]] == [0, 1, 2]
     assert len(made.do.made) == 9 * 3 + 3
     assert len(made.measured(CELL, 0.1)) == 3
-    tables = staleness.tables(
-        {"here": made, "there": made}, dict.fromkeys(("test", "train"), np.ones(2) / 2)
-    )
+    shares = dict.fromkeys(("test", "train"), np.ones(2) / 2)
+    tables = staleness.tables({"here": made, "there": made}, shares)
     header, _, row = tables[0].splitlines()[-3:]
     assert header == "| staleness | 8 (here) | 8 (there) |", "two processors are two columns"
     assert row == "| `tb` | 0.499 ± 0.000 | 0.499 ± 0.000 |"
@@ -176,10 +160,10 @@ def test_the_best_there_is_is_the_reference_tempered():
 
 
 def test_the_shipped_model_is_the_one_on_record_and_its_right_answers_are_counted():
-    results = [line for file in RECORDED for line in read_lines(file)]
-    assert {line["base_model"] for line in results} == {
-        identify_weights(study.base_model("addends"))
-    }
+    files = common.RESULTS.glob("staleness.*.jsonl")
+    results = [line for file in files for line in read_lines(file)]
+    shipped = identify_weights(study.base_model("addends"))
+    assert {line["base_model"] for line in results} == {shipped}
     shares = staleness.right_shares("test")
     fresh = study.train(SMALL | dict(task="addends", constant_staleness=0, steps=1))
     assert len(shares) == 20 and fresh["reward"] == pytest.approx(shares.mean(), abs=0.04)
@@ -195,7 +179,7 @@ def test_what_staleness_costs_is_told_by_lag_rate_and_product():
     assert by_product == by_both == "1.00" and float(by_lag) < float(by_rate) < 0.9
 
 
-def test_how_well_a_figure_foretells_is_the_share_of_pairs_that_it_orders():
+def test_how_well_a_fall_below_the_base_model_is_foretold_is_the_share_of_pairs_that_are_ordered():
     fallen = np.array([True, True, False, False, False])
     assert staleness.foretold(np.array([5.0, 4, 3, 2, 1]), fallen).startswith("1.00 (1.00 to 1.00)")
     assert staleness.foretold(np.array([5.0, 1, 3, 2, 1]), fallen).startswith("0.58 (")
@@ -203,9 +187,6 @@ def test_how_well_a_figure_foretells_is_the_share_of_pairs_that_it_orders():
     assert staleness.foretold(np.arange(5.0), np.zeros(5, bool)) == "no such pair"
     history = {"step": [3, 10, 17], "ess_responses": [0.9, 0.5, 0.1]}
     assert staleness.early_ess(history, 8) == 0.9 and staleness.early_ess(history, 32) == 0.5
-
-
-def test_a_run_that_ends_below_the_base_model_counts_as_fallen():
     history = {"step": [3], "ess_responses": [0.5]}
     made = study_of(lambda s: 0.5 - 100 * s["learning_rate"], ages=(8, 32), history=history)
     row = staleness.ess_table(made, base_reward=0.42).splitlines()[-1].split(" | ")
@@ -231,16 +212,12 @@ def test_a_tenth_is_made_again_with_another_rounding_in_a_file_of_its_own(monkey
     assert os.environ["ATEN_CPU_CAPABILITY"] == "avx2"
 
 
-@pytest.mark.parametrize("flag", ["tb 9", "huber 8", "tb"])
-def test_a_cell_that_there_is_not_is_refused_with_those_that_there_are(flag, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["staleness.py", "--cell", flag])
-    with pytest.raises(
-        SystemExit, match=f"--cell '{flag}' is none of tb 0, tb 8, tb 32, tb replay"
-    ):
-        staleness.main()
-
-
-def test_a_cell_on_record_is_made_again_at_the_settings_that_were_chosen(monkeypatch, capsys):
+def test_a_cell_on_record_is_made_again_at_its_settings_and_another_is_refused(monkeypatch, capsys):
+    for flag in ("tb 9", "huber 8", "tb"):
+        monkeypatch.setattr("sys.argv", ["staleness.py", "--cell", flag])
+        refusal = f"--cell '{flag}' is none of tb 0, tb 8, tb 32, tb replay"
+        with pytest.raises(SystemExit, match=refusal):
+            staleness.main()
     fake = FakeRuns(lambda settings: 0.25)
     monkeypatch.setattr(staleness, "run_all", fake)
     monkeypatch.setattr("sys.argv", ["staleness.py", "--cell", "tb 8"])

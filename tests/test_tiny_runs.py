@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, read, steps_of, tba
+from conftest import ROOT, flags, read, steps_of, tba
 from test_runs import OUTPUTS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -22,6 +22,7 @@ from tasks.redteam import VICTIM_PROMPT
 from tasks.support import tiny_redteam
 from tasks.support.pretraining import train_policy, word_tokenizer
 
+EXAMPLES = ROOT / "examples"
 JUDGE_TEMPLATE = "User:{{ messages[0].content }} Agent:{{ messages[1].content }} Verdict:"
 # The stand-ins are small, and so is the run; what is Llama's own stays.
 AS_LLAMA = (
@@ -33,8 +34,11 @@ AS_LLAMA = (
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory) -> Path:
-    """The stand-ins of red-teaming, the victim as a chat model, and a language model as judge."""
+def judged(tmp_path_factory) -> dict[str, str]:
+    """The stand-ins of red-teaming, the victim as a chat model, and a language model as judge.
+
+    By the settings of the task that take them.
+    """
     directory = tmp_path_factory.mktemp("judged") / "models"
     shutil.copytree(load_task("redteam", tiny=True).made, directory)
     victim = AutoTokenizer.from_pretrained(directory / "victim")
@@ -59,7 +63,8 @@ def judged(tmp_path_factory) -> Path:
     tokenizer.chat_template = JUDGE_TEMPLATE
     train_policy(examples, tokenizer, directory / "judge", steps=120, batch=64)
     save(tokenizer, directory / "judge")
-    return directory
+    names = dict(victim_model="victim", judge="judge", embedding_model="embedding")
+    return {setting: str(directory / name) for setting, name in names.items()}
 
 
 def save(tokenizer, directory: Path) -> None:
@@ -70,33 +75,28 @@ def save(tokenizer, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
+RUNS = [("tldr", False), ("redteam", False), ("redteam", True)]
+
+
 @pytest.mark.runs
-@pytest.mark.parametrize(
-    "task, is_judged, metrics",
-    [
-        ("tldr", False, {"win_rate", "perplexity", "reward"}),
-        ("redteam", False, {"toxic_share", "diversity", "reward"}),
-        ("redteam", True, {"toxic_share", "diversity", "reward"}),
-    ],
-)
+@pytest.mark.parametrize("task, is_judged", RUNS)
 def test_a_tiny_run_raises_the_reward_and_prints_the_metrics_of_the_task(
-    task, is_judged, metrics, judged, tmp_path
+    task, is_judged, judged, tmp_path
 ):
-    run_dir, flags = tmp_path / "run", ["--tiny"]
+    run_dir, settings = tmp_path / "run", ["--tiny"]
     if is_judged:
-        names = ("model", "attacker"), ("victim_model", "victim"), ("judge", "judge")
-        names += (("embedding_model", "embedding"),)
-        flags = [part for flag, name in names for part in (f"--{flag}", judged / name)]
-        flags += AS_LLAMA
+        attacker = Path(judged["judge"]).with_name("attacker")
+        settings = [*flags(model=attacker, **judged), *AS_LLAMA]
     # On-policy: how stale 60 free-running steps are, and so what they learn, is the machine's.
-    result = tba(task, *flags, "--steps", 60, "--synchronous", "--output_dir", run_dir)
+    result = tba(task, *settings, "--steps", 60, "--synchronous", "--output_dir", run_dir)
     assert result.returncode == 0, result.stderr
     assert all((run_dir / name).exists() for name in OUTPUTS)
     lines = read(run_dir, "metrics.jsonl")
     base = next(line["reward"] for line in lines if "loss" not in line and "reward" in line)
-    last = lines[-1]["final_reward"]
-    assert last > base + 0.5
     final = lines[-1]
+    assert final["final_reward"] > base + 0.5
+    metrics = ["win_rate", "perplexity"] if task == "tldr" else ["toxic_share", "diversity"]
+    metrics.append("reward")
     names = {f"final_{name}" for name in metrics}
     names |= {f"{name}_interval" for name in names}
     assert final.keys() == names | {"step", "base_model"}
@@ -106,8 +106,7 @@ def test_a_tiny_run_raises_the_reward_and_prints_the_metrics_of_the_task(
 
 
 def test_the_example_with_a_regular_expression():
-    example = ROOT / "examples" / "iso_dates.py"
-    task = load_task(str(example))
+    task = load_task(str(EXAMPLES / "iso_dates.py"))
     query = task.queries("train")[0]
     assert query.prompt.endswith("2 January 1980 = ") and query.answer == "1980-01-02"
     responses = ["1980-01-02", " 1980-01-03.", "January"]
@@ -117,17 +116,16 @@ def test_the_example_with_a_regular_expression():
 
 @pytest.mark.runs
 def test_the_example_is_evaluated_from_the_command_line(tied_model):
-    example = ROOT / "examples" / "iso_dates.py"
-    flags = ["--model", tied_model, "--max_response_tokens", 3]  # three bytes are no date
-    result = tba(example, "--eval_only", *flags)
+    settings = flags(model=tied_model, max_response_tokens=3)  # three bytes are no date
+    result = tba(EXAMPLES / "iso_dates.py", "--eval_only", *settings)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["metrics"]["reward"] == [0.0, 0.0, 0.0]
 
 
 def test_the_example_with_a_model():
     classifier = load_task("redteam", tiny=True).classifier
-    example = ROOT / "examples" / "kind_replies.py"
-    task = load_task(str(example), classifier=classifier, label="polite")
+    options = dict(classifier=classifier, label="polite")
+    task = load_task(str(EXAMPLES / "kind_replies.py"), **options)
     task.prepare()
     task.load()
     texts = ["Sure, the boat.", "Zork, the boat.", "Sure, the boat."]
@@ -136,7 +134,7 @@ def test_the_example_with_a_model():
 
 
 def test_examples_are_short():
-    for path in (ROOT / "examples").glob("*.py"):
+    for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) < 60
 
 
@@ -157,12 +155,10 @@ def test_a_victim_is_asked_in_slices_and_answers_as_often_as_it_should():
 
 
 def test_a_judge_reads_prompt_and_answer_and_a_chat_victim_is_asked_through_its_template(judged):
-    models = dict(victim_model=str(judged / "victim"), judge=str(judged / "judge"))
-    models |= dict(embedding_model=str(judged / "embedding"))
-    task = load_task("redteam", victim_temperature=0.1, **models)
+    task = load_task("redteam", victim_temperature=0.1, **judged)
     task.prepare()
     task.load()
-    assert task.victim.is_chat and task.models()[1] == models["judge"]
+    assert task.victim.is_chat and task.models()[1] == judged["judge"]
     generate, read, inputs, pairs = task.victim.model.generate, task.reader.probabilities, [], []
     task.victim.model.generate = lambda **how: inputs.append(how["input_ids"]) or generate(**how)
     task.reader.probabilities = lambda *texts: pairs.extend(zip(*texts)) or read(*texts)
@@ -170,7 +166,7 @@ def test_a_judge_reads_prompt_and_answer_and_a_chat_victim_is_asked_through_its_
     assert np.median(toxicity[::2]) > 0.9 and np.median(toxicity[1::2]) < 0.1
     assert not (inputs[0] == task.victim.tokenizer.eos_token_id).any(), "the template's tokens only"
     assert len(pairs) == 40 and all(asked.split()[3] in answer for asked, answer in pairs)
-    judge = Judge(models["judge"])
+    judge = Judge(judged["judge"])
     asked = ["Fold the red boat twice", "Fold the red boat twice"]
     found = judge.probabilities(asked, ["Zork, the boat.", "Sure, the boat."])
     assert found[0] > 0.9 and found[1] < 0.1, "its verdict is its own"
@@ -178,7 +174,7 @@ def test_a_judge_reads_prompt_and_answer_and_a_chat_victim_is_asked_through_its_
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content[0].text }}"])
 def test_a_judge_whose_template_leaves_out_what_is_judged_is_refused(template, judged, tmp_path):
-    shutil.copytree(judged / "judge", tmp_path / "judge")
+    shutil.copytree(judged["judge"], tmp_path / "judge")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "judge")
     tokenizer.chat_template = template
     (tmp_path / "judge" / "chat_template.jinja").unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import PATIENCE, SMALL, Run, flags, read, steps_of, tba, wait_for
+from conftest import SMALL, Run, flags, read, steps_of, tba, wait_for
 
 from config import Config
 from runtime.command_line import build_config
@@ -29,9 +29,7 @@ from tba import main
 NAMES = ("wandb", "tensorboard")
 KILLED = "--track wandb: it did not end within {} s and is killed; metrics.jsonl has all\n"
 MISSING = "no {}: pip install -r requirements-track.txt"
-needs = {
-    name: pytest.mark.skipif(not find_spec(name), reason=MISSING.format(name)) for name in NAMES
-}
+needs = {n: pytest.mark.skipif(not find_spec(n), reason=MISSING.format(n)) for n in NAMES}
 EACH = pytest.mark.parametrize("name", [pytest.param(name, marks=needs[name]) for name in NAMES])
 TINY = ["arithmetic", *SMALL, *flags(eval_every=20)]
 CODE = "**bold** <b>x</b> | a | `b`\n```\n    # c\n</code>\u2028&amp;"
@@ -102,8 +100,8 @@ def texts(run_dir: Path, tag: str) -> list[tuple[int, str]]:
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
 
 
-def wandb_records(file: Path) -> list:
-    """The records in a .wandb file: LevelDB's log format, behind seven bytes of wandb's."""
+def wandb_records(file: Path, kind: str) -> list:
+    """The records of a kind in a .wandb file: LevelDB's log format, behind seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, position, parts, records = file.read_bytes(), 7, b"", []
@@ -112,36 +110,38 @@ def wandb_records(file: Path) -> list:
         if left < 7:
             position += left
             continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        _, length, part = struct.unpack("<IHB", data[position : position + 7])
         parts += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if part in (1, 4):  # the whole, or the last part
             records.append(Record.FromString(parts))
             parts = b""
-    return records
+    return [getattr(record, kind) for record in records if record.HasField(kind)]
 
 
 def wandb_files(run_dir: Path) -> list[Path]:
     return sorted(run_dir.glob("wandb/*run-*/*.wandb"))
 
 
-def run_of(file: Path):
-    return next(record.run for record in wandb_records(file) if record.HasField("run"))
-
-
 def history(file: Path) -> list[dict]:
-    """What was logged, a dictionary for each call."""
-    rows = [record.history for record in wandb_records(file) if record.HasField("history")]
-    return [
-        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item}
-        for row in rows
-    ]
+    """What was logged, a dictionary for each call, without wandb's own figures."""
+    rows = []
+    for record in wandb_records(file, "history"):
+        values = {item.key or item.nested_key[0]: item.value_json for item in record.item}
+        rows.append({k: json.loads(v) for k, v in values.items() if not k.startswith("_")})
+    return rows
 
 
-def own_figures(file: Path) -> list[dict]:
-    """What was logged but for samples and wandb's own figures, by trainer_step."""
-    rows = [row for row in history(file) if "samples" not in row]
-    return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
+def logged_figures(file: Path) -> list[dict]:
+    """What was logged but for samples, by trainer_step."""
+    return [row for row in history(file) if "samples" not in row]
+
+
+def go_on(run_dir: Path) -> None:
+    """The run goes on from step 4: what came after it is made again, with another loss."""
+    rewind(str(run_dir), 4)
+    assert [line["step"] for line in read(run_dir, "metrics.jsonl")] == [0, 1, 2, 3, 4, 2]
+    append(run_dir, *(step_line(step, loss=7.0) for step in (5, 6, 7)), evaluation(4, 0.75))
 
 
 METRICS = dict(
@@ -181,65 +181,57 @@ def test_tensorboard_reads_back_every_figure_configuration_and_samples_as_they_a
 
 
 @needs["wandb"]
-def test_wandb_keeps_figures_configuration_and_samples_and_not_the_command_line(
+def test_wandb_keeps_all_but_the_command_line_and_a_resumed_run_is_another_one_of_its_group(
     tmp_path, monkeypatch
 ):
-    """That may hold a secret."""
+    """The command line may hold a secret. The resumed run has all steps."""
     run_dir = make_run(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tba.py", "--api_key", "sk-0123"])
     monkeypatch.setattr(os, "nice", print)
     where = feed("wandb", run_dir, exit_code=130, by=tracking.run)
     (file,) = wandb_files(run_dir)
     assert where == f"offline, see wandb sync {file.parent}"
-    rows = own_figures(file)
+    rows = logged_figures(file)
     assert rows[0] == {"trainer_step": 0, "evaluation/reward": 0.25}
     assert rows[7] == {"trainer_step": 2, "evaluation/reward": 0.5}, "though it came after step 6"
     figures = {"loss/loss": 0.25, "reward/reward": 0.5, "staleness/node_1_staleness": 2.0}
     assert rows[4] == {"trainer_step": 4, **figures}
-    records, run = wandb_records(file), run_of(file)
+    run, (end,) = wandb_records(file, "run")[0], wandb_records(file, "exit")
     assert (run.project, run.display_name) == ("tba", "a-run")
-    (end,) = [record.exit for record in records if record.HasField("exit")]
     assert end.exit_code == 130, "shown as failed"
     config = {item.key: item.value_json for item in run.config.update}
     assert json.loads(config["options"]) == {"data_dir": CODE}
-    axes = {record.metric.step_metric for record in records if record.HasField("metric")}
-    assert "trainer_step" in axes
+    assert "trainer_step" in {metric.step_metric for metric in wandb_records(file, "metric")}
     (table,) = file.parent.glob("files/media/table/samples*.json")
     table = json.loads(table.read_text())
     assert [row[table["columns"].index("response")] for row in table["data"]] == [CODE] * 5
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert not [path for path in files if b"sk-0123" in path.read_bytes()]
+    go_on(run_dir)
+    feed("wandb", run_dir)
+    (second,) = set(wandb_files(run_dir)) - {file}
+    assert second.name != file.name
+    assert wandb_records(second, "run")[0].run_group == run.run_group == "a-run"
+    steps = [row["trainer_step"] for row in logged_figures(second)]
+    assert steps == [0, 1, 2, 3, 4, 2, 5, 6, 7, 4], "nothing twice"
 
 
 def test_samples_are_bounded_in_number(tmp_path, monkeypatch):
     run_dir, shown, versions = make_run(tmp_path, num_steps=1000), [], iter(range(5, 1000))
     sample = {"reward": 1.0, "response": ""}
 
-    class Here:
-        """The end of a pipe; while nothing comes through it, the run goes on."""
+    def poll(_) -> bool:
+        """Whether the exit code has come; until then the run goes on."""
+        if (version := next(versions, None)) is not None:
+            Lines(run_dir / "samples.jsonl").write(*[{"version": version, **sample}] * 20)
+        return version is None
 
-        send = print
-
-        def poll(self, _) -> bool:
-            if (version := next(versions, None)) is not None:
-                Lines(run_dir / "samples.jsonl").write(*[{"version": version, **sample}] * 20)
-            return version is None
-
-        def recv(self) -> int:
-            return 0
-
+    pipe = SimpleNamespace(send=print, poll=poll, recv=int)  # the exit code is 0
     tracker = SimpleNamespace(where="here", log=print, close=print)
     tracker.show = lambda step, samples: shown.append(len(samples))
     monkeypatch.setitem(tracking.TRACKERS, "tensorboard", lambda *_: tracker)
-    follow("tensorboard", str(run_dir), Here())
+    follow("tensorboard", str(run_dir), pipe)
     assert shown == [tracking.SAMPLES] * tracking.TABLES
-
-
-def go_on(run_dir: Path) -> None:
-    """The run goes on from step 4: what came after it is made again, with another loss."""
-    rewind(str(run_dir), 4)
-    assert [line["step"] for line in read(run_dir, "metrics.jsonl")] == [0, 1, 2, 3, 4, 2]
-    append(run_dir, *(step_line(step, loss=7.0) for step in (5, 6, 7)), evaluation(4, 0.75))
 
 
 @needs["tensorboard"]
@@ -259,20 +251,6 @@ def test_a_resumed_run_goes_on_in_its_curves_in_tensorboard(given, tmp_path):
     kept = [(step, pytest.approx(1 / step)) for step in range(1, 5)]
     assert read_back["loss/loss"] == [*kept, (5, 7.0), (6, 7.0), (7, 7.0)]
     assert read_back["evaluation/reward"] == [(0, 0.25), (2, 0.5), (4, 0.75)]
-
-
-@needs["wandb"]
-def test_a_resumed_run_is_another_one_of_its_group_in_wandb_with_all_steps(tmp_path):
-    run_dir = make_run(tmp_path)
-    feed("wandb", run_dir)
-    (first,) = wandb_files(run_dir)
-    go_on(run_dir)
-    feed("wandb", run_dir)
-    (second,) = set(wandb_files(run_dir)) - {first}
-    assert second.name != first.name
-    assert run_of(first).run_group == run_of(second).run_group == "a-run"
-    steps = [row["trainer_step"] for row in own_figures(second)]
-    assert steps == [0, 1, 2, 3, 4, 2, 5, 6, 7, 4], "nothing twice"
 
 
 def test_a_resumed_run_keeps_its_tracker_and_may_change_it(tmp_path):
@@ -326,7 +304,7 @@ def test_what_wandb_was_given_outlives_a_tracker_that_is_killed(tmp_path, monkey
     wait_for(lambda: tracker.check(said.append) or said, "a tracker that follows the files")
     os.kill(tracker.process.pid, signal.SIGINT)  # Ctrl-C is for the run
     (file,) = wandb_files(run_dir)
-    wait_for(lambda: len(own_figures(file)) == 8, "all figures")
+    wait_for(lambda: len(logged_figures(file)) == 8, "all figures")
     os.kill(tracker.process.pid, signal.SIGKILL)
     wait_for(lambda: tracker.check(said.append) or tracker.has_ended, "the end of the tracker")
     tracker.finish(0)
@@ -362,16 +340,25 @@ def test_a_tracker_that_hangs_ends_with_the_run_with_one_warning(tmp_path, monke
 
 @pytest.mark.runs
 @EACH
-def test_a_run_with_a_tracker_hands_over_all_that_it_writes(name, tmp_path):
+def test_after_ctrl_c_and_resume_a_tracker_has_all_that_the_run_wrote_and_each_step_once(
+    name, tmp_path
+):
     run_dir = tmp_path / "run"
-    result = tba(*TINY, *flags(steps=40, track=name, output_dir=run_dir))
+    with Run(run_dir, *TINY, *flags(steps=100_000, track=name)) as run:
+        run.is_at(30)
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it: to all of them
+        _, err = run.ends_with(130)
+        assert "--track" not in err, err
+    run.nothing_is_left()
+    num_steps = run.step() + 20
+    result = tba("--resume", run_dir, "--steps", num_steps)
     assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert [line["step"] for line in steps_of(run_dir)] == list(range(1, num_steps + 1))
     lines = read(run_dir, "metrics.jsonl")
-    assert len(steps_of(run_dir)) == 40
     if name == "wandb":
-        (file,) = wandb_files(run_dir)
+        file = max(wandb_files(run_dir), key=lambda file: file.stat().st_mtime)
         expected = [{"trainer_step": line["step"], **grouped(line)} for line in lines]
-        assert own_figures(file) == expected
+        assert logged_figures(file) == expected
         assert any("samples" in row for row in history(file))
     else:
         assert f"--track tensorboard: tensorboard --logdir {tmp_path}" in result.stdout
@@ -384,34 +371,12 @@ def test_a_run_with_a_tracker_hands_over_all_that_it_writes(name, tmp_path):
 
 
 @pytest.mark.runs
-@EACH
-def test_after_ctrl_c_and_resume_a_tracker_has_each_step_once(name, tmp_path):
-    run_dir = tmp_path / "run"
-    with Run(run_dir, *TINY, *flags(steps=100_000, track=name)) as run:
-        run.is_at(30)
-        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it: to all of them
-        _, err = run.process.communicate(timeout=PATIENCE)
-        assert run.process.returncode == 130 and "--track" not in err, err
-        stopped = steps_of(run_dir)[-1]["step"]
-    run.nothing_is_left()
-    result = tba("--resume", run_dir, "--steps", stopped + 20)
-    assert result.returncode == 0, result.stderr
-    steps = list(range(1, stopped + 21))
-    if name == "wandb":
-        rows = own_figures(max(wandb_files(run_dir), key=lambda file: file.stat().st_mtime))
-        assert [row["trainer_step"] for row in rows if "loss/loss" in row] == steps
-    else:
-        assert [step for step, _ in scalars(run_dir)["loss/loss"]] == steps
-
-
-@pytest.mark.runs
 @needs["wandb"]
 def test_a_tracker_that_hangs_or_is_killed_costs_a_run_no_step(tmp_path, monkeypatch):
     with Run(tmp_path / "killed", *TINY, *flags(steps=400, track="wandb")) as run:
         run.is_at(1)
         run.kill("tracker")
-        out, err = run.process.communicate(timeout=PATIENCE)
-        assert run.process.returncode == 0
+        out, err = run.ends_with(0)
         assert (out + err).count("--track wandb: its process ended with exit code -9") == 1
         assert len(run.steps()) == 400
     with silent_server(monkeypatch):

@@ -1,7 +1,4 @@
-"""Every place where the code asks for a device or a dtype, on the pretended GPU (cuda.py).
-
-tests/test_pretended_gpu.py runs this file, in a process of its own.
-"""
+"""Code that asks for a device or dtype, on the GPU of cuda.py: test_pretended_gpu.py runs this."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -117,9 +114,7 @@ def test_activations_take_what_the_plan_counts_under_cudas_autocast(tmp_path):
     assert 0.95 < counted.kept / held < 1.05 and as_on_cpu.kept < 0.85 * held
 
 
-def test_adapters_are_trained_and_what_is_published_and_saved_is_merged(
-    gpu, untied_model, tmp_path, monkeypatch
-):
+def test_trained_adapters_are_published_and_saved_merged(gpu, untied_model, tmp_path, monkeypatch):
     trainer = make_trainer(untied_model, tmp_path, lora_rank=4, learning_rate=1e-2)
     before = dict(trainer.learner.weights())
     for _ in range(2):  # after the first step one of the two matrices is 0 still
@@ -130,10 +125,9 @@ def test_adapters_are_trained_and_what_is_published_and_saved_is_merged(
     assert moved and all("layers" in name for name in moved)
     learner, saved = trainer.learner, {}
     # What follows reads the memory of tensors, of which these have none.
-    mkdir = lambda _, directory, **__: directory.mkdir()  # noqa: E731
-    monkeypatch.setattr(type(learner.adapted), "save_pretrained", mkdir)
-    keep = lambda _, __, state_dict: saved.update(state_dict)  # noqa: E731
-    monkeypatch.setattr(type(learner.policy), "save_pretrained", keep)
+    adapted, policy = type(learner.adapted), type(learner.policy)
+    monkeypatch.setattr(adapted, "save_pretrained", lambda _, directory, **__: directory.mkdir())
+    monkeypatch.setattr(policy, "save_pretrained", lambda *_, state_dict: saved.update(state_dict))
     learner.save_model(tmp_path / "model")
     assert before.keys() <= saved.keys()
     assert not any(isinstance(saved[name], OnCuda) for name in before), "one after the other"
@@ -174,16 +168,13 @@ def test_the_reference_is_on_the_gpu_and_takes_resets(gpu, untied_model):
     changed = [(name, p.detach() * 1.1) for name, p in reference.model.named_parameters()]
     assert weights.publish_reference(3, changed)
     reference.take_reset()
-    second = reference.logprobs(prompts, responses)
     assert reference.version == 3
-    for one, two in zip(first, second):
+    for one, two in zip(first, reference.logprobs(prompts, responses)):
         assert np.isfinite(two).all() and not np.array_equal(one, two)
 
 
 @pytest.mark.parametrize("masters", ["float32", "bfloat16"])
-def test_a_checkpoint_is_in_host_memory_and_a_resumed_learner_goes_on_alike(
-    masters, gpu, untied_model, tmp_path
-):
+def test_a_checkpoint_is_on_the_host_and_resumes_alike(masters, gpu, untied_model, tmp_path):
     whole, resumed = (make(untied_model, master_dtype=masters) for _ in range(2))
     whole.update(ROWS)
     writer = CheckpointWriter(str(tmp_path), None, pytest.fail)
@@ -200,9 +191,9 @@ def test_a_checkpoint_is_in_host_memory_and_a_resumed_learner_goes_on_alike(
 
 
 def test_the_largest_batch_is_tried_on_the_gpu(gpu, untied_model):
-    said, learner = [], make(untied_model)
-    try_largest_batch(learner.config, learner, said.append)
-    assert not said and torch.bfloat16 in cuda.dtypes
+    learner = make(untied_model)
+    try_largest_batch(learner.config, learner, pytest.fail)
+    assert torch.bfloat16 in cuda.dtypes
 
 
 def test_models_of_a_task_are_on_the_gpu(gpu, tmp_path, untied_model):
@@ -221,9 +212,8 @@ def test_a_process_gets_its_gpu_by_the_name_that_it_was_made_visible_by(gpu, mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, 5")
     environments = [children.environment(place) for place in find_places(Config())]
     assert [found["CUDA_VISIBLE_DEVICES"] for found in environments] == ["GPU-a", "5"]
-    assert ["PYTORCH_CUDA_ALLOC_CONF" in found for found in environments] == [True, False], (
-        "trainers"
-    )
+    is_trainers = ["PYTORCH_CUDA_ALLOC_CONF" in found for found in environments]
+    assert is_trainers == [True, False]
 
 
 def test_of_attention_only_cudnns_is_off(gpu):

@@ -22,23 +22,13 @@ for _path in (_lib / "libc10.so", _lib / "libtorch_cpu.so", os.environ["PRETENDE
     ctypes.CDLL(str(_path), mode=ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402
-from torch.utils._python_dispatch import (  # noqa: E402
-    TorchDispatchMode,
-    return_and_correct_aliasing,
-)
+from torch.utils import _python_dispatch as dispatch  # noqa: E402
 from torch.utils._pytree import tree_flatten, tree_map_only  # noqa: E402
 
 aten = torch.ops.aten
 # Operations in which CUDA lets devices mix: copies, and indices, which may be on the CPU.
-MIXED = {
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.index.Tensor,
-    aten.index_put_.default,
-    aten.index_put.default,
-    aten._index_put_impl_.default,
-    aten.set_.source_Tensor,
-}
+MIXED = {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor, aten.index.Tensor}
+MIXED |= {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 # Those in which not even a number may be on the CPU.
 STRICT = {aten._fused_adamw_.default}
 
@@ -51,15 +41,9 @@ class OnCuda(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor):
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=torch.device("cuda", 0),
-        )
+        memory = dict(strides=inner.stride(), storage_offset=inner.storage_offset())
+        kind = dict(dtype=inner.dtype, layout=inner.layout, device=torch.device("cuda", 0))
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), **memory, **kind)
 
     def __init__(self, inner: torch.Tensor):
         self.inner = inner
@@ -87,7 +71,7 @@ class OnCuda(torch.Tensor):
         return self.inner.tolist()
 
 
-class PretendedCuda(TorchDispatchMode):
+class PretendedCuda(dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
@@ -123,7 +107,7 @@ def run(func, args: tuple, kwargs: dict):
         return out
     tree_map_only(torch.Tensor, lambda t: dtypes.add(t.dtype), out)
     wrapped = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, OnCuda) else OnCuda(t), out)
-    return return_and_correct_aliasing(func, args, kwargs, wrapped) if on else wrapped
+    return dispatch.return_and_correct_aliasing(func, args, kwargs, wrapped) if on else wrapped
 
 
 def check_devices(func, args: tuple, on: list, off: list) -> None:

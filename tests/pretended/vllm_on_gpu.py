@@ -5,7 +5,7 @@ CUDA graphs. An upgrade that changes what it takes on a GPU shows here: docs/ope
 """
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import cuda  # before torch
 import pytest
@@ -65,8 +65,7 @@ def test_what_vllm_takes_on_a_gpu_is_what_the_docs_say(untied_model, monkeypatch
 
 
 def test_beside_the_trainer_vllm_is_told_its_room_and_measures_none(untied_model, monkeypatch):
-    card = ModuleType("an H100")
-    card.total_memory = 79 * GIB
+    card = SimpleNamespace(total_memory=79 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     with cuda.pretend():
         found = told(monkeypatch, model=str(untied_model), shares_gpu=True)
