@@ -8,7 +8,7 @@ many queries the buffer holds.
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +39,7 @@ class Group:
     temperature: float  # that the responses were sampled at
     # (sum of lengths,) bool; None: all of them.
     in_loss: np.ndarray | None = None  # tokens whose log-probabilities the objective sums
-    sampled: np.ndarray | None = None  # tokens that the policy chose: not an appended end
+    sampled: np.ndarray | None = None  # tokens that the policy chose; an appended end is not one
 
     def __post_init__(self) -> None:
         everything = np.ones(len(self.tokens), bool)
@@ -92,6 +92,7 @@ class Deck:
         return cards[i]
 
     def remove_last_drawn(self) -> None:
+        """Take the last drawn card out for good; the last of the deck fills its place."""
         self.drawn -= 1
         self.cards[self.drawn] = self.cards[-1]
         self.cards.pop()
@@ -161,7 +162,10 @@ class Shelf:
         if oldest_version:
             young = [i for i, row in enumerate(rows) if row.version >= oldest_version]
             rows, rewards = [rows[i] for i in young], rewards[young]
-        return [rows[i] for i in rule(rows, rewards, count, rng)] if rows else []
+        chosen = rule(rows, rewards, count, rng) if rows else []
+        if rows and len(chosen) != count:
+            raise ValueError(f"the sampling rule chose {len(chosen)} responses instead of {count}")
+        return [rows[i] for i in chosen]
 
 
 class Pool:
@@ -176,9 +180,6 @@ class Pool:
 
     def __len__(self) -> int:
         return len(self.shelves)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.shelves)
 
     def count(self, query_id: int) -> int:
         """Return how many responses of a query are held."""
@@ -264,8 +265,8 @@ class ReplayBuffer:
     capacity_per_query: responses kept per query; of those with the same tokens only the newest.
     rule: draws the responses of a replayed query. seed: of all draws; the same additions and draws
     give the same rows.
-    growth_steps: from this trainer step on a query keeps no more responses than it has, or than one
-    group. None: it keeps up to its capacity always.
+    growth_steps: from this trainer step on a query stops growing: new responses replace its oldest,
+    one for one. (Of a query that is new then, one group is kept.) None: it grows to its capacity.
     """
 
     def __init__(

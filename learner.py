@@ -30,8 +30,8 @@ class Learner:
     """The policy and its optimizer.
 
     say: shows the user a line. ranks: the trainer's processes (models/sharding.py). A method that
-    needs them all calls itself on the others first. With one process, call() does nothing, share()
-    and keep_step() leave out nothing, and gather() has one value.
+    needs them all calls itself on the others first. With one process, the default, read past every
+    self.ranks: call() does nothing; share(), keep_step() and gather() return what they get.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None], ranks: OneProcess | None = None):
@@ -42,7 +42,8 @@ class Learner:
         self.policy, self.adapted = load_trained_policy(config, self.dtype)  # on the CPU
         self.policy_logprobs = self.ranks.shard(self.policy, self.dtype)
         self.trained = trained_parameters(self.policy)
-        # In --master_dtype: most steps of 1e-5 on a bf16 weight round away (docs/experiments.md).
+        # In --master_dtype. Most steps of 1e-5 on a bf16 weight round away, and the paper's GSM8K
+        # run is one of those (docs/experiments.md).
         self.optimizer = torch.optim.AdamW(
             self.trained.values(),
             lr=config.learning_rate,
@@ -62,7 +63,7 @@ class Learner:
         metrics = self.accumulate(rows)
         learning_rate = self.lr_schedule.get_last_lr()[0]
         grad_norm = self.step_optimizer()
-        beta = beta_at(self.config, self.step)
+        beta = beta_at(self.config, self.step)  # accumulate() had the same
         self.lr_schedule.step()
         self.step += 1
         own = {"grad_norm": grad_norm, "learning_rate": learning_rate, "beta": beta}
@@ -82,19 +83,20 @@ class Learner:
         self.log_weights = []
         totals: Metrics = {"loss": 0.0}
         for part, is_counted in self.ranks.keep_step(parts, config.responses_per_query):
-            weight = is_counted * len(part) / len(rows)
-            loss, metrics = self.backward(part, beta * tau, gamma * tau, weight)
+            # A part that counts nothing answers the collectives of ranks with more parts.
+            share = is_counted * len(part) / len(rows)
+            loss, metrics = self.backward(part, beta * tau, gamma * tau, share)
             for name, value in {"loss": loss, **metrics}.items():
-                totals[name] = totals.get(name, 0.0) + value * weight
+                totals[name] = totals.get(name, 0.0) + value * share
         totals = {name: float(value) for name, value in totals.items()}
         of_ranks = self.ranks.gather((totals, self.log_weights))
         sums = {name: sum(others[name] for others, _ in of_ranks) for name in totals}
         return sums | importance_figures([part for _, parts in of_ranks for part in parts])
 
     def backward(
-        self, rows: list[Row], beta: float, reference_temperature: float = 1.0, weight: float = 1.0
+        self, rows: list[Row], beta: float, reference_temperature: float = 1.0, share: float = 1.0
     ) -> tuple[Tensor, Metrics]:
-        """Add the gradient of the rows' loss, times weight. Returns that loss and its metrics.
+        """Add the gradient of the rows' loss, times their share. Returns that loss and its metrics.
 
         beta, reference_temperature: times tau, as of loss_inputs().
         The objective is a function of the log-probabilities alone. So with low memory a first pass,
@@ -103,12 +105,12 @@ class Learner:
         """
         with torch.set_grad_enabled(not self.low_memory):
             inputs = self.loss_inputs(rows, beta, reference_temperature)
-        if weight:
+        if share:
             self.log_weights.append(log_weights(inputs))  # for metrics: no objective uses them
-        inputs.logprobs.requires_grad_()
+        inputs.logprobs.requires_grad_()  # low memory: a leaf, for the first pass; else it is so
         # "tb", the default, is trajectory_balance in loss.py (Eq. 3 to 5).
         loss, metrics = self.objective(inputs)
-        (loss * weight).backward()
+        (loss * share).backward()
         if self.low_memory:
             prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
             parts = split_rows(prompts, tokens, TOKENS_IN_LOW_MEMORY)

@@ -6,7 +6,7 @@ log Z(x) + log pi(y|x) - log pi_ref(y|x) - r(y;x)/beta to zero, response by resp
 asks who sampled y, and that is why a replay buffer and searchers that run behind are allowed.
 
 The objectives that it is compared with are in objectives.py. A new one is one function
-`LossInputs -> (loss, metrics)` there, and one entry in its LOSSES.
+`LossInputs -> (loss, metrics)` in a file of your own (--loss FILE), or in its LOSSES.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class LossInputs:
     # (N, T) of the same tokens under the policy that sampled them, as vLLM reported it.
     behavior_logprobs: Tensor | None
     # (N, T) 1 on the tokens of the response, end-of-sequence included, 0 on padding and on what the
-    # policy is not to learn, such as an environment's answer; any dtype. A row may have none.
+    # policy is not to learn, such as an environment's answer; any dtype. A row may be all zeros.
     mask: Tensor
     rewards: Tensor  # (N,)
     group_size: int  # K, responses per query; divides N
@@ -41,7 +41,8 @@ class LossInputs:
     max_response_length: int = 1
     # (N,) tokens of each row's prompt, for objectives that divide by the length of both. None: 0.
     prompt_lengths: Tensor | None = None
-    # (N, T) 1 on tokens that the policy chose, for figures of importance sampling. None: as mask.
+    # (N, T) 1 on tokens that the policy chose, for figures of importance sampling: not on an end
+    # that was appended. None: as mask.
     sampled: Tensor | None = None
 
 

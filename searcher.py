@@ -3,8 +3,8 @@
 Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine
 steps the searcher looks for newer weights and loads them while responses are being generated. A
 response may so span several versions, which is fine: trajectory balance does not ask who sampled
-it. A free-running searcher waits for the trainer only if its queue is full, or if it shares the
-trainer's GPU.
+it. A free-running searcher waits for the trainer only if its queue is full, if it shares the
+trainer's GPU, or for the first weights of a resumed run.
 """
 
 import hashlib
@@ -110,6 +110,7 @@ class Searcher:
         while self.config.resume and self.weights.version < 0 and not self.board.stop:
             self.board.beat(self.name)
             time.sleep(POLL_SECONDS)
+        # A resumed run may have ended before its first step: then it begins like a new one.
         if not self.config.resume or self.weights.version == 0:
             self.workload.begin_version(0)
             self.start_evaluation()
@@ -123,8 +124,9 @@ class Searcher:
         if not is_newer or self.evaluation.is_running or not self.workload.may_load():
             return
         with self.timeline.span("load"):
-            self.reference.take_reset()  # before the version that it may have come with
-            # For an evaluation the version stays in its slot.
+            # The trainer publishes a reset before its version: they are taken in that order.
+            self.reference.take_reset()
+            # keep: the slot stays pinned until the evaluation of this version ends.
             with self.weights.read(self.pin, keep=self.evaluation.is_due) as (version, tensors):
                 self.engine.load(tensors.items())
         self.version = version
@@ -163,7 +165,7 @@ class Searcher:
     def skip(self, rollout: Rollout, num_skipped: int) -> None:
         """Drop a query whose prompt is empty or too long. Raises ValueError if all of them are."""
         self.workload.drop(rollout)
-        self.board.add(self.name, "long_prompts", rollout.visit == 0)
+        self.board.add(self.name, "long_prompts", rollout.visit == 0)  # once a query
         if num_skipped == len(self.workload.own):
             limit = self.config.max_prompt_tokens
             raise ValueError(f"no prompt of the task has 1 to --max_prompt_tokens {limit} tokens")
@@ -224,6 +226,7 @@ class Searcher:
             logprobs = iter(self.reference.logprobs(prompts, responses))
         groups = []
         for rollout in scored:
+            # A task may change them, as red-teaming does.
             ref_logprobs = [self.task.reference_logprobs(next(logprobs)) for _ in rollout.texts]
             group = rollout.to_group(np.concatenate(ref_logprobs), self.reference.version)
             groups.append(group)

@@ -82,6 +82,7 @@ class Trainer:
         """Learn off-policy; sync with the searchers every k steps, seldom wait (section 4.1)."""
         self.board.loaded("trainer")
         self.publish()  # version 0, or what a resumed run's searchers wait for
+        # board.end: shut down, with a checkpoint.
         while self.step < self.config.steps and not self.board.end:
             if self.step % self.config.sync_period == 0:
                 self.sync()
@@ -101,13 +102,14 @@ class Trainer:
         """Receive, then publish. In the paper both sides stop for it; here only lockstep waits."""
         with self.timeline.span("receive"):
             self.receive()
-        self.metrics.skipped_publishes += not self.publish()
+        if not self.publish():
+            self.metrics.skipped_publishes += 1
 
     def receive(self) -> None:
         """Drain the rollout queue: groups to `batches`, the rest to who watches the run."""
         groups: list[Group] = []
         with suppress(queue.Empty):
-            # Use qsize(): the feeder thread may hold items while the pipe is empty.
+            # qsize() counts what the sender's thread still holds: hence the timeout.
             for _ in range(self.rollout_queue.qsize()):
                 item = self.rollout_queue.get(timeout=1.0)
                 if isinstance(item, Group):
@@ -153,8 +155,8 @@ class Trainer:
             rows = self.batches.next(self.step)
         wait = self.waits.until(lambda: bool(rows), lambda: self.batches.awaited(self.step))
         for _ in wait:
-            # Until there are rows. What arrives may be too old still (--max_staleness): searchers
-            # then need newer weights than the last sync gave them.
+            # Until there are rows, drawn anew below. What arrives may be too old still
+            # (--max_staleness): searchers then need newer weights than the last sync gave them.
             self.publish()
             self.receive()
             rows = self.batches.next(self.step)

@@ -9,8 +9,8 @@ Section and equation numbers are the paper's (arXiv 2503.18929). Left out here, 
 - searchers: processes of their own with vLLM, which wait for nobody: searcher.py
 - the trainer's own process, and the weights in shared memory: trainer.py, weights.py
 - micro-batches by length, a low-memory pass, several GPUs, LoRA, bf16: learner.py, models/
-- a buffer that is bounded, drops repeated responses, and draws by reward: buffer.py
-- schedules of beta, of the learning rate and of two more temperatures: models/schedules.py
+- a buffer with bounds, no duplicates, replay by reward, queries without replacement: buffer.py
+- temperatures; schedules of beta and of the learning rate: models/
 - tasks, metrics, checkpoints, restarts: tasks/, runtime/
 """
 
@@ -72,7 +72,7 @@ def all_sums() -> list[tuple[str, str]]:
 def respond(model, tokenizer, prompts: list[str], max_tokens: int, greedy: bool = False):
     """Generate a response to each prompt. Returns token ids of prompts and of responses."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-    sampling = dict(do_sample=False) if greedy else dict(do_sample=True, top_k=0, temperature=1.0)
+    sampling = dict(do_sample=not greedy, top_k=0, top_p=1.0, temperature=1.0)  # from pi itself
     out = model.generate(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,

@@ -75,7 +75,7 @@ def check_episodes(config: Config) -> None:
     if has_turns and most <= config.max_prompt_tokens:
         raise UserError(
             f"--max_episode_tokens {most} leaves no room for a turn beside --max_prompt_tokens "
-            f"{config.max_prompt_tokens}"
+            f"{config.max_prompt_tokens}: lower that, or raise the first"
         )
 
 

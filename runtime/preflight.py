@@ -38,7 +38,13 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], list[str | Messages
     task, sizes = load_task(config.task, **config.options), {}
     prompts: dict[tuple[str, ...], str | Messages] = {}
     for split in ("train", "test"):
-        queries = task.queries(split)
+        try:
+            queries = task.queries(split)
+        except UserError:
+            raise
+        except Exception as error:
+            problem = f"its queries({split!r}) fail: {type(error).__name__}: {error}"
+            raise UserError(f"task {config.task!r}: {problem}") from error
         if not queries:
             raise UserError(f"task {config.task!r} has no {split} queries")
         sizes[split], ids = len(queries), set()
@@ -111,6 +117,10 @@ def check_sampling(config: Config, task: Task) -> None:
         )
 
 
+# What metrics.jsonl has already, and an objective might take for its own.
+COLUMNS = "step", "loss", "grad_norm", "learning_rate", "beta", "reward", "kl", "entropy"
+
+
 def check_objective(config: Config) -> None:
     """Try the objective on two groups of responses of three tokens. Raises UserError."""
     objective, (rows, length) = find_objective(config.loss), (2 * config.responses_per_query, 3)
@@ -126,17 +136,28 @@ def check_objective(config: Config) -> None:
         prompt_lengths=torch.ones(rows),
         sampled=torch.ones(rows, length),
     )
+    name = f"--loss {config.loss}"
     try:
-        loss, metrics = objective(inputs)
-        loss.backward()
-        {name: float(value) for name, value in metrics.items()}
+        found = objective(inputs)
     except Exception as error:
-        raise UserError(
-            f"--loss {config.loss}: it fails on an example: {type(error).__name__}: "
-            f"{first_line(error)}"
-        ) from error
+        problem = f"it fails on an example: {type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{name}: {problem}") from error
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        raise UserError(f"{name}: it must return a loss and a dict of metrics")
+    loss, metrics = torch.as_tensor(found[0]), found[1]
+    if loss.shape or not loss.isfinite():
+        what = f"of shape {tuple(loss.shape)}" if loss.shape else float(loss)
+        raise UserError(f"{name}: its loss must be one finite number; of an example it is {what}")
+    for metric, value in metrics.items():
+        if torch.as_tensor(value).numel() != 1 or metric in COLUMNS:
+            raise UserError(
+                f"{name}: its metric {metric!r} must be one number, under a name that is none of "
+                f"{', '.join(COLUMNS)}"
+            )
+    if loss.requires_grad:
+        loss.backward()
     if inputs.logprobs.grad is None:
-        raise UserError(f"--loss {config.loss}: its loss does not depend on logprobs")
+        raise UserError(f"{name}: its loss has no gradient with respect to logprobs")
 
 
 def check_model(config: Config, task: Task, revision: str | None = None) -> Config:

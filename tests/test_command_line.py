@@ -188,6 +188,7 @@ BAD_TASKS = [
     ("1 / 0", "fails to import: ZeroDivisionError: division by zero"),
     (OWN.replace("def score", "def grade"), "has no method score"),
     (OWN, "has no train queries"),
+    (OWN.replace("return []", "return [].split"), "its queries('train') fail: AttributeError"),
     (OWN + "PRESETS = {'a': dict(paces=3)}", "preset 'a' of task '{file}'"),
     (asking("0, 7"), "train query 0: its prompt is 7: it must be a string, or a list of"),
     (asking("'a', 'Hi'"), f"train query 'a': {IDS}"),
@@ -212,11 +213,14 @@ BAD_OBJECTIVES = [
     ("def _helper(x): pass", "defines 0 functions: it must define one"),
     ("def one(x): pass\ndef two(x): pass", "defines 2 functions: it must define one"),
     ("def own(x): return x.lengths.sum(), {}", "fails on an example: AttributeError"),
-    ("def own(x): return x.logprobs.sum()", "fails on an example: TypeError"),
-    ("def own(x): return x.logprobs, {}", "only for scalar outputs"),
-    ("def own(x): return x.logprobs.sum(), {'log_z': x.rewards}", "fails on an example"),
-    ("def own(x): return x.rewards.sum(), {}", "does not require grad"),
-    (WEIGHT + "def own(x): return _w * x.beta, {}", "its loss does not depend on logprobs"),
+    ("def own(x): return x.logprobs.sum()", "must return a loss and a dict of metrics"),
+    ("def own(x): return x.logprobs, {}", "its loss must be one finite number; of an example"),
+    ("def own(x): return x.logprobs.sum() / 0, {}", "one finite number; of an example it is"),
+    ("def own(x): return 1.0, {}", "has no gradient with respect to logprobs"),
+    ("def own(x): return x.logprobs.sum(), {'log_z': x.rewards}", "'log_z' must be one number"),
+    ("def own(x): return x.logprobs.sum(), {'step': 1}", "a name that is none of step, loss,"),
+    ("def own(x): return x.rewards.sum(), {}", "has no gradient with respect to logprobs"),
+    (WEIGHT + "def own(x): return _w * x.beta, {}", "has no gradient with respect to logprobs"),
 ]
 
 

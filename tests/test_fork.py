@@ -102,7 +102,11 @@ def test_its_tasks_train(name, own, paste, tied_model, tmp_path):
     assert "final_score" in read(run_dir, "metrics.jsonl")[-1]
 
 
-def test_its_plan_is_what_a_newcomer_tries_first(paste, tied_model, capsys):
-    command = [str(paste("parity.py")), "--plan", *flags(model=tied_model)]
-    assert main(command) == 0
+@pytest.mark.parametrize("name", ["parity.py", "climb.py"])
+def test_its_commands_are_accepted(name, paste, tied_model, capsys):
+    (line,) = re.findall(
+        rf"^    python tba.py {name} (.*)--model DIR_OR_HUB_ID$", PAGES, re.MULTILINE
+    )
+    short = flags(max_prompt_tokens=32, max_response_tokens=16) if name == "parity.py" else []
+    assert main([str(paste(name)), *line.split(), *short, *flags(model=tied_model), "--plan"]) == 0
     assert "trainer" in capsys.readouterr().out

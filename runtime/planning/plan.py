@@ -16,6 +16,7 @@ from models.hub import fetch_model, find_model
 from models.lora import check_peft
 from models.policy import weight_shapes
 from runtime.planning.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
+from runtime.preflight import check_objective
 from runtime.processes.places import Place, evaluation_place, find_gpus, find_places, resolve
 from tasks import Task, load_task
 from weights import SHARED_MEMORY
@@ -63,6 +64,7 @@ def check_plan(config: Config, task: Task, places: list[Place]) -> Config:
 def show_plan(config: Config) -> int:
     """--plan: print a run's plan. Returns the exit code; raises UserError if it does not fit."""
     check_peft(config)
+    check_objective(config)
     task = load_task(config.task, **config.options)
     model = find_model("--model", config.model or task.base_model())
     config = dataclasses.replace(config, model=model)

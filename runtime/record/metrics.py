@@ -69,12 +69,14 @@ class StepMetrics:
         self.figures |= describe(groups)
         if self.learner.step == 0:
             self.first += groups
-        if self.learner.step >= self.mismatch_due:
-            self.measure_mismatch(groups + self.batches.waiting())
+        # After the base model's the first of published weights, whenever they come: have they?
+        is_due = self.learner.step >= self.mismatch_due
+        if is_due or self.figures.get("mismatch_version") == 0:
+            self.measure_mismatch(groups + self.batches.waiting(), 0 if is_due else 1)
 
-    def measure_mismatch(self, groups: list[Group]) -> None:
-        """Compare log-probabilities of a group of one version whose weights are in a slot."""
-        held = self.weights.held()
+    def measure_mismatch(self, groups: list[Group], least: int) -> None:
+        """Compare log-probabilities of a group of one version, `least` or later, that is held."""
+        held = {version: of for version, of in self.weights.held().items() if version >= least}
         for group in reversed(groups):
             if group.version == group.last_version and group.version in held:
                 ours = self.learner.logprobs_under(
