@@ -139,23 +139,26 @@ def check_objective(config: Config) -> None:
     name = f"--loss {config.loss}"
     try:
         found = objective(inputs)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+            raise UserError(f"{name}: it must return a loss and a dict of metrics")
+        loss = torch.as_tensor(found[0])
+        metrics = {metric: torch.as_tensor(value) for metric, value in found[1].items()}
+        if loss.requires_grad and not loss.shape:
+            loss.backward()
+    except UserError:
+        raise
     except Exception as error:
         problem = f"it fails on an example: {type(error).__name__}: {first_line(error)}"
         raise UserError(f"{name}: {problem}") from error
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        raise UserError(f"{name}: it must return a loss and a dict of metrics")
-    loss, metrics = torch.as_tensor(found[0]), found[1]
     if loss.shape or not loss.isfinite():
         what = f"of shape {tuple(loss.shape)}" if loss.shape else float(loss)
         raise UserError(f"{name}: its loss must be one finite number; of an example it is {what}")
     for metric, value in metrics.items():
-        if torch.as_tensor(value).numel() != 1 or metric in COLUMNS:
+        if value.numel() != 1 or metric in COLUMNS:
             raise UserError(
                 f"{name}: its metric {metric!r} must be one number, under a name that is none of "
                 f"{', '.join(COLUMNS)}"
             )
-    if loss.requires_grad:
-        loss.backward()
     if inputs.logprobs.grad is None:
         raise UserError(f"{name}: its loss has no gradient with respect to logprobs")
 

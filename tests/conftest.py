@@ -37,8 +37,7 @@ ON_GPU = any(package.name == "vllm" for package in importlib.metadata.distributi
 # What a searcher finds in its environment, before a test imports vLLM.
 GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if ON_GPU else None
 os.environ.update(children.environment(Place("tests", GPU, [0])))
-# Progress bars push what matters out of a CI's record.
-os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+# Progress bars push what matters out of a CI's record. Of this process alone: a run has them.
 transformers.utils.logging.disable_progress_bar()
 
 
@@ -65,11 +64,13 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # once -m has chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order by LONGEST; each worker's share (--dist worksteal) begins with tests marked long."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0))
+    if not workers:
+        return
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     long = [item for item in items if item.get_closest_marker("long")]
     rest = [item for item in items if item not in long]
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     items[:] = []
     for worker in range(workers):
         share = slice(len(rest) * worker // workers, len(rest) * (worker + 1) // workers)

@@ -16,15 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from cosmic_ray.commands.init import _all_work_items
 from cosmic_ray.mutating import mutate_and_test
-from cosmic_ray.work_item import MutationSpec
+from cosmic_ray.work_item import MutationSpec, WorkerOutcome
 
 ROOT = Path(__file__).parents[1]
-# The tests that are run for a file: what holds most of it first.
+# The tests that are run for a file, until one fails.
 TESTS = {
     "loss.py": "loss objectives exact_posterior",
     "objectives.py": "objectives",
@@ -50,23 +50,31 @@ def sample(file: str) -> list[MutationSpec]:
     return [mutant for _, _, mutant in sorted(turns, key=lambda turn: turn[:2])[:SAMPLE]]
 
 
-def try_one(mutation: MutationSpec | None, file: str) -> str | None:
-    """Run the tests on a mutant. Returns its difference where they pass, else None."""
+def command_for(file: str) -> list[str]:
     tests = [f"tests/test_{name}.py" for name in TESTS[file].split()]
     marks = ["-m", "not faults and not runs and not cluster"]
-    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *marks, *tests]
-    if mutation is None:
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return None
-    result = mutate_and_test([mutation], shlex.join(command), SECONDS)
-    return None if result.is_killed else result.diff
+    return [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *marks, *tests]
+
+
+def check_unchanged(file: str) -> None:
+    """Its tests pass without a mutant, and far sooner than a mutant's would be given up."""
+    subprocess.run(command_for(file), check=True, stdout=subprocess.DEVNULL, timeout=SECONDS / 2)
+
+
+def try_one(mutation: MutationSpec, file: str) -> tuple[str, str]:
+    """Run the tests on a mutant. Returns "caught", "survived" or "timeout", and what differs."""
+    result = mutate_and_test([mutation], shlex.join(command_for(file)), SECONDS)
+    if result.worker_outcome != WorkerOutcome.NORMAL or result.test_outcome == "incompetent":
+        raise RuntimeError(f"{mutation}: {result.output}")
+    caught = "timeout" if result.output == "timeout" else "caught"
+    return caught if result.is_killed else "survived", result.diff
 
 
 def in_a_copy(parent: str) -> None:
     """Give this process a copy of the project, in that directory, to work in."""
     directory = Path(parent, str(os.getpid()))
     tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
-    for name in tracked:
+    for name in filter(os.path.exists, tracked):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, directory / name)
     os.chdir(directory)
@@ -80,14 +88,15 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="mutants-") as parent,
         multiprocessing.get_context("spawn").Pool(2, in_a_copy, [parent]) as pool,
     ):
-        pool.starmap(try_one, [(None, file) for file in TESTS])  # green without a mutant
-        survivors = pool.starmap(try_one, mutants, chunksize=1)
+        pool.map(check_unchanged, TESTS, chunksize=1)
+        found = pool.starmap(try_one, mutants, chunksize=1)
     for file in TESTS:
-        own = [diff for (_, of), diff in zip(mutants, survivors) if of == file]
-        alive = [diff for diff in own if diff]
-        print(f"{file}: {len(own) - len(alive)} of {len(own)} caught")
-        for diff in alive:
-            print("\n".join(line for line in diff.splitlines() if line[:1] in "+-@"))
+        own = [result for (_, of), result in zip(mutants, found) if of == file]
+        counts = Counter(outcome for outcome, _ in own)
+        print(f"{file}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")
+        for outcome, diff in own:
+            if outcome != "caught":
+                print("\n".join([outcome, *(x for x in diff.splitlines() if x[:1] in "+-@")]))
     print(f"{time.monotonic() - start:.0f} s")
 
 

@@ -124,6 +124,7 @@ def check_a_load(engine: Engine, model: torch.nn.Module, version: int) -> None:
     engine.load(tensors.items())
     engine.add("new", list(range(50, 60)), version=version, **SAMPLING)
     output = drain(engine)["new"]
+    assert output.prompt_token_ids == list(range(50, 60))
     assert worst_difference(model, output) > 0.01, "the weights did change"
     take_over(model, tensors)
     assert worst_difference(model, output) <= 1e-4, f"version {version}"
@@ -156,6 +157,7 @@ def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, reque
     take_over(model, tensors)
     engine.add("newer", long, version=3, **SAMPLING)
     outputs = drain(engine)
+    assert outputs["newer"].prompt_token_ids == outputs["older"].prompt_token_ids == long
     newer, older = (worst_difference(model, outputs[name]) for name in ("newer", "older"))
     assert newer <= 1e-4, "added after the swap, while older responses still ran"
     assert older > 0.01, "the older ones did run across the swap"

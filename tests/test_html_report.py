@@ -114,7 +114,9 @@ def report_of(run: Path) -> Page:
     return Page(run / "report.html").check()
 
 
-def test_a_report_shows_starts_pictures_evaluations_waits_alarms_and_responses(run_dir):
+def test_a_report_shows_starts_pictures_evaluations_waits_alarms_and_responses(
+    run_dir, monkeypatch
+):
     run = run_dir(sample(0), sample(2, "13", reward=0.0, finished=False), preset="demo")
     provenance.write_start(str(run), build_config(["arithmetic", "--seed", "3"]))
     write_lines(run / "alarms.jsonl", [{"step": 3, "name": "mismatch", "text": "too large"}])
@@ -128,6 +130,8 @@ def test_a_report_shows_starts_pictures_evaluations_waits_alarms_and_responses(r
     assert page.text.index("Version 2") < page.text.index("Version 0"), "the newest first"
     assert page.text.count("unfinished") == 1
     provenance.write_start(str(run), build_config(["--resume", str(run), "--steps", "9"]))
+    monkeypatch.setattr(provenance, "ROOT", run)
+    assert provenance.find_commit() == "", "a directory without git, such as an unpacked archive"
     starts = read(run, "starts.jsonl")
     assert [start["resumed"] for start in starts] == [False, True]
     assert set(starts[0]["versions"]) >= {"Python", "torch", "transformers"}

@@ -165,11 +165,14 @@ def test_gsm8k_is_fetched_evaluated_by_id_and_started_again_offline(hub, monkeyp
 def test_a_run_from_the_cache_asks_a_dead_network_at_most_twice(hub, tmp_path, record_property):
     seconds = {}
     for network in ("there", "silent"):
-        hub.faults, hub.requests = {"*": "silent"} if network == "silent" else {}, []
+        hub.faults = {"*": "silent"} if network == "silent" else {}
+        hub.requests = []
         begin = time.monotonic()
         result = tba("gsm8k", *SHORT, *flags(output_dir=tmp_path / network))
         seconds[network] = round(time.monotonic() - begin, 1)
         assert result.returncode == 0, result.stderr
+        if network == "there":
+            assert hub.requests[-1][1].endswith("model.safetensors"), "to its end it asked no more"
     assert len(hub.requests) <= 2, "of data and model, a timeout each"
     record_property("seconds of a run that fetches, and of one whose network is dead", seconds)
     assert seconds["silent"] < 3 * seconds["there"]

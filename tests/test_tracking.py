@@ -350,6 +350,11 @@ def test_after_ctrl_c_and_resume_a_tracker_has_all_that_the_run_wrote_and_each_s
         _, err = run.ends_with(130)
         assert "--track" not in err, err
     run.nothing_is_left()
+    if name == "wandb":
+        (first,) = wandb_files(run_dir)
+        lines = read(run_dir, "metrics.jsonl")
+        expected = [{"trainer_step": line["step"], **grouped(line)} for line in lines]
+        assert logged_figures(first) == expected
     num_steps = run.step() + 20
     result = tba("--resume", run_dir, "--steps", num_steps)
     assert result.returncode == 0 and result.stderr == "", result.stderr
