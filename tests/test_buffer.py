@@ -122,6 +122,15 @@ def test_replayed_responses_are_drawn_by_the_softmax_of_their_rewards():
     assert_distribution(draws(buffer, 2, 0.0), probabilities)
 
 
+def test_of_many_responses_the_best_are_drawn_where_rewards_count_for_all():
+    """Few would not do: a partition of few sorts them whole."""
+    rewards = np.random.default_rng(0).permutation(1000).tolist()
+    buffer = filled([group(0, range(1000), rewards)], capacity=1000, inverse_temperature=1e6)
+    for count in 1, 2, 5:
+        best = [i for i, reward in enumerate(rewards) if reward >= 1000 - count]
+        assert names(buffer.sample(1, count, 0.0)) == best
+
+
 def test_a_draw_with_replacement_follows_the_softmax_too():
     p, q = softmax([0.0, 1.0], 1.0)
     buffer = filled([group(0, [0, 1], [0.0, 1.0])], inverse_temperature=1.0)

@@ -72,6 +72,7 @@ def make_example(pattern, distance="near"):
         rows[row].behavior[t] = rows[row].policy[t] + shift
     if distance == "far":
         rows[1].reference[0] = rows[1].policy[0] - 12.5
+        rows[6].behavior[1] = rows[6].policy[1] - 1.7  # a ratio little above icepop's bound, 5
         rows[5].policy[2], rows[5].behavior[2], rows[5].reference[2] = -13.5, -13.4, -1.5
         for row, p in (0, 0.7), (2, 0.7), (1, 0.4), (3, 0.4), (4, 0.4):  # dppo's mask
             rows[row].policy[-1], rows[row].behavior[-1] = log(p), log(1.1 - p)
@@ -319,6 +320,7 @@ def test_the_examples_lie_on_both_sides_of_every_clip_and_clamp(pattern):
     moved = [(exp(p) - exp(b), a) for p, b, _, a in tokens]
     assert len({(m > 0, m * a > 0) for m, a in moved if abs(m) > 0.2}) == 4  # dppo's mask
     assert max(max(x.ratios) for x in rows) > 8.0 > min(min(x.ratios) for x in rows)
+    assert any(5.0 < ratio < 6.0 for x in rows for ratio in x.ratios)
     shifts = [p - f for p, _, f, _ in tokens]
     assert min(shifts) < -10.0 and max(shifts) > 10.0
     assert any(abs(shift) < 10.0 for shift in shifts)
