@@ -305,6 +305,22 @@ def test_a_searcher_that_finds_newer_weights_evaluates_the_base_model_too(search
     assert [item.version for item in items if isinstance(item, Evaluation)] == [0]
 
 
+def test_weights_that_a_searcher_is_loading_are_not_overwritten(searcher, policy, monkeypatch):
+    """However many versions are published meanwhile."""
+
+    def load_slowly(tensors) -> None:
+        held = dict(tensors)
+        for version in (3, 4, 5):
+            searcher.weights.publish(version, ((n, p + 1) for n, p in policy.named_parameters()))
+        for name, parameter in policy.named_parameters():
+            torch.testing.assert_close(held[name], parameter, rtol=0, atol=0)
+
+    monkeypatch.setattr(searcher.engine, "load", load_slowly)
+    searcher.weights.publish(2, policy.named_parameters())
+    searcher.take_new_weights()
+    assert searcher.version == 2 and searcher.weights.version == 5
+
+
 class Counting(Task):
     """Replies with the number of the turn; after `most` turns the episode has ended."""
 
