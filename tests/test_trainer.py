@@ -16,6 +16,7 @@ from learner import Learner
 from models.logprobs import micro_batches, response_logprobs
 from models.policy import weight_shapes
 from models.schedules import beta_at, lr_schedule
+from runtime.modes.lockstep import LockstepBatches
 from runtime.planning.memory_trial import try_largest_batch
 from runtime.record.metrics import describe
 from runtime.record.report import Report
@@ -289,6 +290,18 @@ def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what
     trainer.learner.step = 4
     trainer.sync()
     assert weights.version == weights.evaluation_version == 4 and metrics.skipped_publishes == 1
+
+
+def test_a_lockstep_checkpoint_waits_for_all_batches_that_no_later_version_makes():
+    config = Config(**SHORT, constant_staleness=2, queries_per_batch=1, steps=9)
+    batches = LockstepBatches(config, Board(["trainer", "searcher 0"]))
+    assert not batches.is_settled(4, is_evaluation_pending=False)
+    for step, is_settled in (5, False), (4, True):
+        batches.add([make_group(0, 2, [1], [7], batch=step)], step=4)
+        assert batches.is_settled(4, is_evaluation_pending=False) == is_settled
+    assert not batches.is_settled(4, is_evaluation_pending=True)
+    batches.add([make_group(0, 6, [1], [7], batch=8)], step=8)
+    assert batches.is_settled(8, is_evaluation_pending=False), "there are nine steps"
 
 
 def test_a_resume_between_a_multiple_of_eval_every_and_the_next_sync_asks_at_that_sync():
