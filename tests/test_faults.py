@@ -181,7 +181,9 @@ if __name__ == "__main__":
         time.sleep(random.random() * 0.01)
         run.searchers[0].kill()
         run.searchers[0].join()
+        board.set("searcher 0", "beat", 0.0)
         run.check()
+        assert board.get("searcher 0", "beat") > 0.0, "being started is a sign of life"
     board.stop = True
     run.stop()
     print("survived 30")

@@ -333,11 +333,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_and_without_on
     newest, previous = (copied / "checkpoints" / f"step-{step:08}" for step in (16, 12))
     # The kill may have come before this one was deleted.
     shutil.rmtree(copied / "checkpoints" / "step-00000008", ignore_errors=True)
-    data = bytearray((newest / "learner.safetensors").read_bytes())
-    data[len(data) // 2] ^= 1
-    (newest / "learner.safetensors").write_bytes(data)
-    complaints = [f"{newest} cannot be used: learner.safetensors is damaged"]
-    assert checkpoint.newest_whole(str(copied)) == (previous, complaints)
+    names = {path.name for path in newest.iterdir()} - {"checksums.json"}
+    assert {"learner.safetensors", "reference.safetensors", "buffer.npz"} < names
+    for name in sorted(names):
+        data = (newest / name).read_bytes()
+        middle = len(data) // 2
+        (newest / name).write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+        complaints = [f"{newest} cannot be used: {name} is damaged"]
+        assert checkpoint.newest_whole(str(copied)) == (previous, complaints)
+        (newest / name).write_bytes(data)
+    (newest / name).unlink()
+    complaints = checkpoint.newest_whole(str(copied))[1]
+    assert f"{newest} cannot be used: FileNotFoundError" in complaints[0]
 
     (previous / "buffer.npz").write_bytes((previous / "buffer.npz").read_bytes()[:-1])
     assert main(["--resume", str(copied)]) == 2

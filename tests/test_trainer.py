@@ -258,7 +258,15 @@ def test_a_wait_times_out_when_nothing_comes_and_not_while_responses_come(make, 
     trainer = make(searcher_timeout=0.3, queries_per_batch=1, initial_responses=8 * 24)
     trainer.metrics.mismatch_due = 10**9  # no policy sampled these groups
     trainer.board.loaded("searcher 0")
-    with pytest.raises(TimeoutError, match="the first 192 responses, 0 are here: no progress for"):
+    looks = itertools.count()
+
+    def beat() -> None:
+        assert next(looks) < 1000, "that a searcher lives is not what is awaited"
+        trainer.board.beat("searcher 0")
+
+    missing = "the first 192 responses, 0 are here: no progress for"
+    with monkeypatch.context() as patch, pytest.raises(TimeoutError, match=missing):
+        patch.setattr(trainer, "receive", beat)
         trainer.next_batch()
     clock = SimpleNamespace(monotonic=partial(next, itertools.count(step=0.05)))
     monkeypatch.setattr("runtime.transport.board.time", clock)  # 0.1 s go by with each look
