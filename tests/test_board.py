@@ -1,11 +1,14 @@
 """The board: which of its rows are the searchers', where the trainer has several processes."""
 
 import time
+from types import SimpleNamespace
 
+import pytest
 from conftest import flags, wait_for
 
 from runtime.command_line import build_config
 from runtime.processes.places import find_places
+from runtime.responses.scoring import FailureLimit
 from runtime.transport import board as module
 from runtime.transport.board import Board
 
@@ -29,6 +32,18 @@ def test_what_is_saved_of_searchers_is_taken_over_with_another_number_of_trainer
     alone = make_board()
     alone.load_state_dict(board.state_dict())
     assert alone.get("searcher 0", "cursor") == 7
+
+
+def test_a_searcher_gives_up_when_most_of_its_latest_groups_have_no_scores_not_when_a_third_has():
+    board = make_board()
+    limit, query = FailureLimit(board, "searcher 0"), SimpleNamespace(id=7)
+    good, bad = (SimpleNamespace(query=query, error=e) for e in (None, ValueError("no score")))
+    for rollout in [bad, good, good] * 100:
+        limit.count(rollout)
+    assert board.get("searcher 0", "unscored_groups") == 100
+    with pytest.raises(SystemExit):
+        for _ in range(40):
+            limit.count(bad)
 
 
 def test_a_pause_of_who_watches_is_nobodys_silence_and_a_silence_is_found_all_the_same(monkeypatch):

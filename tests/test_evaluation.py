@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from config import Config, UserError
 from runtime.preflight import check_sampling
 from runtime.responses.evaluation import mean_and_interval, weighted_means
+from runtime.responses.final_evaluation import measure
 from runtime.responses.scoring import score
 from runtime.transport.messages import FinalEvaluation
 from tasks import Query, Task, sampling_for_tests
@@ -18,6 +20,20 @@ def test_metrics_are_means_over_responses_or_over_pairs_of_different_responses()
     assert weighted_means(np.array([1.0, 0.0, 0.0, 1.0]), np.ones((1, 4))) == 0.5
     pairs = np.array([[9.0, 1.0, 2.0], [1.0, 9.0, 3.0], [2.0, 3.0, 9.0]])
     assert weighted_means(pairs, np.ones((1, 3))) == 2.0
+
+
+def test_a_tasks_own_metrics_see_each_score_beside_its_response_whichever_ended_first():
+    class Lengths(Task):
+        def evaluate(self, queries, responses, finished, scores):
+            return {"fits": np.array([float(len(r) == s) for r, s in zip(responses, scores)])}
+
+    run = SimpleNamespace(num_samples=1, long_prompts=0, unscored=[], scored=[])
+    run.scores = lambda: np.array([rollout.score for rollout in run.scored])
+    for index in (2, 0, 1):
+        text, query = "a" * index, Query(index, "", None)
+        rollout = dict(index=index, query=query, texts=[text], finished=[True], score=index)
+        run.scored.append(SimpleNamespace(**rollout))
+    assert measure(Lengths(), run).metrics["fits"][0] == 1.0
 
 
 def test_the_interval_of_a_mean_covers_the_truth_as_often_as_it_says():

@@ -22,6 +22,7 @@ from runtime.record.metrics import describe
 from runtime.record.report import Report
 from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.board import Board
+from runtime.transport.messages import Evaluation
 from tasks import find_presets
 from trainer import Trainer
 from weights import SharedWeights
@@ -319,6 +320,18 @@ def test_a_resume_between_a_multiple_of_eval_every_and_the_next_sync_asks_at_tha
         requests = EvaluationRequests(config, weights, Board(["trainer", "searcher-0"]))
         requests.load_state_dict({"evaluation_due": False, "evaluated": 0}, step)
         assert not requests.is_due(29) and requests.is_due(30)
+
+
+def test_an_evaluation_that_has_not_arrived_is_asked_for_again_by_a_resumed_run():
+    config, board = Config(sync_period=2, eval_every=4), Board(["trainer", "searcher-0"])
+    weights = SharedWeights({"a": (1,)}, torch.float32, readers=1)
+    requests = EvaluationRequests(config, weights, board)
+    requests.arrive(Evaluation(0, 1.0, 2, 0, 0))
+    assert not requests.state_dict(step=4)["evaluation_due"]
+    weights.publish(4, [("a", torch.zeros(1))], evaluate=True)
+    assert requests.state_dict(step=5)["evaluation_due"], "it is under way"
+    requests.arrive(Evaluation(4, 1.0, 2, 0, 0))
+    assert not requests.state_dict(step=5)["evaluation_due"]
 
 
 def test_a_run_resumed_at_a_sync_brings_the_reset_and_the_evaluation_of_that_sync(make):
