@@ -574,6 +574,15 @@ def test_a_run_whose_disk_fills_goes_on_to_its_end_and_fails_only_without_its_mo
 
 # Scores
 
+
+def test_a_run_whose_final_evaluation_fails_has_failed_and_keeps_its_model(tmp_path):
+    task = own_task(tmp_path / "own.py", "    def evaluate(self, *responses):\n        1 / 0\n")
+    settings = flags(max_prompt_tokens=16, max_response_tokens=8, steps=1, eval_every=0)
+    result = tba(task, *SMALL, *settings, "--output_dir", tmp_path / "run")
+    assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
 OWN_TASK = """
 from tasks import Query, Task
 
