@@ -1,4 +1,4 @@
-# make demo: asynchronous RL of a small language model, in a minute or two, no GPU needed.
+# make demo: asynchronous RL of a small language model, in one to three minutes, no GPU needed.
 # make test: the tests. Both install what they need into .venv first (make setup).
 
 PYTHON ?= python3
