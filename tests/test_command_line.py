@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, flags, read, tba
 from transformers import AutoTokenizer
 
+import runtime.nodes
 from config import Config
 from runtime import launch
 from runtime.command_line import build_config
@@ -57,6 +58,7 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model, monkeypatch):
     """Make files that a command line can name. Ray is not installed."""
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "runtime.nodes.joining", raising=False)
+    monkeypatch.delattr(runtime.nodes, "joining", raising=False)
     row = json.dumps({"query": "q", "reference_response": "r", "query_reference_response": "qr"})
     for name, text in {
         "used/config.json": "{}",
