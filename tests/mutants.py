@@ -34,7 +34,7 @@ TESTS = {
     "models/logprobs.py": "policy low_memory trainer",
 }
 SAMPLE = 40  # mutants of a file
-PATIENCE = 3.0  # times that its tests may take as long as without a mutant: some make them hang
+PATIENCE = 2.0  # times that its tests may take as long as without a mutant: some make them hang
 
 
 def sample(file: str) -> list[MutationSpec]:

@@ -45,118 +45,6 @@ def is_whole(version: int, tensors: dict[str, torch.Tensor]) -> bool:
     )
 
 
-@contextlib.contextmanager
-def running(target, *arguments):
-    """Processes that run the target, one for each of these tuples of arguments."""
-    processes = [spawn.Process(target=target, args=of_one) for of_one in arguments]
-    for process in processes:
-        process.start()
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def read_to_the_last(
-    weights: SharedWeights, read: str, reader: int, pause: float, num_reads: torch.Tensor, results
-) -> None:
-    """A process: reads, `pause` seconds long each, until it has seen the last version.
-
-    read: the method. Of the reference a version is read once: its writer waits for who reads.
-    Sends (reader, versions seen, versions torn).
-    """
-    torch.set_num_threads(1)
-    seen, torn = [], []
-    while not seen or seen[-1] < VERSIONS:
-        if read == "read_reference" and weights.reference_version in (*seen[-1:], WRITING):
-            continue
-        with getattr(weights, read)(reader) as (version, tensors):
-            if version == WRITING:
-                continue
-            whole_at_first = is_whole(version, tensors)
-            time.sleep(pause)
-            if not (whole_at_first and is_whole(version, tensors)):
-                torn.append(version)
-        seen.append(version)
-        num_reads[reader] += 1
-    results.put((reader, seen, torn))
-
-
-@pytest.mark.parametrize(
-    "read, publish, newest, pauses",
-    [
-        # The last reader takes as long as some ten publishes.
-        ("read", "publish", "version", [0.0, 0.001, 0.05]),
-        ("read_reference", "publish_reference", "reference_version", [0.0, 0.0]),
-    ],
-)
-def test_every_read_is_one_version_whole_and_every_reader_gets_on(read, publish, newest, pauses):
-    weights = SharedWeights(SHAPES, torch.float32, readers=len(pauses), reference=True)
-    publish, results = getattr(weights, publish), spawn.Queue()
-    num_reads = torch.zeros(len(pauses), dtype=torch.int64).share_memory_()
-    arguments = [(weights, read, i, pause, num_reads, results) for i, pause in enumerate(pauses)]
-    publish(0, tensors_of(0))
-    with running(read_to_the_last, *arguments) as readers:
-        while num_reads.min() == 0:  # until all have started
-            time.sleep(0.001)
-        refused = 0
-        for version in range(1, VERSIONS + 1):
-            tensors = tensors_of(version)
-            # Where the reference, or both other slots, are being read that is no error: try again.
-            while not publish(version, tensors):
-                assert getattr(weights, newest) == version - 1, "what is being read stays as it is"
-                refused += 1
-                time.sleep(0.001)
-            time.sleep(0.004)
-            while num_reads.min() < version / 16:  # one has no core just now
-                time.sleep(0.001)
-        outcome = sorted(results.get() for _ in readers)
-        for process in readers:
-            process.join()
-            assert process.exitcode == 0
-    for reader, seen, torn in outcome:
-        counts = f"{len(torn)} of {len(seen)} reads torn; {refused} publishes were refused"
-        assert torn == [], f"reader {reader} saw {counts}"
-        assert seen == sorted(seen)  # never back
-        assert seen[-1] == VERSIONS
-        assert len(set(seen)) >= 10
-
-
-def read_and_never_end(weights: SharedWeights, inside: torch.Tensor) -> None:
-    """A process: stays in the middle of a read of both the newest version and the reference."""
-    with weights.read_reference(0), weights.read(0) as (version, tensors):
-        tensors["head"].sum()
-        inside[0] = version
-        time.sleep(2 * PATIENCE)
-
-
-def test_a_killed_reader_blocks_nobody_and_once_unpinned_no_slot(weights):
-    inside = torch.tensor([-1]).share_memory_()
-    weights.publish(0, tensors_of(0))
-    with running(read_and_never_end, (weights, inside)) as (victim,):
-        while inside[0] < 0:
-            time.sleep(0.001)
-        victim.kill()  # SIGKILL: nothing of the process's own cleans up
-        victim.join()
-    for version in range(1, 21):  # the writer goes on, and so does the other reader
-        assert weights.publish(version, tensors_of(version))
-        with weights.read(1) as (seen, tensors):
-            assert seen == version and is_whole(version, tensors)
-
-    with weights.read(1) as (seen, tensors):
-        assert weights.publish(21, tensors_of(21))
-        assert not weights.publish(22, tensors_of(22))  # the dead reader still holds the third slot
-        assert not weights.publish_reference(22, tensors_of(22)), "and the reference"
-        weights.unpin(0)
-        assert weights.publish(22, tensors_of(22))
-        assert weights.publish_reference(22, tensors_of(22))
-        assert seen == 20 and is_whole(20, tensors)
-    with weights.read(0) as (seen, tensors):  # the restarted reader takes up the same pin
-        assert seen == 22 and is_whole(22, tensors)
-
-
 def test_publish_refuses_at_once_when_every_other_slot_is_read_and_works_again_later(weights):
     assert weights.publish(1, tensors_of(1))
     with weights.read(0) as (first, first_tensors):
@@ -271,6 +159,147 @@ def test_the_required_bytes_are_those_of_all_slots(settings, of_reference):
     assert required == slots + weights.reference.nbytes
 
 
+# The slot of the reference policy
+
+
+def test_later_versions_leave_the_reference_alone_until_it_is_published_anew(weights):
+    assert weights.reference_version == 0, "the policy that the run began with"
+    weights.publish_reference(4, tensors_of(4))
+    for version in range(4, 12):
+        weights.publish(version, tensors_of(version))
+    with weights.read_reference(0) as (version, tensors):
+        assert version == 4 and is_whole(4, tensors)
+        assert not weights.publish_reference(12, tensors_of(12)), "refused while it is read"
+    assert weights.reference_version == 4 and is_whole(4, weights.reference_tensors())
+    assert weights.publish_reference(12, tensors_of(12))
+    assert is_whole(12, weights.reference_tensors())
+
+
+def test_a_reader_that_comes_upon_the_writer_of_the_reference_is_told(weights):
+    def tensors():
+        with weights.read_reference(0) as (version, _):
+            assert version == WRITING
+        yield from tensors_of(3)
+
+    assert weights.publish_reference(3, tensors())
+    assert weights.reference_version == 3
+
+
+# Readers in processes of their own
+
+
+@contextlib.contextmanager
+def running(target, *arguments):
+    """Processes that run the target, one for each of these tuples of arguments."""
+    processes = [spawn.Process(target=target, args=of_one) for of_one in arguments]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def read_to_the_last(
+    weights: SharedWeights, read: str, reader: int, pause: float, num_reads: torch.Tensor, results
+) -> None:
+    """A process: reads, `pause` seconds long each, until it has seen the last version.
+
+    read: the method. Of the reference a version is read once: its writer waits for who reads.
+    Sends (reader, versions seen, versions torn).
+    """
+    torch.set_num_threads(1)
+    seen, torn = [], []
+    while not seen or seen[-1] < VERSIONS:
+        if read == "read_reference" and weights.reference_version in (*seen[-1:], WRITING):
+            continue
+        with getattr(weights, read)(reader) as (version, tensors):
+            if version == WRITING:
+                continue
+            whole_at_first = is_whole(version, tensors)
+            time.sleep(pause)
+            if not (whole_at_first and is_whole(version, tensors)):
+                torn.append(version)
+        seen.append(version)
+        num_reads[reader] += 1
+    results.put((reader, seen, torn))
+
+
+@pytest.mark.parametrize(
+    "read, publish, newest, pauses",
+    [
+        # The last reader takes as long as some ten publishes.
+        ("read", "publish", "version", [0.0, 0.001, 0.05]),
+        ("read_reference", "publish_reference", "reference_version", [0.0, 0.0]),
+    ],
+)
+def test_every_read_is_one_version_whole_and_every_reader_gets_on(read, publish, newest, pauses):
+    weights = SharedWeights(SHAPES, torch.float32, readers=len(pauses), reference=True)
+    publish, results = getattr(weights, publish), spawn.Queue()
+    num_reads = torch.zeros(len(pauses), dtype=torch.int64).share_memory_()
+    arguments = [(weights, read, i, pause, num_reads, results) for i, pause in enumerate(pauses)]
+    publish(0, tensors_of(0))
+    with running(read_to_the_last, *arguments) as readers:
+        while num_reads.min() == 0:  # until all have started
+            time.sleep(0.001)
+        refused = 0
+        for version in range(1, VERSIONS + 1):
+            tensors = tensors_of(version)
+            # Where the reference, or both other slots, are being read that is no error: try again.
+            while not publish(version, tensors):
+                assert getattr(weights, newest) == version - 1, "what is being read stays as it is"
+                refused += 1
+                time.sleep(0.001)
+            time.sleep(0.004)
+            while num_reads.min() < version / 16:  # one has no core just now
+                time.sleep(0.001)
+        outcome = sorted(results.get() for _ in readers)
+        for process in readers:
+            process.join()
+            assert process.exitcode == 0
+    for reader, seen, torn in outcome:
+        counts = f"{len(torn)} of {len(seen)} reads torn; {refused} publishes were refused"
+        assert torn == [], f"reader {reader} saw {counts}"
+        assert seen == sorted(seen)  # never back
+        assert seen[-1] == VERSIONS
+        assert len(set(seen)) >= 10
+
+
+def read_and_never_end(weights: SharedWeights, inside: torch.Tensor) -> None:
+    """A process: stays in the middle of a read of both the newest version and the reference."""
+    with weights.read_reference(0), weights.read(0) as (version, tensors):
+        tensors["head"].sum()
+        inside[0] = version
+        time.sleep(2 * PATIENCE)
+
+
+def test_a_killed_reader_blocks_nobody_and_once_unpinned_no_slot(weights):
+    inside = torch.tensor([-1]).share_memory_()
+    weights.publish(0, tensors_of(0))
+    with running(read_and_never_end, (weights, inside)) as (victim,):
+        while inside[0] < 0:
+            time.sleep(0.001)
+        victim.kill()  # SIGKILL: nothing of the process's own cleans up
+        victim.join()
+    for version in range(1, 21):  # the writer goes on, and so does the other reader
+        assert weights.publish(version, tensors_of(version))
+        with weights.read(1) as (seen, tensors):
+            assert seen == version and is_whole(version, tensors)
+
+    with weights.read(1) as (seen, tensors):
+        assert weights.publish(21, tensors_of(21))
+        assert not weights.publish(22, tensors_of(22))  # the dead reader still holds the third slot
+        assert not weights.publish_reference(22, tensors_of(22)), "and the reference"
+        weights.unpin(0)
+        assert weights.publish(22, tensors_of(22))
+        assert weights.publish_reference(22, tensors_of(22))
+        assert seen == 20 and is_whole(20, tensors)
+    with weights.read(0) as (seen, tensors):  # the restarted reader takes up the same pin
+        assert seen == 22 and is_whole(22, tensors)
+
+
 # The fence: a store must be seen before the load behind it
 
 
@@ -308,29 +337,3 @@ def test_of_two_sides_that_store_and_then_load_one_sees_the_other():
         (_, rounds, missed), (_, same_rounds, missed_too) = sorted(results.get() for _ in range(2))
     assert rounds == same_rounds > ENOUGH
     assert (missed, missed_too) == (0, 0), f"in so many of {rounds} rounds neither saw the other"
-
-
-# The slot of the reference policy
-
-
-def test_later_versions_leave_the_reference_alone_until_it_is_published_anew(weights):
-    assert weights.reference_version == 0, "the policy that the run began with"
-    weights.publish_reference(4, tensors_of(4))
-    for version in range(4, 12):
-        weights.publish(version, tensors_of(version))
-    with weights.read_reference(0) as (version, tensors):
-        assert version == 4 and is_whole(4, tensors)
-        assert not weights.publish_reference(12, tensors_of(12)), "refused while it is read"
-    assert weights.reference_version == 4 and is_whole(4, weights.reference_tensors())
-    assert weights.publish_reference(12, tensors_of(12))
-    assert is_whole(12, weights.reference_tensors())
-
-
-def test_a_reader_that_comes_upon_the_writer_of_the_reference_is_told(weights):
-    def tensors():
-        with weights.read_reference(0) as (version, _):
-            assert version == WRITING
-        yield from tensors_of(3)
-
-    assert weights.publish_reference(3, tensors())
-    assert weights.reference_version == 3
