@@ -15,8 +15,8 @@ from config import Config, UserError
 from models.hub import fetch_model, find_model
 from models.lora import check_peft
 from models.policy import weight_shapes
+from runtime.check_objective import check_objective
 from runtime.planning.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
-from runtime.preflight import check_objective
 from runtime.processes.places import Place, evaluation_place, find_gpus, find_places, resolve
 from tasks import Task, load_task
 from weights import SHARED_MEMORY
