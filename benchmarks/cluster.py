@@ -115,10 +115,13 @@ def searching(
         else:
             board = Board(names)
             supervisor = Supervisor(config, searchers_of(places), weights, board, run_dir, target)
-        publish(weights, 0)
-        while len(heard(board)) < number:
-            count_groups(supervisor, 0.1)
         try:
+            publish(weights, 0)
+            deadline = time.monotonic() + 120
+            while len(heard(board)) < number:
+                count_groups(supervisor, 0.1)
+                if time.monotonic() > deadline:
+                    sys.exit(f"of {number} searchers {len(heard(board))} have loaded in 120 s")
             yield supervisor, weights
         finally:
             board.stop = True

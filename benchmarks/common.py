@@ -1,8 +1,7 @@
 """What the benchmarks share: results, tables, figures of a run, texts and models.
 
 To import this file puts the project's root on sys.path, so scripts import it before the project's
-modules. torch, tokenizers and transformers are imported in the functions that use them, so that a
-script that needs no model starts quickly.
+modules. tokenizers and transformers are imported in the functions that use them.
 """
 
 import argparse
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,8 +48,6 @@ def as_flags(**settings: object) -> list[str]:
 
 def processor() -> str:
     """Name the processor, and what torch's kernels use of it: results depend on both."""
-    import torch
-
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -59,8 +57,6 @@ def processor() -> str:
 
 def machine() -> str:
     """Describe the machine: cores, processor, GPUs and date."""
-    import torch
-
     cores = len(os.sched_getaffinity(0))
     gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return f"{cores} cores of an {processor()}, {gpus or 'no GPU'}, {datetime.date.today()}"
@@ -191,7 +187,6 @@ def counting_model(
     the lengths say. The model computes as much as any of its size; its attention and MLPs add
     nothing until they are trained. The tokenizer gets a token for each number.
     """
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     longest, eos = max(lengths), tokenizer.eos_token_id

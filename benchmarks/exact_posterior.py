@@ -3,7 +3,7 @@
 The language is small enough to enumerate, so that the best policy pi*, the best one near the
 behaviour policy, b exp(r / beta) / Z, and log Z are known exactly.
 
-    python benchmarks/exact_posterior.py        # four minutes
+    python benchmarks/exact_posterior.py        # four minutes; --quick: a tenth of the steps
 
 There are three queries of different partition functions. Responses have up to 4 tokens: two letters
 and an end-of-sequence token. The policy is a table of logits per query and prefix. All responses
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from common import RESULTS, save, table
+from common import arguments, results_dir, save, table
 
 from loss import LossInputs
 from objectives import LOSSES
@@ -56,12 +56,7 @@ def token_logprobs(tables: torch.Tensor) -> torch.Tensor:
     return tables.log_softmax(-1)[:, STATES, TOKENS]
 
 
-def train(
-    objective: str,
-    learning_rate: float,
-    seed: int,
-    steps: int = STEPS,
-) -> dict[str, list[float]]:
+def train(objective: str, learning_rate: float, seed: int, steps: int) -> dict[str, list[float]]:
     """Train a policy on responses of a fixed behaviour policy; measure it every MEASURE steps.
 
     Returns KL(pi || pi*), the same to the best policy near the behaviour policy, and the error of
@@ -131,10 +126,12 @@ def aim_of(objective: str) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    results, lines = {}, []
+    quick, results, lines = arguments(__doc__).quick, {}, []
+    steps = STEPS // 10 if quick else STEPS
     for objective in LOSSES:
         runs = {
-            rate: [train(objective, rate, seed) for seed in range(SEEDS)] for rate in LEARNING_RATES
+            rate: [train(objective, rate, seed, steps) for seed in range(SEEDS)]
+            for rate in LEARNING_RATES
         }
         aim = aim_of(objective)
         rate = min(runs, key=lambda rate: sum(run[aim][-1] for run in runs[rate]))
@@ -152,12 +149,12 @@ def main() -> None:
     header = ["", "learning rate", *aims, "log Z off by, at most"]
     save(
         "exact_posterior",
-        False,
-        f"{QUERIES} queries, {len(TOKENS)} responses, K = {K}, β = {BETA}; after {STEPS} steps. "
+        quick,
+        f"{QUERIES} queries, {len(TOKENS)} responses, K = {K}, β = {BETA}; after {steps} steps. "
         f"The rate is that of {', '.join(map(str, LEARNING_RATES))} which ends nearest to the aim.",
         table(header, lines),
     )
-    draw(results, RESULTS / "exact_posterior.png")
+    draw(results, results_dir(quick) / "exact_posterior.png")
 
 
 def draw(results: dict[str, list[dict]], path: Path) -> None:

@@ -103,9 +103,9 @@ def beside_a_searcher(run_dir: Path, *flags: str) -> float:
     def switch() -> None:
         while not steps_of(run_dir) and not over.wait(0.5):
             pass
-        is_stopped = True
+        switches.append((time.monotonic(), False))
         while not over.wait(PERIOD):
-            is_stopped = not is_stopped
+            is_stopped = not switches[-1][1]
             for child in multiprocessing.active_children():
                 if child.name == "searcher 0":
                     os.kill(child.pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
@@ -151,22 +151,22 @@ def record(config: Config, run_dir: Path, count: int) -> tuple[list[Group], floa
     model = str(load_task(config.task).base_model())
     config = replace(config, model=model, output_dir=str(run_dir), searchers=1)
     _, _, supervisor = start(config, run_dir, "searcher:run")
-    groups: list[Group] = []
-    while len(groups) < count:
-        item = supervisor.rollout_queue.get(timeout=120)
-        if isinstance(item, Group):
-            groups.append(item)
-            if len(groups) == count // 2:
-                half = time.monotonic()
-    rate = (count - count // 2) / (time.monotonic() - half)
-    supervisor.board.stop = True
-    supervisor.stop()
-    return groups, rate
+    groups, ends = [], []
+    try:
+        while len(groups) < count:
+            item = supervisor.rollout_queue.get(timeout=120)
+            if isinstance(item, Group):
+                groups.append(item)
+                ends.append(time.monotonic())
+        return groups, (count - count // 2) / (ends[-1] - ends[count // 2 - 1])
+    finally:
+        supervisor.board.stop = True
+        supervisor.stop()
 
 
 def overlap(quick: bool) -> None:
     """Compare the runs, and save the results."""
-    seeds, steps, few = ((0,), 300, 40) if quick else ((0, 1, 2), 600, 80)
+    seeds, steps, few = ((0,), 300, 80) if quick else ((0, 1, 2), 600, 80)
     split, beside, alone = launch.find_places, [], []
     results = defaultdict(lambda: defaultdict(list))  # mode -> figure -> a value of each seed
 
@@ -188,7 +188,7 @@ def overlap(quick: bool) -> None:
                 for figure, value in measure(run(directory, f"{mode} {seed}", *settings)).items():
                     results[mode][figure].append(value)
             launch.find_places = split
-            longer = [*flags, *as_flags(steps=2 * steps)]
+            longer = [*flags, *as_flags(steps=1200)]
             beside.append(beside_a_searcher(directory / f"beside {seed}", *longer))
             config = build_config(["arithmetic", *as_flags(seed=seed)])
             groups = record(config, directory / f"alone {seed}", 400)[1]  # a second
@@ -232,7 +232,7 @@ def replay(*arguments) -> None:
         version = copy_newest(weights, pin, version)
         now = time.monotonic()
         if begin is None:
-            begin = now if board.get("trainer", "ready") else None
+            begin = now if version >= 0 and board.get("trainer", "ready") else None
         elif sent < (now - begin) * rate:
             group = recorded[(sent * config.searchers + share) % len(recorded)]
             try:
@@ -268,18 +268,21 @@ def measure_trainer(
         board = supervisor.board
         trainer_arguments = config, weights, supervisor.rollout_queue, board, run_dir, None
         trainer = children.start(places[0], "trainer:run", trainer_arguments, run_dir)
-        while len(steps_of(run_dir)) < 20:
-            time.sleep(0.2)
-            supervisor.check()
-            if trainer.exitcode:
-                sys.exit(children.log_tail(run_dir, "trainer"))
-        time.sleep(2.0)  # to get going
-        first, blocked = steps_of(run_dir)[-1], board.total("busy")
-        time.sleep(seconds)
-        steps, blocked = steps_of(run_dir), board.total("busy") - blocked
-        board.stop = True
-        children.kill(trainer)
-        supervisor.stop()
+        try:
+            deadline = time.monotonic() + 300
+            while len(steps_of(run_dir)) < 20:
+                time.sleep(0.2)
+                supervisor.check()
+                if trainer.exitcode or time.monotonic() > deadline:
+                    sys.exit(children.log_tail(run_dir, "trainer"))
+            time.sleep(2.0)  # to get going
+            first, blocked = steps_of(run_dir)[-1], board.total("busy")
+            time.sleep(seconds)
+            steps, blocked = steps_of(run_dir), board.total("busy") - blocked
+        finally:
+            board.stop = True
+            children.kill(trainer)
+            supervisor.stop()
     steps = [line for line in steps if line["step"] >= first["step"]]
     span = steps[-1]["seconds"] - first["seconds"]
     responses = (steps[-1]["received"] - first["received"]) / span

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import processor
+from common import processor, steps_of
 
 from buffer import Group
 from config import Config, settle
@@ -220,7 +220,7 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict:
         searcher = InlineSearcher(config, weights, board, groups_per_sync)
         trainer = Trainer(config, weights, searcher, board, run_dir)
         trainer.train()
-        lines = [line for line in read_lines(Path(run_dir) / "metrics.jsonl") if "loss" in line]
+        lines = steps_of(run_dir)
         policy = trainer.learner.policy
         norms = np.array([line["grad_norm"] for line in lines], dtype=float)
         return searcher.measure(policy) | {
