@@ -121,27 +121,12 @@ def read_run(run_dir: Path) -> dict[str, object]:
     return {"metrics": figures, "state": state, "model": model, **arrays, **tensors}
 
 
-def keys_of_files(run_dir: Path) -> dict[str, object]:
-    """Return the files of a run, and what the lines or the object in each have for keys."""
-    keys = {}
-    for path in sorted(run_dir.rglob("*")):
-        name = str(path.relative_to(run_dir))
-        keys[name] = []
-        if path.suffix in (".json", ".jsonl") and "spans" not in name and "model/" not in name:
-            text = path.read_text()
-            values = map(json.loads, text.splitlines() if path.suffix == ".jsonl" else [text])
-            found = (value if isinstance(value, dict) else {} for value in values)
-            keys[name] = sorted({key for value in found for key in value})
-    return keys
-
-
 # What is compared of each checkout.
 COMPARED: dict[str, Callable[[Checkout], object]] = {
     "pinned actions": lambda c: {p.name: p.read_text() for p in c.root.glob("tests/pinned/*")},
     "lockstep runs": lambda c: {name: read_run(c.train(name)) for name in RUNS},
     "the study's run": lambda c: json.loads(c.python("-c", STUDY, directory="benchmarks")),
     "help, presets and refusals": lambda c: json.loads(c.python("-c", PROBE)),
-    "files of a run": lambda c: {name: keys_of_files(c.train(name)) for name in RUNS},
     "an old checkpoint": lambda c: {n: read_run(c.resume(n)) for n in ("synchronous", "lora")},
 }
 

@@ -1,9 +1,8 @@
 """LoRA: adapters are trained, merged weights are published, saved and become the reference."""
 
-import dataclasses
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -57,13 +56,18 @@ def scored(policy, rows, dtype: torch.dtype = torch.float32) -> np.ndarray:
     return np.concatenate([logprobs[: len(row.tokens)] for logprobs, row in zip(padded, rows)])
 
 
-def test_published_weights_are_those_that_peft_merges(model, tmp_path):
+def test_what_is_published_and_saved_is_what_peft_merges(model, tmp_path):
     trainer = trained(model, tmp_path)
     before = dict(load_policy(Config(model=model), torch.device("cpu")).named_parameters())
     assert trainer.publish()
-    adapted = trainer.learner.adapted.merge_and_unload()
+    trainer.learner.save_model(tmp_path / "model")
+    load, base = AutoModelForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained(model)
+    saved, report = load(tmp_path / "model", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
     with trainer.weights.read(0) as (version, published):
         assert version == 3 and published.keys() == before.keys()
+        torch.testing.assert_close(published, dict(saved.named_parameters()), rtol=0, atol=0)
         expected = dict(adapted.named_parameters())
         torch.testing.assert_close(published, expected, rtol=0, atol=1e-6)
         changed = {name for name in before if not torch.equal(published[name], before[name])}
@@ -128,18 +132,6 @@ def test_a_reference_reset_takes_the_merged_policy_of_that_moment(model, tmp_pat
     np.testing.assert_allclose(renewed, logprobs, rtol=0, atol=1e-4)
 
 
-def test_model_is_saved_merged_and_the_adapter_loads_with_peft(model, tmp_path):
-    learner = trained(model, tmp_path).learner
-    expected = {name: value.clone() for name, value in merged(learner.policy)}
-    learner.save_model(tmp_path / "model")
-    load, base = AutoModelForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained(model)
-    loaded, report = load(tmp_path / "model", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"], report
-    torch.testing.assert_close(dict(loaded.named_parameters()), expected, rtol=0, atol=0)
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
-    torch.testing.assert_close(dict(adapted.named_parameters()), expected, rtol=0, atol=1e-6)
-
-
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(model, tmp_path):
     trainer = trained(model, tmp_path)
     state = dict(trainer.learner.state())
@@ -156,33 +148,25 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(model, tmp_path):
 
 def test_the_largest_batch_trial_gives_the_base_no_gradient(tied_model, tmp_path):
     learner, seen = trained(tied_model, tmp_path, steps=0).learner, []
-    backward = learner.backward
 
-    def watched(rows, beta):
-        seen.append({name for name, p in learner.policy.named_parameters() if p.grad is not None})
-        return backward(rows, beta)
+    def backward(rows, beta) -> None:
+        named = learner.policy.named_parameters()
+        seen.append({name for name, parameter in named if parameter.grad is not None})
 
-    learner.backward = watched
-    config = replace(learner.config, max_prompt_tokens=20, max_response_tokens=20)
-    try_largest_batch(config, learner, print)
+    learner.backward = backward
+    try_largest_batch(learner.config, learner, print)
     assert seen == [set(learner.trained)]
 
 
 @pytest.mark.runs
-def test_a_run_with_adapters_learns_and_its_model_is_the_base_with_the_adapter(tmp_path):
+def test_a_run_with_adapters_learns_and_samples_from_what_it_has_learnt(tmp_path):
     run_dir = tmp_path / "run"
     result = tba("arithmetic", *flags(steps=300, lora_rank=8, output_dir=run_dir))
     assert result.returncode == 0, result.stderr
-    assert "LoRA of rank 8: 0.02 M parameters are trained" in result.stdout
     lines = read(run_dir, "metrics.jsonl")
     base = next(line["accuracy"] for line in lines if "accuracy" in line)
     assert lines[-1]["final_accuracy"] > base + 0.2
     assert all(line["mismatch"] < 1e-4 for line in steps_of(run_dir))
-    settings = json.loads((run_dir / "config.json").read_text())
-    began = AutoModelForCausalLM.from_pretrained(settings["model"])
-    adapted = peft.PeftModel.from_pretrained(began, run_dir / "adapter").merge_and_unload()
-    saved = dict(AutoModelForCausalLM.from_pretrained(run_dir / "model").named_parameters())
-    torch.testing.assert_close(saved, dict(adapted.named_parameters()), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("masters", ["float32", "bfloat16"])
@@ -233,38 +217,32 @@ def test_two_passes_of_low_memory_give_the_same_adapters(tied_model, tmp_path):
     torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(
-    dtype, tmp_path, record_property
-):
-    sizes_of_model = dict(hidden_size=256, intermediate_size=768, vocab_size=1000)
-    architecture = LlamaConfig(num_hidden_layers=6, num_attention_heads=4, **sizes_of_model)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(dtype, tmp_path):
+    shape = dict(hidden_size=256, intermediate_size=768, vocab_size=1000)
+    architecture = LlamaConfig(num_hidden_layers=6, num_attention_heads=4, **shape)
     policy = AutoModelForCausalLM.from_config(architecture).eval()
     architecture.save_pretrained(tmp_path)
-    own = dict(model=str(tmp_path), lora_rank=8, dtype=str(dtype).removeprefix("torch."))
-    lengths = dict(max_prompt_tokens=70, max_response_tokens=50)
-    config = Config(responses_per_query=5, **own, **lengths)
+    batch = dict(responses_per_query=5, max_prompt_tokens=70, max_response_tokens=50)
+    config = Config(model=str(tmp_path), lora_rank=8, dtype=dtype, **batch)
+    dtype = getattr(torch, dtype)
     hold_as_multiplied(policy, dtype)
     lora.add_adapters(policy, config)
     rows = largest_micro_batch(config, 1000)
     inputs = [row.prompt for row in rows], [row.tokens for row in rows], 1.0, dtype
     counted = sizes.pass_bytes(config, [Pass(5, 1, *config.longest_row)], dtype, has_gradient=True)
     assert counted.is_counted
-    kept = counted.kept / saved_bytes(policy, *inputs)
+    assert 0.85 < counted.kept / saved_bytes(policy, *inputs) < 1.15
     places = find_places(config, [])
     needs = Needs(config, places, {})
     expected = counted.kept + max(needs.head(5 * 50, passes=1), counted.beyond)
-    peak = expected / peak_bytes(policy, *inputs)
-    record_property("counted / measured, kept and at the peak", (round(kept, 3), round(peak, 3)))
-    assert 0.85 < kept < 1.15 and 0.9 < peak < 1.35
+    assert 0.9 < expected / peak_bytes(policy, *inputs) < 1.35
+
     numbers = sum(parameter.numel() for parameter in lora.trained_parameters(policy).values())
-    parts = dict(needs.trainer())
-    assert parts["gradients"] == 4 * numbers
-    assert parts["AdamW's two moments"] == 8 * numbers
-    frozen = [p for p in policy.parameters() if not p.requires_grad]
-    assert parts["base policy"] == sum(p.nbytes for p in frozen)
+    parts, (written,) = dict(needs.trainer()), needs.loading_or_written()
+    assert parts["base policy"] == sum(p.nbytes for p in policy.parameters() if not p.requires_grad)
+    assert (parts["gradients"], parts["AdamW's two moments"]) == (4 * numbers, 8 * numbers)
     assert needs.checkpoint == 12 * numbers
-    (written,) = needs.loading_or_written()
     assert written.bytes == 12 * numbers + needs.masters, "and model/, merged"
     assert needs.head(100, passes=1) < Needs(replace(config, lora_rank=0), places, {}).head(100, 1)
     short = Needs(replace(config, max_response_tokens=1, max_prompt_tokens=1), places, {})
@@ -278,7 +256,6 @@ def test_what_cannot_be_had_is_one_line(tied_model, monkeypatch):
         for start in (run, show_plan):  # before data or models are looked for
             with pytest.raises(UserError, match=r"^--lora_rank 8 needs peft: pip install -r req"):
                 start(replace(config, task="no such task"))
-    assert lora.trained_shapes(config).keys() != weight_shapes(config).keys()
     no_linear = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.LayerNorm(4))
     with pytest.raises(UserError, match="a Sequential, has no linear layer besides its head"):
         lora.add_adapters(no_linear, config)
@@ -289,12 +266,10 @@ def test_what_cannot_be_had_is_one_line(tied_model, monkeypatch):
 
 
 def test_a_run_with_adapters_is_resumed_with_their_rank(tmp_path):
-    settings = tmp_path / "config.json"
-    settings.write_text(json.dumps(dataclasses.asdict(Config(lora_rank=4))))
+    (tmp_path / "config.json").write_text(json.dumps(asdict(Config(lora_rank=4))))
     assert build_config(flags(resume=tmp_path)).lora_rank == 4
     with pytest.raises(UserError, match="--lora_rank is 8, but the run to resume has 4"):
         build_config(flags(resume=tmp_path, lora_rank=8))
-    assert build_config(flags(config=settings, lora_rank=0)).lora_rank == 0
 
 
 def test_alpha_without_a_rank_is_one_line(capsys):

@@ -4,7 +4,6 @@ Ready-made batches at the learner, on 1, 2 and 4 processes (gloo). Whole runs ar
 and stops them is in test_faults.py.
 """
 
-import faulthandler
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
-from conftest import PATIENCE, flags, read, steps_of, tba
+from conftest import PATIENCE, flags, steps_of, tba
 from safetensors.torch import load_file, save_file
 from test_trainer import make_rows
 from transformers import AutoModelForCausalLM
@@ -21,14 +20,13 @@ from transformers import AutoModelForCausalLM
 from buffer import Row
 from config import Config
 from learner import Learner
-from models.logprobs import TOKENS_PER_FORWARD, all_counted
+from models.logprobs import TOKENS_PER_FORWARD
 from models.policy import weight_shapes
 from models.sharding import OneProcess, connect
 from objectives import LOSSES
 from runtime.planning.memory_trial import try_largest_batch
 from weights import SharedWeights
 
-OBJECTIVES = ("tb", "tba_prime", "grpo", "online_dpo")
 FEW, STEPS = 3, 10
 # 7 queries: ranks differ in how many they have, and so in their micro-batches.
 BATCH = dict(responses_per_query=3, samples_per_query=3, queries_per_batch=7)
@@ -75,13 +73,8 @@ class Laboratory:
             handle = layer.register_full_backward_pre_hook(fail)
         try_largest_batch(self.learner.config, self.learner, print)
 
-    def stop_keeping_step(self) -> None:
-        self.ranks.call("stop_keeping_step")
-        self.learner.policy_logprobs.keep_step = all_counted
-
 
 def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connection) -> None:
-    faulthandler.enable()
     torch.set_num_threads(1)
     if ranks.rank:
         return ranks.follow(Laboratory(ranks), beat=lambda: None)
@@ -91,7 +84,7 @@ def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connect
         connection.send(error)
 
 
-def on_ranks(size: int, experiment: Callable, *arguments, timeout: float = PATIENCE):
+def on_ranks(size: int, experiment: Callable, *arguments):
     """What experiment(laboratory, *arguments) returns on rank 0 of so many processes."""
     if size == 1:
         with pytest.MonkeyPatch.context() as patch:
@@ -100,8 +93,7 @@ def on_ranks(size: int, experiment: Callable, *arguments, timeout: float = PATIE
         assert not torch.distributed.is_initialized(), "one process makes no process group"
         return result
     ours, theirs = spawn.Pipe(duplex=False)
-    ranks = connect(size, timeout)
-    alike = experiment, arguments, theirs
+    ranks, alike = connect(size, PATIENCE), (experiment, arguments, theirs)
     processes = [spawn.Process(target=rank_main, args=(rank, *alike)) for rank in ranks]
     try:
         for process in processes:
@@ -109,12 +101,7 @@ def on_ranks(size: int, experiment: Callable, *arguments, timeout: float = PATIE
         for connection in [theirs, *(end for rank in ranks for end in rank.connections)]:
             connection.close()
         assert ours.poll(PATIENCE), "rank 0 gave no result"
-        try:
-            result = ours.recv()
-        except EOFError:
-            for process in processes:
-                process.join(10)
-            result = RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
+        result = ours.recv()
         if isinstance(result, Exception):
             raise result
         return result
@@ -158,10 +145,9 @@ def train(laboratory: Laboratory, model: str, settings: dict, make: Callable, st
 
 
 CASES = {
-    f"{loss}, {kind}": (kind, dict(loss=loss), even_rows)
-    for loss in OBJECTIVES
-    for kind in ("tied", "untied")
-} | {
+    "tied": ("tied", {}, even_rows),
+    "untied": ("untied", {}, even_rows),
+    "tba_prime": ("untied", dict(loss="tba_prime"), even_rows),
     "uneven": ("untied", dict(tokens_per_micro_batch=1000), uneven_rows),
     "uneven, low memory": ("untied", dict(low_memory="on"), uneven_rows),
     "low memory": ("tied", dict(low_memory="on"), even_rows),
@@ -181,8 +167,7 @@ def everything(laboratory: Laboratory, models: dict[str, str], folder: str) -> d
     """All that the tests compare, of one number of processes: they start once for it."""
     size, found = laboratory.ranks.size, train_all(laboratory, models, FEW)
     for loss in LOSSES:
-        settings = dict(loss=loss, reference_reset_period=0)
-        found[f"step of {loss}"] = train(laboratory, models["tied"], settings, even_rows, 1)
+        found[f"step of {loss}"] = train(laboratory, models["tied"], dict(loss=loss), even_rows, 1)
     # Half of the weights that it has, and its own again.
     laboratory.begin(models["tied"], {})
     rows, before = even_rows(0), whole(laboratory)
@@ -249,33 +234,25 @@ def found(models, folder) -> dict[int, dict]:
     return {size: on_ranks(size, everything, models, str(folder)) for size in (1, 2)}
 
 
-@pytest.fixture(scope="module")
-def two(found) -> dict:
-    """What two processes found."""
-    return found[2]
-
-
-def check_equal(case: str, one: tuple, several: tuple) -> dict[str, float]:
-    """Losses, gradient norms and weights are those of one process. Returns how far apart."""
+def check_equal(case: str, one: tuple, several: tuple) -> None:
+    """Losses, gradient norms and weights are those of one process."""
     (metrics, weights), (others, other_weights) = one, several
-    apart = {
-        name: max(abs(b[name] / a[name] - 1) for a, b in zip(metrics, others))
-        for name in ("loss", "grad_norm")
-    }
-    apart["weights"] = max(float(np.abs(weights[n] - other_weights[n]).max()) for n in weights)
     # In bf16 the first pass is the same to the last digits; then each step is rounded otherwise.
     is_bf16 = case.startswith("bf16")
     assert others[0]["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-6)
-    assert max(apart["loss"], apart["grad_norm"]) < (2e-2 if is_bf16 else 1e-5), apart
-    assert apart["weights"] < (1e-2 if is_bf16 else 1e-5), apart
+    for name in ("loss", "grad_norm"):
+        expected, figures = ([line[name] for line in lines] for lines in (metrics, others))
+        assert figures == pytest.approx(expected, rel=2e-2 if is_bf16 else 1e-5)
+    for name, weight in weights.items():
+        atol = 1e-2 if is_bf16 else 1e-5
+        np.testing.assert_allclose(other_weights[name], weight, rtol=0, atol=atol)
     for a, b in zip(metrics[:1] if is_bf16 else metrics, others):
         assert b == pytest.approx(a, rel=1e-3, abs=1e-3), "all other metrics"
-    return {name: float(f"{value:.1e}") for name, value in apart.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_learn_what_one_does(case, found, record_property):
-    record_property("apart", check_equal(case, found[1][case], found[2][case]))
+def test_two_processes_learn_what_one_does(case, found):
+    check_equal(case, found[1][case], found[2][case])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -285,11 +262,10 @@ def test_a_step_of_every_objective_is_that_of_one_process(loss, found):
 
 
 @pytest.mark.runs
-def test_two_and_four_processes_learn_what_one_does_over_ten_steps(models, record_property):
-    one, two, four = (on_ranks(size, train_all, models, STEPS) for size in (1, 2, 4))
+def test_four_processes_learn_what_one_does_over_ten_steps(models):
+    one, four = (on_ranks(size, train_all, models, STEPS) for size in (1, 4))
     for case in CASES:
-        record_property(f"{case}, 2", check_equal(case, one[case], two[case]))
-        record_property(f"{case}, 4", check_equal(case, one[case], four[case]))
+        check_equal(case, one[case], four[case])
 
 
 def test_a_rank_that_fills_up_makes_the_smallest_passes():
@@ -304,22 +280,8 @@ def test_a_rank_that_fills_up_makes_the_smallest_passes():
     assert Second().keep_step([group], least=2) == [(group, 1), (["a", "b"], 0), (["a", "b"], 0)]
 
 
-@pytest.mark.runs
-def test_a_rank_with_fewer_passes_keeps_step_or_the_others_would_hang(models):
-    on_ranks(2, steps_without_keeping, models["untied"], even_rows)
-    with pytest.raises(RuntimeError, match="[Tt]imed out|Connection|size"):
-        on_ranks(2, steps_without_keeping, models["untied"], uneven_rows, timeout=8.0)
-
-
-def steps_without_keeping(laboratory: Laboratory, model: str, make: Callable) -> None:
-    """Two steps in which no rank makes a pass that counts nothing."""
-    laboratory.begin(model, dict(tokens_per_micro_batch=1000), 50 if make is uneven_rows else 1024)
-    laboratory.stop_keeping_step()
-    for seed in range(2):
-        laboratory.update(make(seed))
-
-
-def test_what_is_published_and_becomes_the_reference_is_what_the_ranks_hold_bit_by_bit(two):
+def test_what_is_published_and_becomes_the_reference_is_what_the_ranks_hold_bit_by_bit(found):
+    two = found[2]
     parts, published = two["parts"], two["published"]
     assert len(parts) == 2
     assert all(part[name].size < published[name].size for part in parts for name in part)
@@ -330,8 +292,9 @@ def test_what_is_published_and_becomes_the_reference_is_what_the_ranks_hold_bit_
     np.testing.assert_equal(two["after the trial"], held)
 
 
-def test_log_probabilities_under_other_weights_are_those_of_one_process(found, two):
+def test_log_probabilities_under_other_weights_are_those_of_one_process(found):
     """For the mismatch with vLLM, and for rows that an earlier reference scored."""
+    two = found[2]
     for one, other in zip(found[1]["under"], two["under"]):
         assert [len(row) for row in one] == [len(row) for row in other]
         np.testing.assert_allclose(np.concatenate(one), np.concatenate(other), rtol=0, atol=1e-5)
@@ -347,30 +310,17 @@ def test_a_trial_that_runs_out_of_memory_leaves_ranks_that_learn_what_one_proces
 
 
 def test_a_checkpoint_of_one_process_or_two_is_resumed_by_one_or_two(found, models, folder):
-    path = str(folder / "2.safetensors")
-    by_two = [found[2][f"resumed from {saved}"] for saved in (1, 2)]
-    for again in (*by_two, on_ranks(1, resumed, models["tied"], path)):
-        check_resumed(again, found)
+    by_one = on_ranks(1, resumed, models["tied"], str(folder / "2.safetensors"))
+    for step, metrics in (by_one, *(found[2][f"resumed from {saved}"] for saved in (1, 2))):
+        assert step == 3 and len(metrics) == 3
+        for line, expected in zip(metrics, found[1]["uninterrupted"]):
+            assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.faults
-def test_a_checkpoint_of_two_ranks_is_resumed_by_four(found, models, folder):
-    path = str(folder / "2.safetensors")
-    check_resumed(on_ranks(4, resumed, models["tied"], path), found)
-
-
-def check_resumed(again: tuple[int, list[dict]], found: dict[int, dict]) -> None:
-    """The steps after a checkpoint are those of a run that was not interrupted."""
-    step, metrics = again
-    assert step == 3 and len(metrics) == 3
-    for line, expected in zip(metrics, found[1]["uninterrupted"]):
-        assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def test_the_saved_model_is_whole(two, folder):
+def test_the_saved_model_is_whole(found, folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "model of 2")
     saved = copied((name, parameter.detach()) for name, parameter in model.named_parameters())
-    np.testing.assert_equal(saved, two["saved"])
+    np.testing.assert_equal(saved, found[2]["saved"])
 
 
 LATE = flags(constant_staleness=2, loss="tba_prime", reference_reset_period=10)
@@ -378,9 +328,7 @@ LATE = flags(constant_staleness=2, loss="tba_prime", reference_reset_period=10)
 
 @pytest.mark.faults
 @pytest.mark.parametrize("mode", [["--synchronous"], LATE], ids=["synchronous", "late and reset"])
-def test_a_run_in_lockstep_with_two_processes_has_the_losses_of_one(
-    mode, tmp_path, record_property
-):
+def test_a_run_in_lockstep_with_two_processes_has_the_losses_of_one(mode, tmp_path):
     losses, mismatches = [], []
     for processes in (1, 2):
         run_dir = tmp_path / str(processes)
@@ -389,27 +337,8 @@ def test_a_run_in_lockstep_with_two_processes_has_the_losses_of_one(
         assert done.returncode == 0, done.stderr
         losses.append([line["loss"] for line in steps_of(run_dir)])
         mismatches.append(max(line.get("mismatch", 0.0) for line in steps_of(run_dir)))
-    apart = max(abs(two / one - 1) for one, two in zip(*losses))
-    record_property("largest relative difference of a loss", float(f"{apart:.1e}"))
-    record_property("mismatch with vLLM of 1 and 2, nats", [f"{m:.1e}" for m in mismatches])
-    assert len(losses[0]) == len(losses[1]) == 40 and apart < 1e-3
+    assert len(losses[0]) == 40 and losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert 0 < mismatches[1] < 2 * mismatches[0] + 1e-6
     saved = [AutoModelForCausalLM.from_pretrained(tmp_path / str(n) / "model") for n in (1, 2)]
     for one, two in zip(*(model.parameters() for model in saved)):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-3)
-
-
-@pytest.mark.faults
-@pytest.mark.long
-def test_an_asynchronous_run_with_two_processes_reaches_095_and_its_weights_arrive(
-    tmp_path, record_property
-):
-    run_dir = tmp_path / "run"
-    done = tba("arithmetic", *flags(steps=300, trainer_processes=2, output_dir=run_dir))
-    assert done.returncode == 0, done.stderr
-    lines = read(run_dir, "metrics.jsonl")
-    record_property("final accuracy", lines[-1]["final_accuracy"])
-    assert lines[-1]["final_accuracy"] >= 0.95
-    mismatches = [line["mismatch"] for line in steps_of(run_dir) if "mismatch" in line]
-    record_property("mismatch with vLLM, nats", float(f"{max(mismatches):.1e}"))
-    assert 0 < max(mismatches) < 1e-4, "as with one process, in fp32"

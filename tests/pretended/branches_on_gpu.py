@@ -24,7 +24,6 @@ from models.sizes import Pass, pass_bytes
 from objectives import LOSSES
 from runtime.checkpoints.writer import CheckpointWriter
 from runtime.modes.reference import Reference
-from runtime.planning.memory_trial import try_largest_batch
 from runtime.processes import children
 from runtime.processes.places import find_places
 from runtime.transport.locked_pages import lock_pages
@@ -188,12 +187,6 @@ def test_a_checkpoint_is_on_the_host_and_resumes_alike(masters, gpu, untied_mode
         assert {t.dtype for t in (other, moments["exp_avg"])} == {getattr(torch, masters)}
         assert all(value.is_cuda for value in (other, *moments.values()))
         assert torch.equal(one.detach().cpu(), other.detach().cpu())
-
-
-def test_the_largest_batch_is_tried_on_the_gpu(gpu, untied_model):
-    learner = make(untied_model)
-    try_largest_batch(learner.config, learner, pytest.fail)
-    assert torch.bfloat16 in cuda.dtypes
 
 
 def test_models_of_a_task_are_on_the_gpu(gpu, tmp_path, untied_model):
