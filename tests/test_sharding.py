@@ -4,6 +4,7 @@ Ready-made batches at the learner, on 1, 2 and 4 processes (gloo). Whole runs ar
 and stops them is in test_faults.py.
 """
 
+import faulthandler
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,7 @@ class Laboratory:
 
 
 def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     if ranks.rank:
         return ranks.follow(Laboratory(ranks), beat=lambda: None)
@@ -101,7 +103,12 @@ def on_ranks(size: int, experiment: Callable, *arguments):
         for connection in [theirs, *(end for rank in ranks for end in rank.connections)]:
             connection.close()
         assert ours.poll(PATIENCE), "rank 0 gave no result"
-        result = ours.recv()
+        try:
+            result = ours.recv()
+        except EOFError:
+            for process in processes:
+                process.join(10)
+            result = RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
         if isinstance(result, Exception):
             raise result
         return result
