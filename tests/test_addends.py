@@ -1,14 +1,14 @@
 """The task with many right answers, and the base model that spreads over them."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE, ROOT
+from conftest import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import UserError
@@ -17,10 +17,7 @@ from tasks.support import pupil as pupil_module
 from tasks.support.cache import cached
 
 SAMPLES = 100  # of each query
-
 TASK = load_task("addends")
-
-
 WRONG = (
     "12+46 12+35 99+58 7+50 50+7 007+50 57 12+45= 12+450 12+45+00 12+40+05 =12+45 12-45 1245 ١٢+45"
 )
@@ -55,53 +52,35 @@ def test_any_two_numbers_that_add_up_are_right_in_a_finished_response(index):
     assert not any(TASK.score([query] * len(responses), responses, [False] * len(responses)))
 
 
-@pytest.fixture(scope="module")
-def base_samples(tmp_path_factory) -> dict[str, list[np.ndarray]]:
-    """Sample SAMPLES responses of the base model to each query of a split, at temperature 1.
-
-    Returns responses and rewards of each split, both (queries, SAMPLES).
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        directory = TASK.base_model()
+@pytest.mark.runs
+def test_of_the_base_models_samples_a_third_are_right_and_spread_over_all_right_answers(
+    tmp_path, monkeypatch
+):
+    """A split's responses and rewards are (queries, SAMPLES), sampled at temperature 1."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = TASK.base_model()
     model = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     sampling = dict(do_sample=True, top_k=0, max_new_tokens=8, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(0)
-    samples = {}
+    accuracy = {}
     for split in ("train", "test"):
         queries = [query for query in TASK.queries(split) for _ in range(SAMPLES)]
         prompt_ids = torch.tensor(tokenizer([query.prompt for query in queries]).input_ids)
         ids = model.generate(prompt_ids, **sampling)[:, prompt_ids.shape[1] :]
-        responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         finished = (ids == tokenizer.eos_token_id).any(dim=1).tolist()
-        columns = responses, TASK.score(queries, responses, finished)
-        samples[split] = [np.reshape(column, (-1, SAMPLES)) for column in columns]
-    return samples
-
-
-@pytest.mark.runs
-def test_the_base_model_is_right_often_enough_to_learn_from_and_wrong_often_enough_to_have_to(
-    base_samples,
-):
-    accuracy = {split: rewards.mean() for split, (_, rewards) in base_samples.items()}
+        columns = texts, TASK.score(queries, texts, finished)
+        responses, rewards = (np.reshape(column, (-1, SAMPLES)) for column in columns)
+        accuracy[split] = rewards.mean()
     assert 0.25 < accuracy["train"] < 0.5, accuracy
     assert abs(accuracy["test"] - accuracy["train"]) < 0.08, accuracy
-    _, rewards = base_samples["test"]
     assert rewards.mean(axis=1).min() > 0.1, "each test query can be learned from"
-
-
-@pytest.mark.runs
-def test_the_base_model_spreads_over_the_right_answers(base_samples):
-    """Compare the number of distinct right responses with that of as many uniform draws.
-
-    The uniform draws are from all right answers to the query.
-    """
+    # As many uniform draws from the query.id + 1 right answers would give so many distinct ones.
     distinct, expected = 0, 0.0
-    for query, responses, rewards in zip(TASK.queries("test"), *base_samples["test"]):
-        right = responses[rewards == 1.0]
-        distinct += len(set(right))
-        expected += (query.id + 1) * (1 - (query.id / (query.id + 1)) ** len(right))
+    for query, texts, are_right in zip(TASK.queries("test"), responses, rewards == 1.0):
+        distinct += len(set(texts[are_right]))
+        expected += (query.id + 1) * (1 - (query.id / (query.id + 1)) ** are_right.sum())
     assert distinct > 0.85 * expected, (distinct, expected)
 
 
@@ -112,56 +91,32 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         cached("some_task", "", Path.mkdir)
 
 
-BUILDER = """
-import sys, time
-from pathlib import Path
-from tasks.support.cache import cached
+def test_two_runs_that_build_at_once_both_get_a_whole_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    both_build = Barrier(2)
 
-def build(directory):
-    directory.mkdir()
-    (directory / "first").touch()
-    Path(sys.argv[1], sys.argv[2]).touch()
-    while len([*Path(sys.argv[1]).iterdir()]) < 2:  # until the other builds too
-        time.sleep(0.01)
-    (directory / "second").touch()
-
-print(*sorted(path.name for path in cached("some_task", "", build).iterdir()))
-"""
-
-
-def test_two_processes_that_build_at_once_both_get_a_whole_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "signs").mkdir()
-
-    def build(name: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-c", BUILDER, str(tmp_path / "signs"), name]
-        pipes = {"capture_output": True, "text": True, "timeout": PATIENCE}
-        return subprocess.run(command, cwd=ROOT, **pipes)
+    def build(directory: Path) -> None:
+        directory.mkdir()
+        both_build.wait(PATIENCE)
+        (directory / "last").touch()
 
     with ThreadPoolExecutor() as pool:
-        done = [*pool.map(build, ("one", "other"))]
-    assert [process.stdout for process in done] == ["first second\n"] * 2, done
-    [directory] = (tmp_path / "cache" / "tba").iterdir()
-    assert directory.name.startswith("some_task-"), "nothing unfinished is left"
+        one, other = pool.map(lambda _: cached("some_task", "", build), range(2))
+    assert one == other and [*one.iterdir()] == [one / "last"]
+    assert [*(tmp_path / "tba").iterdir()] == [one], "nothing unfinished is left"
 
 
 def test_the_models_of_a_task_are_built_once_and_anew_when_their_recipe_changes(
     tmp_path, monkeypatch
 ):
-    builds = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def build(directory: Path) -> None:
-        builds.append(directory)
-        directory.mkdir()
-
+    build, queries = Mock(side_effect=Path.mkdir), TASK.queries("train")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pupil_module, "cached", lambda name, recipe, _: cached(name, recipe, build))
-    queries = TASK.queries("train")
 
     def directory(answer: str, steps: int) -> str:
         return pupil_module.pupil("some_task", queries, lambda query, rng: answer, steps)
 
     first = directory("one homework", 10)
-    assert directory("one homework", 10) == first and len(builds) == 1
+    assert directory("one homework", 10) == first and build.call_count == 1
     second = directory("another homework", 10)
-    assert len({first, second, directory("another homework", 20)}) == len(builds) == 3
+    assert len({first, second, directory("another homework", 20)}) == build.call_count == 3

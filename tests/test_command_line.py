@@ -40,10 +40,6 @@ def own(*settings: str, decorator: str = "@dataclass", source: str = OWN) -> str
     return source.replace("class T(Task):", header)
 
 
-def chat(role: str) -> str:
-    return str([{"role": role, "content": "Hi"}])
-
-
 def refused(arguments: list, expected: str, capfd) -> None:
     """Run main() in this process: a new one takes seconds for its imports. …: any words."""
     assert main([str(argument) for argument in arguments]) == 2
@@ -59,6 +55,7 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "runtime.nodes.joining", raising=False)
     monkeypatch.delattr(runtime.nodes, "joining", raising=False)
+    chat = "[dict(role='{}', content='Hi')]"
     row = json.dumps({"query": "q", "reference_response": "r", "query_reference_response": "qr"})
     for name, text in {
         "used/config.json": "{}",
@@ -70,8 +67,7 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model, monkeypatch):
         "other.json": '{"task": "arithmetic", "paces": 5}',
         "words.json": '{"task": "arithmetic", "steps": "many"}',
         "option.json": '{"task": "arithmetic", "options": {"colour": 1}}',
-        "chat.py": asking(f"0, {chat('user')}"),
-        "refused.py": asking(f"0, {chat('user')}", f"1, {chat('system')}"),
+        "refused.py": asking(f"0, {chat.format('user')}", f"1, {chat.format('system')}"),
         "clash.py": own("seed: int = 0"),
         "tldr/train.jsonl": row,
         "tldr/test.jsonl": row,
@@ -93,10 +89,8 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model, monkeypatch):
 
 # Values that a setting does not take, as the message shows them, and what it says of them.
 BOUNDS = {
-    "steps=0 steps=-5 beta=0.0 beta=-1.0 beta=nan evaluation_samples=0": "it must be positive",
-    "trainer_processes=0": "it must be positive",
-    "buffer_growth_steps=-1 eval_every=-1 constant_staleness=-1": "it must not be negative",
-    "max_staleness=-1": "it must not be negative",
+    "steps=0 beta=0.0 beta=nan evaluation_samples=0 trainer_processes=0": "it must be positive",
+    "eval_every=-1 constant_staleness=-1 max_staleness=-1": "it must not be negative",
     "responses_per_query=1 samples_per_query=0": "it must be at least 2",
     "most_on_policy_prob=1.01 most_on_policy_prob=nan": "it is a probability",
     "beta_stop_step=-5.0 beta_steps=1.5": "it is a number of steps, or a share of --steps",
@@ -113,24 +107,21 @@ OUT_OF_BOUNDS = [
     for values, words in BOUNDS.items()
     for value in values.split()
 ]
-TASKS = "addends, arithmetic, competition_math, gsm8k, jsonl, reach, reasoning_gym, redteam, tldr"
 BAD_INPUT = [
     *OUT_OF_BOUNDS,
     ("{tmp}/clash.py --help", "has a setting 'seed', which is one of every run"),
-    ("multiplication", f"'multiplication': the tasks are {TASKS}, or give the path of a .py file"),
+    ("multiplication", "'multiplication': the tasks are addends, …give the path of a .py file"),
     ("{tmp}/absent.py", "task file…absent.py' does not exist"),
     ("arithmetic --loss {tmp}/absent.py", "objective file…absent.py' does not exist"),
     ("{gsm8k} --model {tmp}/absent", "absent' does not exist: give a local directory or a hub id"),
     ("{gsm8k} --model a/b/c", "--model 'a/b/c' does not exist"),
     ("{gsm8k} --model {tmp}/empty_model", "holds no model: it has no config.json"),
     ("gsm8k --data_dir {tmp}", "train.jsonl does not exist"),
-    ("tldr --data_dir {tmp}", "train.jsonl does not exist"),
     ("{gsm8k} --model {model} --max_prompt_tokens 1000", "more than the 1024 positions"),
     ("--samples_per_query 4", "--responses_per_query is 8, more than --samples_per_query 4"),
     ("--samples_per_query 101", "--capacity_per_query is 100, less than --samples_per_query 101"),
     ("--beta_final 0.1", "--beta_final is 0.1 but nothing says when"),
     ("--evaluation_samples 4", "--evaluation_samples is 4, but responses to test queries are"),
-    ("{tmp}/chat.py --model {model}", "has no chat template: use a model that has one"),
     ("{tmp}/refused.py --model {chat}", "the chat template of --model '{chat}' does not take"),
     ("--model {tmp}/no_end", "knows 257 tokens, and its tokenizer's end of sequence '<end>' is"),
     ("--config {tmp}/absent.json", "absent.json' holds no settings of a run: FileNotFound"),
@@ -156,6 +147,7 @@ BAD_INPUT = [
     ("{plan} 4x80 --searchers 4", "is 4, but there are 4 GPUs: room for 3 beside the trainer"),
     ("{plan} 4x80 --trainer_processes 4", "is 4, … 4 GPUs: … a searcher another; give at most 3"),
     ("{plan} 8x80 --trainer_processes 4 --searchers 5", "is 5, … 8 GPUs: room for 4 beside 4"),
+    ("--master_dtype bfloat16", "needs --dtype bfloat16, and that is auto"),
     ("--trainer_processes 33", "--trainer_processes is 33, more than --queries_per_batch 32"),
     ("--trainer_processes 2 --lora_rank 8", "--lora_rank 8 … 2 are both given, … are not sharded"),
     ("--searchers 0", "--searchers is 0: that is for --ray, where other nodes search"),
@@ -175,7 +167,6 @@ BAD_INPUT = [
     ("--resume {tmp}/used", "used' has no checkpoint"),
     ("--output_dir {tmp}/used", "already holds a run"),
     ("--output_dir {tmp}/a_file/run", "cannot be written"),
-    ("--output_dir /proc/run", "cannot be written"),
 ]
 
 
@@ -201,15 +192,6 @@ BAD_TASKS = [
     (asking("1, 'Hi'", "1, 'Ho'"), f"train query 1: {IDS}"),
     (asking("0, 'Hi'") + SAMPLING, "its sampling() gives 'n', which --samples_per_query is for"),
 ]
-
-
-@pytest.mark.parametrize("source, expected", BAD_TASKS)
-def test_a_task_of_ones_own_that_cannot_be_used_is_refused(source, expected, tmp_path, capfd):
-    file = tmp_path / "own.py"
-    file.write_text(source)
-    refused([file], expected.replace("{file}", str(file)), capfd)
-
-
 WEIGHT = "import torch\n_w = torch.ones((), requires_grad=True)\n"
 BAD_OBJECTIVES = [
     ("1 / 0", "objective file '{file}' fails to import: ZeroDivisionError: division by zero"),
@@ -224,22 +206,26 @@ BAD_OBJECTIVES = [
     ("def own(x): return x.logprobs.sum(), {'note': 'x'}", "it fails on an example: TypeError"),
     ("def own(x): return x.logprobs.sum(), {'log_z': x.rewards}", "'log_z' must be one number"),
     ("def own(x): return x.logprobs.sum(), {'step': 1}", "a name that is none of step, loss,"),
-    ("def own(x): return x.rewards.sum(), {}", "has no gradient with respect to logprobs"),
     (WEIGHT + "def own(x): return _w * x.beta, {}", "has no gradient with respect to logprobs"),
+]
+BAD_FILES = [
+    *(("{file}", *task) for task in BAD_TASKS),
+    *(("arithmetic --loss {file}", *objective) for objective in BAD_OBJECTIVES),
 ]
 
 
-@pytest.mark.parametrize("source, expected", BAD_OBJECTIVES)
-def test_an_objective_of_ones_own_that_cannot_be_used_is_refused(source, expected, tmp_path, capfd):
+@pytest.mark.parametrize("arguments, source, expected", BAD_FILES)
+def test_a_task_or_objective_of_ones_own_that_cannot_be_used_is_refused(
+    arguments, source, expected, tmp_path, capfd
+):
     file = tmp_path / "own.py"
     file.write_text(source)
-    refused(["arithmetic", "--loss", file], expected.replace("{file}", str(file)), capfd)
+    refused(arguments.format(file=file).split(), expected.replace("{file}", str(file)), capfd)
 
 
 @pytest.mark.parametrize(
     "task, row, expected",
     [
-        ("gsm8k", {"question": "1+1?", "answer": "two"}, "the answer has no number behind '####'"),
         ("tldr", {"query": "q"}, "has no 'reference_response'"),
         ("competition_math", {"problem": "1+1?"}, "has no 'solution'"),
         ("competition_math", {"problem": "1+1?", "solution": "2"}, r"has no \boxed{}"),
@@ -250,28 +236,28 @@ def test_a_row_that_a_task_cannot_use_is_named_with_its_line(task, row, expected
     refused([task, "--data_dir", tmp_path], f"train.jsonl line 1…{expected}", capfd)
 
 
-@pytest.mark.parametrize(
-    "settings, expected",
-    [
-        ({"steps": 10.5}, "--steps is 10.5: its type is int"),
-        ({"steps": True}, "--steps is True: its type is int"),
-        ({"seed": None}, "--seed is None: its type is int"),
-        ({"model": 7}, "--model is 7: its type is str"),
-        ({"searchers": "2"}, "--searchers is '2': its type is int or NoneType"),
-        ({"task": 7}, "--task is 7: its type is str"),
-        ({"options": {"data_dir": 7}}, "--data_dir is 7: its type is str"),
-    ],
-)
+OF_ANOTHER_TYPE = [
+    ({"steps": 10.5}, "--steps is 10.5: its type is int"),
+    ({"steps": True}, "--steps is True: its type is int"),
+    ({"seed": None}, "--seed is None: its type is int"),
+    ({"searchers": "2"}, "--searchers is '2': its type is int or NoneType"),
+    ({"task": 7}, "--task is 7: its type is str"),
+    ({"options": {"data_dir": 7}}, "--data_dir is 7: its type is str"),
+]
+
+
+@pytest.mark.parametrize("settings, expected", OF_ANOTHER_TYPE)
 def test_a_setting_of_another_type_in_a_config_json_is_refused(settings, expected, tmp_path, capfd):
     (tmp_path / "config.json").write_text(json.dumps({"task": "gsm8k", **settings}))
     refused(["--resume", tmp_path], f"error: {expected}\n", capfd)
 
 
 def test_an_integer_is_a_number_and_a_setting_of_no_plain_type_is_left_alone(tmp_path):
-    (tmp_path / "own.py").write_text(own("names: list[str]"))
-    settings = {"task": str(tmp_path / "own.py"), "beta": 1, "options": {"names": ["a", "b"]}}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    config = build_config(flags(config=tmp_path / "config.json"))
+    task, file = tmp_path / "own.py", tmp_path / "config.json"
+    task.write_text(own("names: list[str]"))
+    settings = {"task": str(task), "beta": 1, "options": {"names": ["a", "b"]}}
+    file.write_text(json.dumps(settings))
+    config = build_config(flags(config=file))
     assert (config.beta, config.options) == (1, settings["options"])
 
 
@@ -279,10 +265,9 @@ def test_an_integer_is_a_number_and_a_setting_of_no_plain_type_is_left_alone(tmp
 def test_a_tasks_secret_is_in_no_file_and_a_resumed_run_needs_it_anew(
     flag, tmp_path, untied_model, monkeypatch, capfd
 ):
-    source = own("api_key: str = ''", "max_tokens: int = 3", source=asking("0, 'Hi'"))
-    (tmp_path / "own.py").write_text(source)
-    run_dir, secret = tmp_path / "run", "sk-\n0123"
-    arguments = [str(tmp_path / "own.py"), *(part.format(secret) for part in flag.split())]
+    task, run_dir, secret = tmp_path / "own.py", tmp_path / "run", "sk-\n0123"
+    task.write_text(own("api_key: str = ''", "max_tokens: int = 3", source=asking("0, 'Hi'")))
+    arguments = [str(task), *(part.format(secret) for part in flag.split())]
     arguments += flags(model=untied_model, max_tokens=5, output_dir=run_dir)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(sys, "orig_argv", arguments)
@@ -302,14 +287,12 @@ def test_a_tasks_secret_is_in_no_file_and_a_resumed_run_needs_it_anew(
             assert build_config(earlier).options["api_key"] == secret
 
 
-@pytest.mark.parametrize("machine, lines", [("aarch64", 1), ("x86_64", 0), ("AMD64", 0)])
-def test_a_start_on_another_kind_of_processor_says_that_it_was_never_tried(
-    machine, lines, monkeypatch, capfd
-):
-    monkeypatch.setattr("platform.machine", lambda: machine)
-    assert main(["arithmetic", "--loss", "none", "--model", "absent"]) == 2
-    expected = f"warning: never tried on {machine}, only on x86-64"
-    assert capfd.readouterr().err.splitlines()[:-1] == [expected] * lines
+def test_a_start_on_another_kind_of_processor_says_that_it_was_never_tried(monkeypatch, capfd):
+    for machine, warns in (("aarch64", True), ("x86_64", False), ("AMD64", False)):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert main(["arithmetic", "--loss", "none"]) == 2
+        expected = f"warning: never tried on {machine}, only on x86-64\n"
+        assert (expected in capfd.readouterr().err) == warns
 
 
 @pytest.mark.parametrize(
@@ -328,13 +311,10 @@ def test_nothing_optional_and_for_the_command_line_nothing_slow_is_imported(modu
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ("--sync_perod 3", "--sync_period INT"),  # the nearest known one
-        ("--sync_period", "Missing value for argument '--sync_period'"),
         ("--steps many", "Error parsing --steps"),
         ("arithmetic gsm8k", "Unrecognized options: gsm8k"),
-        ("arithmetic --data_dir x", "Unrecognized options: --data_dir"),
-        ("gsm8k --tiny", "Unrecognized options: --tiny"),
-        ("tldr --reward_modell x/y", "--reward_model STR"),
+        ("arithmetic --data_dir x", "Unrecognized options: --data_dir"),  # of another task
+        ("tldr --reward_modell x/y", "--reward_model STR"),  # the nearest known one
     ],
 )
 def test_what_tyro_finds_it_says_on_stderr_with_exit_code_2(arguments, expected, capfd):
@@ -346,9 +326,9 @@ def test_what_tyro_finds_it_says_on_stderr_with_exit_code_2(arguments, expected,
 def test_a_new_run_may_have_the_settings_of_an_earlier_one_and_flags_over_them(tmp_path):
     first = build_config(["gsm8k", *flags(preset="k40", beta=0.5, data_dir="x")])
     first = dataclasses.replace(first, output_dir="runs/first", model="some/model")
-    earlier = dataclasses.asdict(first) | {"json": True, "search_ahead": 3}  # flags no more
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(earlier))
+    no_more = {"json": True, "search_ahead": 3}  # flags of earlier versions
+    file.write_text(json.dumps(dataclasses.asdict(first) | no_more))
     again = build_config(flags(config=file, steps=3))
     assert again == dataclasses.replace(first, steps=3, output_dir="", config=str(file))
     over = build_config(["gsm8k", *flags(config=file, data_dir="y"), "--synchronous"])
@@ -368,33 +348,29 @@ def test_flags_lie_over_the_preset_that_over_the_defaults_and_nothing_changes_la
         config.steps = 4
     assert preset == Config(**find_presets("gsm8k")["figure1"], task="gsm8k", preset="figure1")
     task = tmp_path / "some_task.py"
-    task.write_text(OWN)
-    assert build_config([str(task)]).steps == Config.steps
     task.write_text(OWN + "PRESETS = {'short': dict(steps=7)}\n")
     assert build_config([str(task)]).steps == 7, "its presets stand in it"
 
 
-def test_a_tasks_own_settings_are_flags_and_lie_over_its_preset(capsys):
+def test_a_tasks_own_settings_are_flags_and_lie_over_its_preset():
     config = build_config(["tldr", *flags(reward_model="some/model", steps=3)])
     options = find_presets("tldr")["410m"]["options"] | {"reward_model": "some/model"}
     assert len(options) > 1 and (config.options, config.steps) == (options, 3)
     tiny = build_config(["redteam", "--tiny"])
     assert tiny.preset == "tiny" and tiny == build_config(["redteam", "--preset", "tiny"])
     assert build_config(["competition_math", "--data_dir", "x"]).options == {"data_dir": "x"}
-    assert main(["redteam", "--help"]) == 0
-    assert "--victim_model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("decorator", ["@dataclass", "@dataclass(frozen=True)"])
 def test_a_tasks_settings_may_have_comments_and_no_default_and_may_be_frozen(
-    decorator, tmp_path, recwarn
+    decorator, tmp_path, recwarn, capsys
 ):
     settings = "# Colors", "shade: int", '"""How dark."""', "size: int = 0"
     (tmp_path / "own.py").write_text(own(*settings, decorator=decorator))
     task = str(tmp_path / "own.py")
     assert build_config([task, "--shade", "3"]).options == {"shade": 3}
     assert not recwarn.list
-    assert main([task, "--help"]) == 0
+    assert main([task, "--help"]) == 0 and "--shade" in capsys.readouterr().out
     assert main([task]) == 2, "tyro asks for it"
 
 

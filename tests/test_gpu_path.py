@@ -46,13 +46,11 @@ def test_gpus_that_are_counted_and_cannot_be_used_are_refused_in_one_line(gpus):
 def test_each_process_gets_its_part_of_the_cores(gpus, monkeypatch):
     gpus(4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    places = find_places(Config())
-    assert [place.gpu for place in places] == ["0", "1", "2", "3"]
-    environments = [children.environment(place) for place in places]
-    assert {variables["OMP_NUM_THREADS"] for variables in environments} == {"16"}
-    assert {variables["MKL_NUM_THREADS"] for variables in environments} == {"16"}
-    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in environments] == list("0123")
-    assert all(place.cores == list(range(64)) for place in places), "each may run on any"
+    for number, place in enumerate(find_places(Config())):
+        found = children.environment(place)
+        assert found["CUDA_VISIBLE_DEVICES"] == place.gpu == str(number)
+        assert found["OMP_NUM_THREADS"] == found["MKL_NUM_THREADS"] == "16"
+        assert place.cores == list(range(64)), "it may run on any"
     # Without GPUs trainer processes share the half of the cores that the trainer has.
     for cores, expected in ((8, [[0, 2], [1, 3], [4, 5, 6, 7]]), (2, [[0], [0], [1]])):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
@@ -86,69 +84,55 @@ def test_trainer_processes_get_the_first_gpus_and_searchers_the_others_if_any(gp
         find_places(Config(ray="auto", searchers=1))
 
 
-def test_an_evaluation_needs_no_gpus_for_trainer_processes(gpus, chat_model, tmp_path, monkeypatch):
+def test_an_evaluation_needs_no_gpus_for_trainer_processes(gpus, untied_model, monkeypatch):
     gpus(1)
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text('{"problem": "1+1?", "solution": "\\\\boxed{2}"}')
     placed = []
     monkeypatch.setattr(evaluate, "evaluate", lambda config, place, _: placed.append(place))
     monkeypatch.setattr(evaluate, "Interrupt", lambda: SimpleNamespace(signal=0))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that what a fetch sets ends with this test
-    small = flags(model=chat_model, data_dir=tmp_path, max_prompt_tokens=160, max_response_tokens=8)
-    evaluate.evaluate_only(build_config(["competition_math", "--eval_only", *small]))
+    settings = flags(model=untied_model, trainer_processes=4)
+    evaluate.evaluate_only(build_config(["arithmetic", "--eval_only", *settings]))
     assert [place.gpu for place in placed] == ["0"]
 
 
-def write_nvidia_smi(directory: Path, body: str) -> None:
-    """Write a script that prints as the real one does."""
-    (directory / "nvidia-smi").write_text(f"#!/bin/sh\n{body}\n")
-    (directory / "nvidia-smi").chmod(0o755)
-
-
-def make(directory: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run make there, beside the project's Makefile and requirements."""
+def make(directory: Path, *words: str, nvidia_smi: str, path: str) -> subprocess.CompletedProcess:
+    """Run make there, on the project's Makefile. nvidia_smi: the body of a script of that name."""
     for file in (ROOT / "Makefile", *ROOT.glob("requirements*.txt")):
         shutil.copy(file, directory)
-    options = dict(cwd=directory, env=environment, capture_output=True, text=True)
+    (directory / "bin").mkdir(exist_ok=True)
+    (directory / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+    (directory / "bin" / "nvidia-smi").chmod(0o755)
+    options = dict(cwd=directory, env={"PATH": path}, capture_output=True, text=True)
     return subprocess.run(["make", *words], **options)
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_with_a_gpu_the_tests_have_the_cpu_build_in_an_environment_of_their_own(has_gpu, tmp_path):
-    write_nvidia_smi(tmp_path, "echo GPU 0" if has_gpu else "exit 1")
-    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    cpu, tests = "requirements-cpu.txt", ".venv-cpu" if has_gpu else ".venv"
-    for target in ("demo", "test", "test-faults", "lint"):
-        made = make(tmp_path, "--dry-run", "--no-print-directory", target, **variables)
-        assert made.returncode == 0, made.stderr
-        if target == "demo":
-            requirements = "requirements.txt" if has_gpu else cpu
-            assert f"-r {requirements}" in made.stdout and ".venv/bin/python tba.py" in made.stdout
-            assert ("--overrides" in made.stdout) == (not has_gpu)
-        else:
-            asked = set(re.findall(r"-r (requirements\S*\.txt)", made.stdout))
-            optional = {f"requirements-{name}.txt" for name in ("lora", "track", "gym")}
-            assert asked == {cpu} | optional
-            assert f"\n{tests}/bin/" in made.stdout
+    machine = dict(nvidia_smi="echo GPU 0" if has_gpu else "exit 1")
+    machine["path"] = f"{tmp_path}/bin:{os.environ['PATH']}"
+    demo, test = (make(tmp_path, "--dry-run", name, **machine).stdout for name in ("demo", "test"))
+    assert f"-r {'requirements.txt' if has_gpu else 'requirements-cpu.txt'}" in demo
+    assert ("--overrides" in demo) == (not has_gpu), "CUDA builds break import transformers"
+    assert ".venv/bin/python tba.py" in demo
+    asked = set(re.findall(r"-r requirements(\S*)\.txt", test))
+    assert asked == {"-cpu", "-lora", "-track", "-gym"}
+    assert f"\n{'.venv-cpu' if has_gpu else '.venv'}/bin/python -m pytest" in test
 
 
 OLD_DRIVER = "a driver for CUDA 13, 580 or newer (this one is for CUDA 12)"
+LACKING = [("12.4", ["gcc"], OLD_DRIVER), ("13.0", [], "gcc")]
 
 
-@pytest.mark.parametrize(
-    "cuda, tools, lacking",
-    [("12.4", ["gcc"], OLD_DRIVER), ("13.0", [], "gcc"), ("12.9", [], f"{OLD_DRIVER}, gcc")],
-)
+@pytest.mark.parametrize("cuda, tools, lacking", LACKING)
 def test_the_set_up_says_in_one_line_what_a_gpu_machine_lacks(cuda, tools, lacking, tmp_path):
     """It stops before anything is installed."""
     found = tmp_path / "bin"
     found.mkdir()
-    header = f"| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {cuda}  |"
-    write_nvidia_smi(found, f"echo '{header}'")
     for name in ("sh", "make", "sed", "head", *tools):
         (found / name).symlink_to(shutil.which(name) or shutil.which("true"))
     (found / "python3").symlink_to(sys.executable)
-    made = make(tmp_path, "setup", PATH=str(found))
+    header = f"| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {cuda}  |"
+    made = make(tmp_path, "setup", nvidia_smi=f"echo '{header}'", path=str(found))
     assert made.returncode and not (tmp_path / ".venv").exists()
     has_headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
     headers = "" if has_headers else ", the headers of Python (python3-dev)"

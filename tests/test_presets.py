@@ -8,7 +8,6 @@ answer to a reviewer.
 import dataclasses
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,18 +18,12 @@ from config import Config
 from models.schedules import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
 from objectives import LOSSES
 from runtime.command_line import build_config
-from runtime.processes.places import find_places
 from tasks import find_presets, load_task, redteam, tldr
 
 
 def says(source: str, **values) -> dict:
-    """What a source says of settings: name -> (value, source)."""
-    return {name: (value, source) for name, value in values.items()}
-
-
-def only(sayings: dict) -> dict:
-    """The values without their sources."""
-    return {name: value for name, (value, _) in sayings.items()}
+    """Return these values of settings; the source stands beside them for who reads the table."""
+    return values
 
 
 GSM8K = {
@@ -159,13 +152,9 @@ OURS = {*((task, "demo") for task in DEMOS), ("tldr", "tiny"), ("redteam", "tiny
 
 @pytest.mark.parametrize("task, preset", EXPECTED, ids=str)
 def test_a_preset_is_what_the_paper_says(task, preset):
-    config, expected = build_config([task, "--preset", preset]), EXPECTED[task, preset]
-    found = {name: (getattr(config, name), source) for name, (_, source) in expected.items()}
-    assert found == expected
     # What no entry of the table names is as Config has it.
-    own = {"task", "preset", *expected}
-    others = {name: value for name, value in vars(Config()).items() if name not in own}
-    assert {name: getattr(config, name) for name in others} == others
+    expected = vars(Config()) | {"task": task, "preset": preset} | EXPECTED[task, preset]
+    assert vars(build_config([task, "--preset", preset])) == expected
 
 
 def test_every_preset_has_a_table_and_the_first_is_the_one_without_a_flag():
@@ -177,40 +166,30 @@ def test_every_preset_has_a_table_and_the_first_is_the_one_without_a_flag():
     assert first == chosen | dict.fromkeys(DEMOS, "demo")
 
 
-def line(begin: float, end: float, step: int, length: int) -> float:
-    return begin + (end - begin) * min(step, length) / length if length else end
+@pytest.mark.parametrize(
+    "words, betas",
+    [
+        ("gsm8k", {0: 0.014, 250: 0.009, 500: 0.004, 700: 0.004}),
+        ("gsm8k --preset table2", {250: 0.008}),
+        ("gsm8k --steps 3000", {250: 0.009}),  # 500 steps, however long the run
+        ("tldr", {31: 1 - 0.95 * 31 / 128, 32: 0.05}),
+        ("tldr --steps 512", {63: 1 - 0.95 * 63 / 256, 64: 0.05}),  # shares of the steps
+        ("tldr --preset 410m_table1", {77: 1 - 0.95 * 77 / 312, 78: 0.05}),
+        ("tldr --preset 2.8b_slow_beta", {139: 1 - 0.95 * 139 / 412, 140: 0.05}),
+        ("competition_math", {0: 0.005, 399: 0.005}),
+    ],
+)
+def test_beta_goes_down_the_papers_line_and_jumps_at_its_step(words, betas):
+    config = build_config(words.split())
+    assert {step: beta_at(config, step) for step in betas} == pytest.approx(betas, rel=1e-12)
 
 
-STEPS = (0, 1, 32, 53, 78, 128, 140, 500, 2000, 4000)
-OTHER_STEPS = [("gsm8k", "figure1", 3000), ("tldr", "410m", 625)]
-
-
-@pytest.mark.parametrize("task, preset, steps", [*((*key, 0) for key in EXPECTED), *OTHER_STEPS])
-def test_beta_tau_and_gamma_follow_the_schedules_of_the_preset(task, preset, steps):
-    more = {"steps": steps} if steps else {}
-    config = build_config([task, *flags(preset=preset, **more)])
-    has = SimpleNamespace(**vars(Config()) | only(EXPECTED[task, preset]) | more)
-
-    def in_steps(steps_or_share: float) -> int:
-        return int(steps_or_share * has.steps) if 0 < steps_or_share < 1 else steps_or_share
-
-    for step in STEPS:
-        beta = has.beta
-        if has.beta_final is not None:
-            beta = line(has.beta, has.beta_final, step, in_steps(has.beta_steps))
-        if has.beta_stop_step and step >= in_steps(has.beta_stop_step):
-            beta = has.beta_final
-        tau = line(has.reward_temperature, 1.0, step, has.reward_temperature_steps)
-        gamma = line(1.0, has.reference_temperature, step, has.reference_temperature_steps)
-        assert beta_at(config, step) == pytest.approx(beta, rel=1e-12)
-        assert reward_temperature_at(config, step) == pytest.approx(tau)
-        assert reference_temperature_at(config, step) == pytest.approx(gamma)
-
-
-def test_beta_of_table_1_is_still_on_its_line_one_step_before_it_jumps():
-    config = build_config(["tldr", "--preset", "410m_table1"])
-    assert beta_at(config, 77) == pytest.approx(1 - 0.95 * 77 / 312)
-    assert beta_at(config, 78) == 0.05
+def test_tau_and_gamma_of_red_teaming_go_down_and_up_their_lines():
+    config, steps = build_config(["redteam", "--preset", "llama"]), (0, 500, 1000, 2000, 4000)
+    taus = [reward_temperature_at(config, step) for step in steps]
+    gammas = [reference_temperature_at(config, step) for step in steps]
+    assert taus == pytest.approx([2.0, 1.5, 1.0, 1.0, 1.0])
+    assert gammas == pytest.approx([1.0, 1.05, 1.1, 1.2, 1.2])
 
 
 def test_a_share_of_the_steps_is_rounded_down_and_not_further():
@@ -224,8 +203,8 @@ def test_a_resumed_run_keeps_the_schedule_of_beta_that_it_began_with(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(began)))
     resumed = build_config(flags(resume=tmp_path, steps=2000))
     assert resumed.steps == 2000
-    expected = [beta_at(began, step) for step in STEPS]
-    assert [beta_at(resumed, step) for step in STEPS] == pytest.approx(expected)
+    for step in (16, 31, 32, 1000):
+        assert beta_at(resumed, step) == pytest.approx(beta_at(began, step))
 
 
 def test_the_papers_experiments_are_commands_that_use_every_preset_that_is_the_papers():
@@ -235,7 +214,6 @@ def test_the_papers_experiments_are_commands_that_use_every_preset_that_is_the_p
     commands = [command for row in rows for command in re.findall(r"`tba\.py ([^`]*)`", row)]
     configs = [build_config(command.split()) for command in commands]
     assert len(configs) > 25
-    assert [config.task for config in configs] == [command.split()[0] for command in commands]
     assert {config.loss for config in configs} <= set(LOSSES)
     ours = {("gsm8k", "small"), ("competition_math", "lora")}
     assert {(config.task, config.preset) for config in configs} == set(EXPECTED) - ours
@@ -267,7 +245,7 @@ CONSTANTS = {
 
 @pytest.mark.parametrize("task", CONSTANTS)
 def test_what_a_task_has_beside_its_presets_is_what_the_paper_says(task):
-    made, expected = load_task(task), only(CONSTANTS[task])
+    made, expected = load_task(task), CONSTANTS[task]
     assert {name: getattr(made, name) for name in expected} == expected
 
 
@@ -277,31 +255,12 @@ def test_red_teaming_asks_the_victim_5_times_and_tests_1024_prompts():
     assert tldr.UNFINISHED == -1.0, "of a summary without an end, appendix B.2"
 
 
-@pytest.mark.parametrize(
-    "command, gpus, trainers, searchers",
-    [
-        ("gsm8k", 4, 1, 3),
-        ("tldr", 4, 1, 3),
-        ("tldr --preset 410m_table1", 4, 1, 2),
-        ("competition_math", 8, 4, 4),  # as in the launch script
-    ],
-)
-def test_the_gpus_are_the_papers_trainers_and_searchers(command, gpus, trainers, searchers):
-    places = find_places(build_config(command.split()), [str(gpu) for gpu in range(gpus)])
-    assert [place.name for place in sorted(places, key=lambda place: place.gpu)] == [
-        *("trainer", "trainer 1", "trainer 2", "trainer 3")[:trainers],
-        *(f"searcher {rank}" for rank in range(searchers)),
-    ]
-
-
 def test_the_attackers_rate_falls_over_eight_times_the_steps_as_in_the_adopted_code():
     config = build_config(["redteam"])
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     schedule = lr_schedule(optimizer, config)
     at_step = [schedule.lr_lambdas[0](step) for step in (0, 50, 100, 5000, 40_000)]
     assert at_step == pytest.approx([0, 0.5, 1, 35_000 / 39_900, 0])
-    plain = build_config(["redteam", "--decay_steps", "0"])
-    assert lr_schedule(optimizer, plain).lr_lambdas[0](5000) == 0.0, "to 0 with the run"
 
 
 def test_a_prompt_of_under_five_tokens_counts_as_impossible_for_the_reference():
@@ -309,4 +268,3 @@ def test_a_prompt_of_under_five_tokens_counts_as_impossible_for_the_reference():
     enough, short = np.full(5, -1.5, np.float32), np.full(4, -1.5, np.float32)
     assert np.array_equal(task.reference_logprobs(enough), enough)
     assert task.reference_logprobs(short).sum() == -500.0
-    assert load_task("gsm8k").reference_logprobs(short) is short
