@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from buffer import Group
+from config import UserError
 from objectives import LOSSES, find_objective
 from runtime.processes import children
 from runtime.processes.places import Place
@@ -59,7 +60,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if file := config.getoption("--loss"):
-        LOSSES[Path(file).stem] = find_objective(file)
+        if (name := Path(file).stem) in LOSSES:
+            raise pytest.UsageError(f"--loss {file}: {name} is one of ours: give it another name")
+        try:
+            LOSSES[name] = find_objective(file)
+        except UserError as error:
+            raise pytest.UsageError(str(error)) from error
 
 
 @pytest.hookimpl(trylast=True)  # once -m has chosen

@@ -3,8 +3,8 @@
     make mutants        # 40 mutants of each of six files, the same every time: half an hour or more
 
 cosmic-ray makes them: a number, an operator, a comparison, a condition or a loop is changed. Each
-is tried in a copy of the project, with the tests of its file. Prints the share that was caught by
-file, and each mutant that was not.
+is tried in a copy of the project, with the tests of its file. Prints how many were caught, by file,
+and each mutant that was not.
 """
 
 import multiprocessing
@@ -34,7 +34,7 @@ TESTS = {
     "models/logprobs.py": "policy low_memory trainer",
 }
 SAMPLE = 40  # mutants of a file
-PATIENCE = 2.0  # times that its tests may take as long as without a mutant: some make them hang
+PATIENCE = 2.0  # a mutant's tests may take so many times as long as without it: some make them hang
 
 
 def sample(file: str) -> list[MutationSpec]:
@@ -58,17 +58,22 @@ def command_for(file: str) -> list[str]:
 
 
 def seconds_without_mutant(file: str) -> float:
-    """Run the tests of a file, which must pass."""
+    """Run the tests of a file, which must pass. Raises RuntimeError."""
     start = time.monotonic()
-    subprocess.run(command_for(file), check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command_for(file), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the tests of {file} fail without a mutant:\n{done.stdout}")
     return time.monotonic() - start
 
 
 def try_one(mutation: MutationSpec, file: str, seconds: float) -> tuple[str, str]:
-    """Run the tests on a mutant. Returns "caught", "survived" or "timeout", and what differs."""
+    """Run the tests on a mutant.
+
+    Returns "caught", "survived", "timeout" or "not tried", and what differs, or why.
+    """
     result = mutate_and_test([mutation], shlex.join(command_for(file)), seconds)
     if result.worker_outcome != WorkerOutcome.NORMAL or result.test_outcome == "incompetent":
-        raise RuntimeError(f"{mutation}: {result.output}")
+        return "not tried", f"@ {mutation}: {result.output}"
     caught = "timeout" if result.output == "timeout" else "caught"
     return caught if result.is_killed else "survived", result.diff
 
@@ -76,8 +81,9 @@ def try_one(mutation: MutationSpec, file: str, seconds: float) -> tuple[str, str
 def in_a_copy(parent: str) -> None:
     """Give this process a copy of the project, in that directory, to work in."""
     directory = Path(parent, str(os.getpid()))
-    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
-    for name in filter(os.path.exists, tracked):
+    command = "git ls-files --cached --others --exclude-standard".split()
+    names = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    for name in filter(os.path.exists, names):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, directory / name)
     os.chdir(directory)

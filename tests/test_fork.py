@@ -100,10 +100,10 @@ def test_its_sampling_rule_replays_the_newest():
     ],
 )
 def test_its_tasks_train(name, own, paste, tied_model, tmp_path):
-    run_dir = tmp_path / "run"
-    settings = dict(steps=2, initial_responses=20, max_prompt_tokens=16, max_response_tokens=8)
-    command = flags(model=tied_model, output_dir=run_dir, loss=paste("huber.py"), **settings | own)
-    done = tba(paste(name), *command)
+    (words,) = re.findall(r"^\*\*Test:\*\* the command above with `(.*?)`", PAGES, re.MULTILINE)
+    run_dir, settings = tmp_path / "run", dict(max_prompt_tokens=16) | own
+    command = flags(model=tied_model, output_dir=run_dir, loss=paste("huber.py"), **settings)
+    done = tba(paste(name), *words.split(), *command)
     assert done.returncode == 0, done.stderr
     assert "final_score" in read(run_dir, "metrics.jsonl")[-1]
 

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -91,6 +91,12 @@ def test_there_is_no_circle_of_modules_nor_of_packages_in_runtime():
     rooms = {(room_of(importer), room_of(imported)) for importer, imported in arrows}
     assert ("runtime.record", "runtime.transport") in rooms, "they were read"
     refuse_circle({(a, b) for a, b in rooms if a != b and b.startswith("runtime")})
+
+
+def test_a_folder_holds_at_most_twelve_files_with_more_than_the_docstring_of_a_package():
+    files = [file for file in FILES if len(ast.parse(SOURCES[name_of(file)]).body) > 1]
+    folders = Counter(file.parent for file in files)
+    assert {folder: count for folder, count in folders.items() if count > 12} == {}
 
 
 def test_only_the_engine_imports_vllm():

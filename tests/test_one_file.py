@@ -37,6 +37,7 @@ def test_on_the_same_rows_its_gradient_is_that_of_the_learner(untied_model):
 
 
 @pytest.mark.runs
+@pytest.mark.long
 @pytest.mark.parametrize("stale", [0, 20])
 def test_it_learns_the_demos_sums_with_fresh_and_with_stale_weights(stale, record_property):
     command = [sys.executable, ROOT / "examples" / "one_file.py", "--stale", str(stale)]

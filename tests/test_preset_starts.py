@@ -11,7 +11,7 @@ from tasks import find_presets
 
 TASKS = ("gsm8k", "competition_math", "tldr", "redteam", "arithmetic", "addends", "reach")
 PRESETS = [(task, preset) for task in TASKS for preset in find_presets(task)]
-# With one preset each. Runs of the others end in test_hub.py and test_runs.py.
+# With one preset each. Runs of the others end in test_episodes, test_hub and test_runs.
 TO_THE_END = ("gsm8k", "competition_math", "addends")
 # 32 a head: the fewest that vLLM takes on a CPU.
 SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
