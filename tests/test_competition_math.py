@@ -1,5 +1,7 @@
 """The MATH grader: which answers are equal, and what happens to malicious or enormous ones."""
 
+from contextlib import closing
+
 import pytest
 from conftest import wait_for
 
@@ -12,22 +14,20 @@ from tasks.competition_math import is_correct, last_boxed
 # Answers in a box, and the gold one to each.
 RIGHT = {
     "fractions": {r"\frac{1}{2}": r"\frac12", "0.5": r"\frac{1}{2}", "1/2": r"\frac{1}{2}"},
-    "more fractions": {r"\dfrac{1}{2}": r"\frac{1}{2}", r"-\frac{3}{4}": "-0.75"},
-    "a sign": {r"-\frac{3\sqrt{5}}{2}": r"\frac{-3\sqrt{5}}{2}"},
-    "intervals": {"[0,1)": "[0, 1)", r"(-\infty, 3]": r"(-\infty,3]", r"x \in [1,2]": "[1,2]"},
-    "a union": {r"(-1,0)\cup(0,1)": r"(-1,0) \cup (0,1)"},
-    "lists": {r"\{1,2,3\}": r"\{3,2,1\}", "1,2,3": "1, 2, 3", "(2,3)": "(2, 3)"},
-    "plus or minus": {r"3\pm\sqrt2": r"3-\sqrt{2}, 3+\sqrt{2}"},
+    "signs": {r"-\frac{3}{4}": "-0.75", r"-\frac{3\sqrt{5}}{2}": r"\frac{-3\sqrt{5}}{2}"},
+    "intervals": {r"(-\infty, 3]": r"(-\infty,3]", r"x \in [1,2]": "[1,2]"},
+    "sets": {r"(-1,0)\cup(0,1)": r"(-1,0) \cup (0,1)", r"\{1,2,3\}": r"\{3,2,1\}"},
+    "lists": {"1,2,3": "1, 2, 3", r"3\pm\sqrt2": r"3-\sqrt{2}, 3+\sqrt{2}"},
     "units": {r"5\text{ cm}": "5", r"5\,\text{cm}^2": "5", r"5~\text{cm}": "5", r"90^\circ": "90"},
     "words": {r"\text{Tuesday}": "Tuesday", r"\text{(B)}": "B"},
-    "signs of units": {r"\$18": "18", r"50\%": "50", "50": r"50\%"},
+    "dollars and percent": {r"\$18": "18", r"50\%": "50", "50": r"50\%"},
     "roots and powers": {r"\sqrt{8}": r"2\sqrt{2}", "2^{10}": "1024", "x^2+2x+1": "(x+1)^2"},
     "thousands": {"1{,}000": "1000", "1,000": "1000", r"11,\! 111": "11111"},
     "equations": {"x=5": "5", "a+b=5.": "5", "y=2x+3": "2x-y+3=0"},
     "numbers": {r"5\times10^{-2}": "0.05", r"\frac{\pi}{2}": r"\pi/2", "3": "3.0", "1+2i": "2i+1"},
     "a vector": {r"\begin{pmatrix}1\\2\end{pmatrix}": r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"},
+    "points": {"(2,3)": "(2, 3)", r"\left( 3, \frac{\pi}{2} \right)": r"(3,\pi/2)"},
     "as they are": {"12_{3}": "12_3", r"\infty": r"\infty", r"\boxed{7}": "7"},
-    "a point": {r"\left( 3, \frac{\pi}{2} \right)": r"(3,\pi/2)"},
 }
 WRONG = {
     "numbers": {r"\frac{1}{3}": r"\frac{1}{2}", r"\pi": "3.14", "-3": "3", "0.333": r"\frac13"},
@@ -40,24 +40,17 @@ WRONG = {
     # What is left to compute, or restates the question.
     "a sum": {"5!": "120", r"\sum_{i=1}^{5}1": "5", r"\int_0^5 1dx": "5", "2+3": "5"},
     "a limit": {r"\lim_{x \to 5} x": "5", "1=2=3=4=5": "5", r"6\times7": "42"},
-    "a base": {"11": "11_2"},
-    "percent": {r"50\%": "0.5"},
+    "a base or percent": {"11": "11_2", r"50\%": "0.5"},
 }
+KINDS = [*((kind, True) for kind in RIGHT), *((kind, False) for kind in WRONG)]
 
 
-@pytest.mark.parametrize("kind", RIGHT)
-def test_it_is_right(kind):
-    for answer, gold in RIGHT[kind].items():
-        assert is_correct(f"So the answer is $\\boxed{{{answer}}}$.", gold), answer
+@pytest.mark.parametrize("kind, is_right", KINDS)
+def test_an_answer_is_right_if_it_equals_the_gold_one(kind, is_right):
+    for answer, gold in (RIGHT if is_right else WRONG)[kind].items():
+        assert is_correct(f"So the answer is $\\boxed{{{answer}}}$.", gold) == is_right, answer
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_it_is_wrong(kind):
-    for answer, gold in WRONG[kind].items():
-        assert not is_correct(f"So the answer is $\\boxed{{{answer}}}$.", gold), answer
-
-
-UNBOXED = ["the answer is 5", r"\boxed{5", r"\boxed ", r"\boxed{" * 15_000]
 BOXED = {
     r"\boxed{5}, or rather \boxed{6}": "6",
     r"\boxed{\frac{a}{b}}": r"\frac{a}{b}",
@@ -68,17 +61,17 @@ BOXED = {
     r"\fbox{5}": "5",
     "x" * 100_000 + r" \boxed{5}": "5",
     r"\boxed{" + "1" * 5000 + "}": None,
+    **dict.fromkeys(["the answer is 5", r"\boxed{5", r"\boxed ", r"\boxed{" * 15_000]),
 }
 
 
-@pytest.mark.parametrize("response, expected", (BOXED | dict.fromkeys(UNBOXED)).items())
+@pytest.mark.parametrize("response, expected", BOXED.items())
 def test_the_last_box_counts(response, expected):
     assert last_boxed(response) == expected
 
 
 HOSTILE = [
     "9^{9^{9^{9^{9}}}}",
-    "9^{9^{9^{9}}}",
     "(" * 400,
     r"\frac{" * 100,
     r"\sqrt{" * 150 + "2" + "}" * 150,
@@ -90,9 +83,18 @@ HOSTILE = [
 ]
 
 
-def test_no_answer_of_a_group_costs_another_its_score(scorer):
-    texts = [*(rf"\boxed{{{answer}}}" for answer in HOSTILE), r"\boxed{2}"]
-    assert rewards_of(scorer, texts) == [0.0] * len(HOSTILE) + [1.0]
+def test_no_answer_of_a_group_costs_another_its_score():
+    def rewards_of(*answers: str) -> list[float]:
+        texts = [rf"\boxed{{{answer}}}" for answer in answers]
+        finished = [True] * len(texts)
+        scorer.add([Rollout(Query(0, "", "2"), "0", texts=texts, finished=finished)])
+        [rollout] = wait_for(scorer.take, "the scores")
+        return rollout.rewards.tolist()
+
+    config, task = Config(task="competition_math"), load_task("competition_math")
+    with closing(RewardScorer(config, task)) as scorer:
+        assert rewards_of("2", "2") == [1.0, 1.0], "its workers have started"
+        assert rewards_of(*HOSTILE, "2") == [0.0] * len(HOSTILE) + [1.0]
 
 
 @pytest.mark.parametrize(
@@ -110,22 +112,3 @@ def test_an_answer_is_never_run(answer, tmp_path):
     path = tmp_path / "written"
     assert not is_correct(rf"\boxed{{{answer.format(path=path)}}}", "2")
     assert not path.exists()
-
-
-@pytest.fixture(scope="module")
-def scorer():
-    """Make a searcher's scorer: worker processes with the task's time limit."""
-    config = Config(task="competition_math")
-    scorer = RewardScorer(config, load_task("competition_math"))
-    # The workers start with the first responses.
-    assert rewards_of(scorer, [r"\boxed{2}"] * 2) == [1.0, 1.0]
-    yield scorer
-    scorer.pool.stop()
-    scorer.pool.join()
-
-
-def rewards_of(scorer: RewardScorer, texts: list[str]) -> list[float]:
-    finished = [True] * len(texts)
-    scorer.add([Rollout(Query(0, "", "2"), "0", texts=texts, finished=finished)])
-    [rollout] = wait_for(scorer.take, "the scores")
-    return rollout.rewards.tolist()

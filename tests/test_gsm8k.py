@@ -27,30 +27,20 @@ def write(path: Path, *lines: dict | str | bytes) -> GSM8K:
     return GSM8K(data_dir=str(path))
 
 
-def with_another_number(answer: str) -> str:
-    """Add one to the final number of a gold solution."""
-    solution, gold = answer.split("####")
-    return f"{solution}#### {Decimal(gold.strip().replace(',', '')) + 1:,}"
-
-
 # Responses, and the number that is the answer of each.
 NUMBERS = {
     "the last one": {"First 3, then 17, so 5 remain": "5", "line one: 3\nline two: 4\n": "4"},
     "one": {"The answer is 42": "42", "#### 18": "18", "007": "7", "0": "0"},
-    "thousands": {"She earns 1,234": "1234", "1,234,567 people": "1234567"},
-    "thousands and cents": {"It costs 12,345.67 in all": "12345.67"},
+    "thousands": {"1,234,567 people": "1234567", "It costs 12,345.67 in all": "12345.67"},
     "a list": {"The scores are 3,4": "4", "They are 1, 2, 3": "3", "either 5, 100": "100"},
-    "a sign": {"The change is -5": "-5", "-5": "-5", "x = -1,000.": "-1000", "(-3)": "-3"},
-    "a minus of Unicode": {"It fell to −7": "-7"},
+    "a sign": {"-5": "-5", "x = -1,000.": "-1000", "(-3)": "-3", "It fell to −7": "-7"},
     "a subtraction": {"12-5": "5", "12 - 5": "5", "$12-$5": "5", "(4 + 8)-5": "5"},
     "both": {"12 - -5": "-5", "3 - 2 = 1.": "1", "5%-3%": "3", "20 dollars-5": "5"},
-    "decimals": {"That is 2.5 hours": "2.5", "It weighs .5": "0.5", "It is -.5": "-0.5"},
-    "zeros": {"A total of 10.00": "10", "0.10": "0.1"},
-    "dollars": {"She pays $20": "20", "She pays $1,250.50.": "1250.50"},
-    "debts": {"He owes -$5": "-5", "He owes $-5": "-5"},
+    "decimals": {"It weighs .5": "0.5", "It is -.5": "-0.5", "A total of 10.00": "10"},
+    "dollars": {"She pays $1,250.50.": "1250.50", "He owes -$5": "-5", "He owes $-5": "-5"},
     "percent": {"It grew by 25%": "25", "It shrank by -5%.": "-5"},
-    "ends": {"The answer is 42.": "42", "The answer is 42!": "42", "It is 42cm": "42"},
-    "markup": {"The answer is **42**": "42", "\\boxed{42}": "42", "2+2=<<2+2=4>>4": "4"},
+    "ends": {"The answer is 42.": "42", "The answer is **42**": "42", "It is 42cm": "42"},
+    "markup": {"\\boxed{42}": "42", "2+2=<<2+2=4>>4": "4"},
 }
 
 
@@ -64,15 +54,12 @@ def test_the_last_number_of_a_response_is_its_answer(kind):
             assert reward(response, str(-Decimal(number))) == 0.0
 
 
-@pytest.mark.parametrize("response", ["", "no idea", "$", "-", ",", ".", "one hundred", "…"])
-def test_a_response_without_a_number_is_wrong(response):
-    assert GSM8K().extract(response) is None
-    assert reward(response, "0") == 0.0
-
-
-def test_a_right_number_is_wrong_if_it_is_not_the_last_or_the_response_was_cut_off():
-    assert reward("The answer is 42", "42", finished=False) == 0.0
+def test_a_response_is_wrong_without_a_number_or_with_a_later_one_or_where_it_was_cut_off():
+    for response in "", "one hundred", "$", "-", ",", ".":
+        assert GSM8K().extract(response) is None
+        assert reward(response, "0") == 0.0
     assert reward("The answer is 42, because 6 * 7", "42") == 0.0
+    assert reward("The answer is 42", "42", finished=False) == 0.0
 
 
 def test_many_responses_are_scored_each_against_its_own_query():
@@ -81,7 +68,7 @@ def test_many_responses_are_scored_each_against_its_own_query():
 
 
 @pytest.mark.parametrize("split, count", [("train", 7473), ("test", 1319)])
-def test_every_gold_solution_is_right_and_wrong_when_its_final_number_is_changed(split, count):
+def test_every_gold_solution_is_right_and_wrong_when_another_number_follows(split, count):
     if not DATA.is_dir():
         pytest.skip(f"{DATA} is not there")
     task = load_task("gsm8k", data_dir=str(DATA))
@@ -92,7 +79,7 @@ def test_every_gold_solution_is_right_and_wrong_when_its_final_number_is_changed
     gold = [Decimal(answer.split("#### ")[1].replace(",", "")) for answer in answers]
     assert [query.answer for query in queries] == gold
     assert task.score(queries, answers, [True] * count) == [1.0] * count
-    changed = [with_another_number(answer) for answer in answers]
+    changed = [f"{answer} {number + 1:,}" for answer, number in zip(answers, gold)]
     assert task.score(queries, changed, [True] * count) == [0.0] * count
     assert task.score(queries, answers, [False] * count) == [0.0] * count
 
@@ -110,38 +97,25 @@ def test_a_query_holds_the_question_in_the_prompt_and_has_an_id_of_its_own(tmp_p
     "line, message",
     [
         ({"answer": "#### 4"}, "has no 'question'"),
-        ({"question": None, "answer": "#### 4"}, "has no 'question'"),
-        ({"question": "How many?"}, "has no 'answer'"),
         ({"question": "How many?", "answer": 4}, "has no 'answer'"),
         (["How many?", "#### 4"], "has no 'question'"),
         ('{"question": "How many?", "answer": ', "not JSON"),
         (b'{"question": "How many?", "answer": "\xff"}', "can't decode byte 0xff"),
         ({"question": "How many \ud83d?", "answer": "#### 4"}, "surrogates not allowed"),
-        ({"question": "How many?", "answer": "Four.\n#### four"}, "no number"),
         ({"question": "How many?", "answer": "There are 4."}, "no number"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
-    before = [ROW, "", ROW] * 100  # more than is read at once
+    before = [ROW, "", ROW] * 100  # more than is read at once; blank lines are passed over
     task = write(tmp_path, *before, line, ROW)
     with pytest.raises(UserError, match=rf"train\.jsonl line 301:? .*{message}") as raised:
         task.queries("train")
     assert "\n" not in str(raised.value)
 
 
-def test_blank_lines_are_passed_over_and_a_missing_or_empty_file_is_named(tmp_path):
-    task = write(tmp_path, ROW, "", ROW)
-    assert len(task.queries("train")) == 2
-    with pytest.raises(UserError, match=r"test\.jsonl does not exist"):
-        task.queries("test")
-    with pytest.raises(UserError, match=r"train\.jsonl is empty"):
-        write(tmp_path).queries("train")
-
-
 def test_with_chat_a_question_is_a_message_and_its_answer_the_same(tmp_path):
     [plain] = write(tmp_path, ROW).queries("train")
     [chat] = GSM8K(data_dir=str(tmp_path), chat=True).queries("train")
     [message] = chat.prompt
-    question = ROW["question"]
-    assert message["role"] == "user" and message["content"].startswith(question + "\n\n")
-    assert chat.answer == plain.answer and question in plain.prompt
+    assert message["role"] == "user" and message["content"].startswith(ROW["question"] + "\n\n")
+    assert chat.answer == plain.answer

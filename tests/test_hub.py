@@ -1,7 +1,6 @@
 """Tiny models and data from a hub on localhost (hub.py), with the ids and files of real ones."""
 
 import errno
-import itertools
 import json
 import shutil
 import signal
@@ -11,21 +10,20 @@ import time
 from pathlib import Path
 
 import pandas
-import pyarrow.parquet
 import pytest
 import safetensors.torch
 import torch
 from conftest import FOREVER, PATIENCE, ROOT, Run, flags, read, start_tba, steps_of, tba, wait_for
 from hub import Hub, commit_of
+from test_command_line import refused
 from test_preset_starts import CUT, make
-from test_runs import check_outputs
 from transformers import AutoTokenizer
 
 from config import UserError
 from models.classifier import Classifier, prepare_classifier
 from models.hub import explain, needed_files
 from runtime.processes import children
-from tba import main
+from tasks.gsm8k import PROMPT
 
 RHO = "realtreetune/rho-1b-sft-GSM8K"
 TLDR = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
@@ -55,8 +53,7 @@ def repositories(tmp_path_factory, gsm8k_data) -> Path:
 
     gpt2 = publish("openai-community/gpt2", "GPT2LMHeadModel")
     publish("vicgalle/gpt2-alpaca", "GPT2LMHeadModel")
-    others = "rust_model.ot tf_model.h5 64-8bits.tflite flax_model.msgpack onnx/decoder_model.onnx"
-    fill(gpt2, *others.split(), "pytorch_model.bin")  # the last is the same once more
+    fill(gpt2, "tf_model.h5", "onnx/decoder_model.onnx", "pytorch_model.bin")
     hate = publish(HATE, "RobertaForSequenceClassification", id2label=LABELS)
     change_config(hate, label2id=None)
     publish("sentence-transformers/all-MiniLM-L6-v2", "BertModel")
@@ -70,14 +67,9 @@ def repositories(tmp_path_factory, gsm8k_data) -> Path:
     torch.save(weights, gold / "pytorch_model.bin")
     (gold / "model.safetensors").rename(gold / STRAY)
     rows = tmp_path_factory.mktemp("tldr")
-    for split in ("train", "validation", "test"):  # with the columns of the real data
-        post = dict(id="t3", subreddit="farm", title="a", post=split, summary=" b")
-        texts = {"query": f"POST: {split}\n\nTL;DR:", "reference_response": " a b<eos>"}
-        texts["query_reference_response"] = "".join(texts.values())
-        tokens = {f"{name}_token": [0] * 512 for name in texts}
-        lengths = {f"{name}_token_len": 512 for name in tokens}
-        row = json.dumps(post | texts | tokens | lengths) + "\n"
-        (rows / f"{split}.jsonl").write_text(row * 4)
+    for split in ("train", "validation", "test"):
+        row = {"query": f"POST: {split}\n\nTL;DR:", "reference_response": " a b<eos>"}
+        (rows / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 4)
     put_dataset(root, TLDR, "default", sorted(rows.iterdir()))
     return root
 
@@ -126,102 +118,82 @@ def hub(repositories, tmp_path, monkeypatch):
 
 
 def test_gsm8k_is_fetched_and_trained_and_counts_prompts_too_long(hub, tmp_path, gsm8k_data):
-    run_dir = tmp_path / "run"
-    metrics, spans = run_dir / "metrics.jsonl", run_dir / "logs" / "searcher-0.spans.jsonl"
+    def too_long(split: str) -> int:
+        prompts = [PROMPT.format(**row) for row in read(gsm8k_data, f"{split}.jsonl")]
+        return sum(len(prompt.encode()) > 250 for prompt in prompts)
+
+    run_dir, skipped, left_out = tmp_path / "run", too_long("train"), too_long("test")
+    metrics = run_dir / "metrics.jsonl"
     batch = flags(responses_per_query=3, samples_per_query=4, initial_responses=30)
     lengths = flags(max_prompt_tokens=250, max_response_tokens=40)
     with Run(run_dir, "gsm8k", *batch, *lengths, *FOREVER) as run:
         run.is_at(6)
         run.until(lambda: '"accuracy"' in metrics.read_text(), "the base model's evaluation")
-        run.until(lambda: '["load"' in spans.read_text(), "a version that the searcher has loaded")
+        run.until(lambda: run.steps()[-1]["long_prompts"] >= skipped, "each query once")
         out, err = run.end()
-    check_outputs(run_dir, run.step())
     assert f"fetching {RHO} from the hub: 1 files, 0." in err
     assert json.loads((run_dir / "config.json").read_text())["model"] == RHO
     assert hub.requests[-1][1].endswith("model.safetensors"), "its processes asked nothing"
-    prompt = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
-    train, test = (read(gsm8k_data, f"{split}.jsonl") for split in ("train", "test"))
-    sizes = ([len(prompt.format(**row).encode()) for row in rows] for rows in (train, test))
-    skipped, long = (sum(size > 250 for size in of_split) for of_split in sizes)
-    assert steps_of(run_dir)[-1]["long_prompts"] == skipped > 0
+    assert run.steps()[-1]["long_prompts"] == skipped > 0
     assert f"{skipped} queries were skipped: prompt over --max_prompt_tokens 250" in out
-    left_out = f"{long} left out, prompt over --max_prompt_tokens, empty or not Unicode)"
-    assert f" on {len(test) - long} test queries; {left_out}" in out
+    assert f" on {40 - left_out} test queries; {left_out} left out, prompt over" in out
 
 
 @pytest.mark.runs
-def test_gsm8k_is_fetched_evaluated_by_id_and_started_again_offline(hub, monkeypatch):
-    first = tba("gsm8k", "--eval_only", *SHORT, *flags(model=RHO))
+def test_with_all_in_the_cache_a_dead_network_is_asked_at_most_twice_and_offline_never(
+    hub, tmp_path, monkeypatch
+):
+    first = tba("gsm8k", *SHORT, *flags(model=RHO, output_dir=tmp_path / "first"))
     assert first.returncode == 0, first.stderr
+    hub.faults["*"] = "silent"
+    hub.requests.clear()
+    again = tba("gsm8k", *SHORT, *flags(output_dir=tmp_path / "again"))  # the task's own model
+    assert again.returncode == 0, again.stderr
+    assert len(hub.requests) <= 2, "of data and model, a timeout each"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.requests.clear()
-    again = tba("gsm8k", "--eval_only", *SHORT)  # the task's own model
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout.splitlines()[-1])["model"] == RHO
-    assert hub.requests == [] and "fetching" not in again.stderr
-
-
-@pytest.mark.runs
-def test_a_run_from_the_cache_asks_a_dead_network_at_most_twice(hub, tmp_path, record_property):
-    seconds = {}
-    for network in ("there", "silent"):
-        hub.faults = {"*": "silent"} if network == "silent" else {}
-        hub.requests = []
-        begin = time.monotonic()
-        result = tba("gsm8k", *SHORT, *flags(output_dir=tmp_path / network))
-        seconds[network] = round(time.monotonic() - begin, 1)
-        assert result.returncode == 0, result.stderr
-        if network == "there":
-            assert hub.requests[-1][1].endswith("model.safetensors"), "to its end it asked no more"
-    assert len(hub.requests) <= 2, "of data and model, a timeout each"
-    record_property("seconds of a run that fetches, and of one whose network is dead", seconds)
-    assert seconds["silent"] < 3 * seconds["there"]
-
-
-ERRORS = {
-    "gated": "Cannot access gated repo for url {hub}/api/{model}",
-    403: "403 Forbidden",
-    429: "429 Too Many Requests",
-    503: "503 Service Unavailable",
-    "silent": "{hub} does not answer (ReadTimeout)",
-    "refused": "{hub} does not answer (ConnectError)",
-}
-QUICK = [("gated", True), (503, False), ("refused", False)]
-LONG = [case for case in itertools.product(ERRORS, (True, False)) if case not in QUICK]
+    offline = tba("gsm8k", "--eval_only", *SHORT)
+    assert offline.returncode == 0, offline.stderr
+    assert json.loads(offline.stdout.splitlines()[-1])["model"] == RHO
+    assert hub.requests == [] and "fetching" not in offline.stderr
 
 
 @pytest.mark.parametrize(
-    "fault, is_data_there", QUICK + [pytest.param(*case, marks=pytest.mark.runs) for case in LONG]
+    "fault, fetched, cause",
+    [
+        ("gated", "model", "Cannot access gated repo"),
+        (503, "data", "503 Service Unavailable"),
+        ("refused", "data", "does not answer (ConnectError)"),
+        pytest.param(403, "data", "403 Forbidden", marks=pytest.mark.runs),
+        pytest.param(429, "model", "429 Too Many Requests", marks=pytest.mark.runs),
+        pytest.param("silent", "model", "does not answer (ReadTimeout)", marks=pytest.mark.runs),
+    ],
 )
-def test_a_failed_fetch_says_why_in_a_line(fault, is_data_there, hub, gsm8k_data, record_property):
+def test_a_failed_fetch_says_why_in_a_line(fault, fetched, cause, hub, gsm8k_data):
     if fault == "refused":
         hub.close()
     hub.faults["*"] = fault
-    start = time.monotonic()
-    result = tba("gsm8k", *(flags(data_dir=gsm8k_data) if is_data_there else []))
-    record_property("seconds", round(time.monotonic() - start, 1))
+    result = tba("gsm8k", *(flags(data_dir=gsm8k_data) if fetched == "model" else []))
     asking, error = result.stderr.splitlines()
-    record_property("line", error)
-    model = f"models/{RHO}" if is_data_there else "datasets/openai/gsm8k"
+    kind, name = ("models", RHO) if fetched == "model" else ("datasets", "openai/gsm8k")
     assert result.returncode == 2
-    assert asking == f"asking the hub, {hub.address}, for {model.partition('/')[2]}"
-    assert ERRORS[fault].format(hub=hub.address, model=model) in error
+    assert asking == f"asking the hub, {hub.address}, for {name}"
+    assert cause in error and hub.address in error
     if fault not in ("silent", "refused"):
-        assert f"{hub.address}/api/{model}" in error
-        assert "log in (hf auth login) for what is gated or private, or try again later" in error
+        assert f"/api/{kind}/{name}" in error
+        assert "log in (hf auth login) for what is gated or private" in error
 
 
 @pytest.mark.runs
 @pytest.mark.long
 def test_redteam_starts_with_its_published_models_and_fetches_only_what_it_reads(hub, tmp_path):
-    """The classifier is published with label2id: null, gpt2 in seven formats."""
+    """The classifier is published with label2id: null, gpt2 in four formats."""
     result = tba("redteam", *SHORT, *flags(victim_tokens=4, output_dir=tmp_path / "run"))
     assert result.returncode == 0, result.stderr
     assert len(steps_of(tmp_path / "run")) == 2
     fetched = {path.split("/")[-1] for _, path in hub.requests if "gpt2/resolve" in path}
     configs = {"config.json", "generation_config.json", "tokenizer_config.json"}
     assert fetched == configs | {"model.safetensors", "tokenizer.json", "chat_template.jinja"}
-    assert any(name.startswith("final_") for name in read(tmp_path / "run", "metrics.jsonl")[-1])
 
 
 @pytest.mark.runs
@@ -235,8 +207,6 @@ def test_tldr_starts_with_its_published_models_and_fetches_only_what_it_reads(hu
     fetched = {path.split("/main/")[-1].split("/", 5)[-1] for path in own}
     assert "pytorch_model.bin" in fetched
     assert not any(name.startswith(("checkpoint-", STRAY)) for name in fetched), fetched
-    final = read(tmp_path / "run", "metrics.jsonl")[-1]
-    assert {"final_win_rate", "final_perplexity", "final_reward"} <= set(final)
     prompts = {sample["prompt"] for sample in read(tmp_path / "run", "samples.jsonl")}
     assert prompts <= {"POST: train\n\nTL;DR:", "POST: validation\n\nTL;DR:"}
 
@@ -306,32 +276,28 @@ def test_a_resumed_run_keeps_the_revision_it_began_with_where_its_branch_moved(h
     assert result.stdout.strip() == commit_of(before) != commit_of(now)
 
 
-def test_ctrl_c_ends_a_download_at_once(hub, repositories, gsm8k_data, tmp_path, record_property):
+def test_ctrl_c_ends_a_download_at_once_and_keeps_whole_files(
+    hub, repositories, gsm8k_data, tmp_path
+):
     size, rate = 30_000_000, 2e5  # bytes, and bytes a second
     slow = repositories / "models/some/slow"
     shutil.copytree(repositories / "models" / RHO, slow)
     (slow / "large.json").write_bytes(bytes(size))
     hub.faults["some/slow"] = rate
     settings = flags(data_dir=gsm8k_data, model="some/slow", output_dir=tmp_path / "run")
+    process = start_tba("gsm8k", *settings)
 
-    def gets() -> list[str]:
-        paths = [path for method, path in hub.requests if method == "GET"]
-        return [path.split("/")[-1] for path in paths if "some/slow/resolve" in path]
+    def is_asked_for_large() -> bool:
+        return any(how == "GET" and path.endswith("large.json") for how, path in hub.requests)
 
-    for has_small_files in (False, True):
-        hub.requests.clear()
-        process = start_tba("gsm8k", *settings)
-        wait_for(lambda: "large.json" in gets(), "the download of the large file")
-        time.sleep(4.0)
-        start = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=PATIENCE)
-        seconds = round(time.monotonic() - start, 1)
-        record_property("seconds from Ctrl-C to the end", seconds)
-        assert seconds < size / rate / 10 and process.returncode == 130
-        assert error.endswith("files that were fetched whole are kept\n")
-        assert ("config.json" in gets()) != has_small_files
-        assert not list(tmp_path.rglob("*.incomplete"))
+    wait_for(is_asked_for_large, "the download of the large file")
+    time.sleep(4.0)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=PATIENCE)
+    assert time.monotonic() - start < size / rate / 10 and process.returncode == 130
+    assert error.endswith("files that were fetched whole are kept\n")
+    assert list(tmp_path.rglob("config.json")) and not list(tmp_path.rglob("*.incomplete"))
 
 
 def remove_tokenizer(model: str) -> None:
@@ -359,9 +325,7 @@ def test_a_model_that_cannot_be_trained_is_one_line(settings, message, gsm8k_dat
         tokenizer.eos_token = None
         tokenizer.save_pretrained(model)
     capfd.readouterr()  # making the model
-    assert main(["gsm8k", *flags(data_dir=gsm8k_data, model=model), *SHORT]) == 2
-    out, err = capfd.readouterr()
-    assert out == "" and err.count("\n") == 1 and message in err, err
+    refused(["gsm8k", *flags(data_dir=gsm8k_data, model=model), *SHORT], message, capfd)
 
 
 def test_a_reward_model_may_have_the_tokenizer_of_another_but_no_code_of_its_own(tmp_path, capsys):
@@ -391,8 +355,6 @@ def test_a_classifier_that_is_published_without_label2id_is_read_by_its_id2label
     model = make(tmp_path, "RobertaForSequenceClassification", id2label=LABELS)
     change_config(model, label2id=None)
     prepare_classifier("--classifier", model, label="hate")
-    with pytest.raises(UserError, match="has no label 'toxic': it has nothate, hate"):
-        prepare_classifier("--classifier", model, label="toxic")
     classifier = Classifier(model)
     both = [classifier.probabilities(["some text"], label)[0] for label in LABELS.values()]
     assert sum(both) == pytest.approx(1.0)
@@ -410,47 +372,22 @@ def test_a_damaged_data_file_is_one_line(hub, repositories):
     assert "error: openai/gsm8k train could not be loaded from the hub" in result.stderr
 
 
-def test_only_the_columns_that_are_asked_for_are_kept(tmp_path, hub, repositories):
+def test_only_the_columns_that_are_asked_for_are_read(tmp_path, hub, repositories):
+    """Of TL;DR all columns took 8.5 GB: the others are gone before rows become Python's."""
     rows = tmp_path / "train.jsonl"
     rows.write_text(json.dumps({"query": "q", "reference_response": "r", "tokens": [1] * 999}))
     put_dataset(repositories, "some/wide", "default", [rows])
     result = python(
+        "import datasets",
         "from tasks.support.data import read_rows",
+        "datasets.Dataset.to_list = lambda rows: print(rows.column_names) or list(rows)",
         "columns, hub = ('query', 'reference_response'), ('some/wide', None, 'train')",
         "print([row for _, row in read_rows('', 'train', columns, hub)])",
     )
-    assert result.stdout == "[{'query': 'q', 'reference_response': 'r'}]\n", result.stderr
-
-
-@pytest.mark.runs
-def test_all_rows_of_tldr_take_little_memory_and_time(hub, repositories, record_property):
-    """As many as are published, with as many tokens: all columns took 8.5 GB and 17 s."""
-    data = repositories / "datasets" / "as_many" / "tldr"
-    data.mkdir(parents=True)
-    texts = {"query": "x" * 1500, "reference_response": "y" * 130}
-    tokens = {name: list(range(length)) for name, length in (("a", 512), ("b", 53), ("c", 565))}
-    rows = pyarrow.table({name: [value] * 1000 for name, value in (texts | tokens).items()})
-    many = pyarrow.concat_tables([rows] * 117).slice(0, 116_722)
-    pyarrow.parquet.write_table(many, data / "train-00000-of-00001.parquet", row_group_size=1000)
-    code = (
-        "import time, psutil",
-        "from tasks.support.data import read_rows",
-        "import datasets",
-        "begin, before = time.monotonic(), psutil.Process().memory_info().rss",
-        "columns, hub = ('query', 'reference_response'), ('as_many/tldr', None, 'train')",
-        "rows = read_rows('', 'train', columns, hub)",
-        "taken = psutil.Process().memory_info().rss - before",
-        "print(len(rows), time.monotonic() - begin, taken / 1e6)",
-    )
-    seconds = {}
-    for source in ("fetched", "from the cache"):
-        result = python(*code)
-        assert result.returncode == 0, result.stderr
-        count, seconds[source], megabytes = map(float, result.stdout.split())
-    record_property("seconds", seconds)
-    record_property("MB", round(megabytes))
-    assert count == 116_722 and megabytes < 1000
-    assert seconds["from the cache"] < seconds["fetched"]
+    assert result.returncode == 0, result.stderr
+    columns, row = result.stdout.splitlines()
+    assert columns == "['query', 'reference_response']"
+    assert row == "[{'query': 'q', 'reference_response': 'r'}]"
 
 
 def test_a_full_disk_is_said_to_be_full():

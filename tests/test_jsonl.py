@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import flags, read, tba
+from conftest import flags, steps_of, tba
 
 from config import UserError
 from tasks import load_task
@@ -40,22 +40,19 @@ def test_a_finished_response_is_right_if_its_answer_is_the_rows(
         count = len(responses)
         assert task.score([query] * count, responses, [True] * count) == [expected] * count
     assert task.score([query], right[:1], [False]) == [0.0], "it was cut off"
-    assert (task.score_timeout is not None) == (match in ("regex", "math")), "may take for ever"
+    assert bool(task.score_timeout) == (match in ("regex", "math")), "may take for ever"
 
 
 @pytest.mark.parametrize(
     "row, options, says",
     [
         ({"question": "q", "answer": 1}, {}, "it lacks ('prompt', 'answer') (--prompt_column"),
-        ({"prompt": "q", "solution": 1}, {}, "it lacks ('prompt', 'answer')"),
         ('["q", 1]', {}, "it lacks ('prompt', 'answer')"),
         ('{"prompt": "q"', {}, "is not JSON in UTF-8"),
         ({"prompt": "  ", "answer": 1}, {}, "'prompt' is empty, or neither a text nor messages"),
-        ({"prompt": 5, "answer": 1}, {}, "neither a text nor messages: {'prompt': 5"),
         ({"prompt": [{"role": "user"}], "answer": 1}, {}, "neither a text nor messages"),
         ({"prompt": "q", "answer": []}, {}, "'answer' is neither a text nor a number"),
         ({"prompt": "q", "answer": True}, {}, "'answer' is neither a text nor a number"),
-        ({"prompt": "q", "answer": " "}, {}, "--match exact: nothing to compare with in 'answer'"),
         ({"prompt": "q", "answer": "x"}, {"match": "number"}, "--match number: nothing to compare"),
         ({"prompt": "q", "answer": " "}, {"match": "regex"}, "--match regex: nothing to compare"),
         ({"prompt": "q", "answer": "("}, {"match": "regex"}, "missing ), unterminated subpattern"),
@@ -87,13 +84,11 @@ def test_a_file_that_cannot_be_used_is_named(count, options, says, tmp_path):
         load_task("jsonl", **options).queries("train")
 
 
-def test_a_share_of_the_rows_is_held_out_always_the_same_and_a_test_file_takes_its_place(tmp_path):
+def test_a_share_of_the_rows_is_held_out_and_a_test_file_takes_its_place(tmp_path):
     data = write(tmp_path / "rows.jsonl", *({"prompt": str(i), "answer": i} for i in range(30)))
     parts = [load_task("jsonl", data=data, test_share=0.2).queries(s) for s in ("train", "test")]
     train, test = ([query.prompt for query in part] for part in parts)
     assert len(test) == 6 and sorted(train + test, key=int) == [str(i) for i in range(30)]
-    again = load_task("jsonl", data=data, test_share=0.2).queries("test")
-    assert [query.prompt for query in again] == test
     other = write(tmp_path / "test.jsonl", {"prompt": "x", "answer": 1})
     task = load_task("jsonl", data=data, test_data=other, chat=True)
     assert [len(task.queries(split)) for split in ("train", "test")] == [30, 1]
@@ -108,18 +103,12 @@ def test_the_file_of_gsm8k_works_as_it_is(gsm8k_data):
 
 
 @pytest.mark.runs
-def test_ten_rows_are_trained_on_and_what_is_seen_before_the_first_step_is_said(
-    untied_model, tmp_path
-):
+def test_ten_rows_are_trained_on_and_the_first_prompt_is_shown(untied_model, tmp_path):
     data = write(tmp_path / "rows.jsonl", *({"prompt": f"{i}+1=", "answer": i} for i in range(10)))
-    run_dir = tmp_path / "run"
     short = flags(max_response_tokens=4, max_prompt_tokens=16, initial_responses=48)
     few = flags(steps=3, queries_per_batch=2, checkpoint_every=0)
-    where = flags(data=data, model=untied_model, output_dir=run_dir)
+    where = flags(data=data, model=untied_model, output_dir=tmp_path / "run")
     result = tba("jsonl", *short, *few, *where)
     assert result.returncode == 0, result.stderr
-    before, after = result.stdout.split("step 3/3")
-    assert "the first prompt, as the model reads it: '" in before
-    assert "all rewards equal in" in before and "cut off by --max_response_tokens" in before
-    assert "final accuracy" in after
-    assert read(run_dir, "metrics.jsonl")
+    assert "the first prompt, as the model reads it: '" in result.stdout
+    assert len(steps_of(tmp_path / "run")) == 3

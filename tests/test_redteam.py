@@ -1,17 +1,15 @@
-"""Red-teaming: the evaluation, the log-reward and its schedules, and a large buffer.
-
-The buffer has one query with 100,000 responses.
-"""
+"""Red-teaming: the evaluation, the log-reward and its schedules, and one query's large buffer."""
 
 import time
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from conftest import flags
-from test_buffer import many
+from test_buffer import filled, many
 from test_trainer import make_rows, make_trainer
 
-from buffer import TOKEN_ARRAYS, ReplayBuffer, by_reward
+from buffer import TOKEN_ARRAYS
 from runtime.command_line import build_config
 from tasks import load_task
 from tasks.redteam import cosine_distances, toxic
@@ -42,10 +40,7 @@ def test_half_of_the_groups_are_sampled_at_a_temperature_from_the_lowest_to_2(pr
     explore = drawn[drawn != 1.0]
     assert abs(len(explore) / 4000 - 0.5) < 0.03
     assert lowest <= min(explore) < lowest + 0.02 and 1.98 < max(explore) <= 2.0
-    counts, _ = np.histogram(explore, bins=10, range=(lowest, 2.0))
-    expected = len(explore) / 10
-    # Chi-square with 9 degrees of freedom, p = 0.001.
-    assert ((counts - expected) ** 2 / expected).sum() < 27.9
+    assert np.median(explore) == pytest.approx((lowest + 2.0) / 2, abs=0.1), "uniformly"
     assert set(temperatures(exploration=0)) == {1.0}
 
 
@@ -53,33 +48,21 @@ def test_the_learner_scales_reference_and_beta_by_the_schedules(untied_model, tm
     tau = dict(reward_temperature=2.0, reward_temperature_steps=4)
     gamma = dict(reference_temperature=1.2, reference_temperature_steps=10)
     learner = make_trainer(untied_model, tmp_path / "run", beta=0.05, **tau, **gamma).learner
-    seen = []
-    loss_inputs = learner.loss_inputs
-
-    def watched(rows, *scales):
-        seen.append(loss_inputs(rows, *scales))
-        return seen[-1]
-
-    learner.loss_inputs = watched
     learner.step = 2  # tau 1.5, gamma 1.04
     rows = make_rows(queries=1, per_query=3)
-    learner.update(rows)
-    assert seen[0].beta == pytest.approx(0.05 * 1.5)
-    scaled = seen[0].ref_logprobs[0, : len(rows[0].tokens)].numpy()
+    with patch.object(learner, "loss_inputs", wraps=learner.loss_inputs) as asked:
+        learner.update(rows)
+    inputs = learner.loss_inputs(*asked.call_args.args)
+    assert inputs.beta == pytest.approx(0.05 * 1.5)
+    scaled = inputs.ref_logprobs[0, : len(rows[0].tokens)].numpy()
     assert scaled == pytest.approx(rows[0].ref_logprobs / (1.04 * 1.5), rel=1e-5)
 
 
-def test_a_buffer_with_100000_responses_to_one_query_is_as_fast_as_a_small_one_and_numpys_draw(
-    record_property,
-):
-    large, small = (
-        ReplayBuffer(capacity_per_query=capacity, rule=by_reward(1.0), seed=0)
-        for capacity in (100_000, 1_000)
-    )
+def test_a_buffer_with_100000_responses_to_one_query_is_as_fast_as_a_small_one_and_numpys_draw():
+    large, small = (filled(capacity=size, inverse_temperature=1.0) for size in (100_000, 1_000))
     for stamp in range(900):
         large.add([many(0, stamp, 128)], step=stamp)
     assert large.responses == 100_000
-    assert len(large.sample(1, 128, 0.0)) == 128, "replay only: the draw by reward"
     rng, weights = np.random.default_rng(0), np.full(100_000, 1e-5)
 
     def seconds(call, *arguments, **settings) -> float:
@@ -93,8 +76,7 @@ def test_a_buffer_with_100000_responses_to_one_query_is_as_fast_as_a_small_one_a
         adds = [seconds(buffer.add, group, step=stamp) for buffer in (large, small)]
         draw = seconds(large.sample, 1, 128, 0.0)
         taken.append([*adds, draw, seconds(rng.choice, 100_000, size=128, p=weights)])
-    added, added_small, drawn, drawn_by_numpy = figures = np.median(taken, axis=0)
-    record_property("ms: add 128, to a small buffer, draw 128, numpy's draw", 1e3 * figures)
+    added, added_small, drawn, drawn_by_numpy = np.median(taken, axis=0)
     assert added < 3 * added_small and drawn < 10 * drawn_by_numpy
 
 
