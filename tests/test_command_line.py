@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from conftest import ROOT, flags, read, tba
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runtime.nodes
 from config import Config
@@ -42,7 +42,9 @@ def own(*settings: str, decorator: str = "@dataclass", source: str = OWN) -> str
 
 def refused(arguments: list, expected: str, capfd) -> None:
     """Run main() in this process: a new one takes seconds for its imports. …: any words."""
-    assert main([str(argument) for argument in arguments]) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # no model is loaded
+        assert main([str(argument) for argument in arguments]) == 2
     out, err = capfd.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1, err
     assert re.search(".*".join(map(re.escape, expected.split("…"))), err), err

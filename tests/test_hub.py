@@ -216,9 +216,10 @@ def test_of_a_repositorys_files_those_are_needed_that_transformers_reads():
     safe, torch_ = ["model.safetensors"], ["pytorch_model.bin"]
     # One published reward model has a stray shard beside a complete set.
     shards = [f"pytorch_model{part}" for part in ("-1-of-2.bin", "-2-of-2.bin", ".bin.index.json")]
-    others = "training_args.bin optimizer.pt rust_model.ot 64.tflite README.md onnx/model.onnx"
+    others = "optimizer.pt rust_model.ot 64.tflite README.md onnx/model.onnx"
     others += " checkpoint-500/model.safetensors checkpoint-500/optimizer.pt"
-    for weights, left in (safe, torch_), (torch_, []), (shards, [STRAY]), (safe, others.split()):
+    kinds = [(safe, torch_), (torch_, ["training_args.bin"]), (shards, [STRAY])]
+    for weights, left in [*kinds, (safe, others.split())]:
         assert needed_files(tokenizer + weights + left, weights=True) == tokenizer + weights
     assert needed_files(tokenizer + safe + torch_, weights=False) == tokenizer
 
