@@ -66,11 +66,12 @@ def seconds_without_mutant(file: str) -> float:
     return time.monotonic() - start
 
 
-def try_one(mutation: MutationSpec, file: str, seconds: float) -> tuple[str, str]:
-    """Run the tests on a mutant.
+def try_one(mutant: tuple[MutationSpec, str, float]) -> tuple[str, str]:
+    """Run the tests on a mutant of a file, for so many seconds.
 
     Returns "caught", "survived", "timeout" or "not tried", and what differs, or why.
     """
+    mutation, file, seconds = mutant
     result = mutate_and_test([mutation], shlex.join(command_for(file)), seconds)
     if result.worker_outcome != WorkerOutcome.NORMAL or result.test_outcome == "incompetent":
         return "not tried", f"@ {mutation}: {result.output}"
@@ -79,7 +80,8 @@ def try_one(mutation: MutationSpec, file: str, seconds: float) -> tuple[str, str
 
 
 def in_a_copy(parent: str) -> None:
-    """Give this process a copy of the project, in that directory, to work in."""
+    """Give this process a copy of the project, in that directory, to work in, and one thread."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # with a thread for each core, two would slow each other
     directory = Path(parent, str(os.getpid()))
     command = "git ls-files --cached --others --exclude-standard".split()
     names = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
@@ -99,14 +101,14 @@ def main() -> None:
     ):
         usual = dict(zip(TESTS, pool.map(seconds_without_mutant, TESTS, chunksize=1)))
         tried = [(mutation, file, PATIENCE * usual[file]) for mutation, file in mutants]
-        found = pool.starmap(try_one, tried, chunksize=1)
-    for file in TESTS:
-        own = [result for (_, of), result in zip(mutants, found) if of == file]
-        counts = Counter(outcome for outcome, _ in own)
-        print(f"{file}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")
-        for outcome, diff in own:
+        counts: dict[str, Counter] = defaultdict(Counter)
+        for (_, file), (outcome, diff) in zip(mutants, pool.imap(try_one, tried)):
+            counts[file][outcome] += 1
             if outcome != "caught":
-                print("\n".join([outcome, *(x for x in diff.splitlines() if x[:1] in "+-@")]))
+                shown = [line for line in diff.splitlines() if line[:1] in "+-@"]
+                print("\n".join([outcome, *shown]), flush=True)
+    for file, of_file in counts.items():
+        print(f"{file}: {', '.join(f'{count} {outcome}' for outcome, count in of_file.items())}")
     print(f"{time.monotonic() - start:.0f} s")
 
 
