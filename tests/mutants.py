@@ -1,6 +1,6 @@
 """Which mutants of the core do the tests catch?
 
-    make mutants        # 40 mutants of each of six files, the same every time: half an hour or more
+    make mutants        # 40 mutants of each of six files, the same every time: half an hour
 
 cosmic-ray makes them: a number, an operator, a comparison, a condition or a loop is changed. Each
 is tried in a copy of the project, with the tests of its file. Prints how many were caught, by file,
@@ -31,7 +31,7 @@ TESTS = {
     "buffer.py": "buffer",
     "weights.py": "weights",
     "learner.py": "trainer low_memory lora checkpoint dtype",
-    "models/logprobs.py": "policy low_memory trainer",
+    "models/logprobs.py": "policy low_memory trainer dtype",
 }
 SAMPLE = 40  # mutants of a file
 PATIENCE = 2.0  # a mutant's tests may take so many times as long as without it: some make them hang

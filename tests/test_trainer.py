@@ -13,6 +13,7 @@ from conftest import make_group
 from buffer import Group, Row
 from config import Config
 from learner import Learner
+from loss import trajectory_balance
 from models.logprobs import micro_batches, response_logprobs
 from models.policy import weight_shapes
 from models.schedules import beta_at, lr_schedule
@@ -72,7 +73,7 @@ def gradient(learner: Learner, rows: list[Row]) -> torch.Tensor:
     return torch.cat(gradients)
 
 
-def test_the_gradient_does_not_depend_on_the_micro_batch(make):
+def test_gradient_and_metrics_do_not_depend_on_the_micro_batch(make):
     rows = make_rows(queries=4, per_query=3)
     gradients, sizes = [], []
     for tokens in (0, 160, 1000):
@@ -81,13 +82,18 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(make):
         parts = micro_batches(rows, 3, learner.config.micro_batch, tokens_per_pass=1024)
         sizes.append([len(part) for part in parts])
         gradients.append(gradient(learner, rows))
+        with torch.no_grad():
+            loss, metrics = trajectory_balance(learner.loss_inputs(rows, beta=1.0))
+        expected = {name: float(value) for name, value in {"loss": loss, **metrics}.items()}
+        found = learner.accumulate(rows)
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert sizes == [[3] * 4, [3, 6, 3], [12]], "whole queries, as many as fit"
     tolerance = 1e-6 * float(gradients[0].abs().max())
     torch.testing.assert_close(gradients, gradients[:1] * 3, rtol=0, atol=tolerance)
 
 
 def test_padded_fields_hold_each_row_to_its_end_of_sequence_token_that_is_also_padding(make):
-    learner, rows = make().learner, make_rows(2, 3)
+    learner, rows = make(max_response_tokens=100).learner, make_rows(2, 3)
     eos = rows[0].tokens[-1] = learner.policy.config.eos_token_id
     assert eos == learner.policy.config.pad_token_id
     inputs = learner.loss_inputs(rows, beta=0.5)
@@ -99,6 +105,7 @@ def test_padded_fields_hold_each_row_to_its_end_of_sequence_token_that_is_also_p
         np.testing.assert_array_equal(inputs.behavior_logprobs[i, :length], row.behavior_logprobs)
     assert inputs.rewards.tolist() == [row.reward for row in rows]
     assert (inputs.group_size, inputs.beta) == (3, 0.5)
+    assert inputs.max_response_length == learner.config.max_response_tokens
 
 
 def test_rows_that_an_earlier_reference_scored_are_scored_anew_when_they_are_drawn(make):
@@ -201,6 +208,16 @@ def test_learning_rate_schedules(kind, settings, expected):
         optimizer.step()
         schedule.step()
     assert {step: round(rates[step], 6) for step in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_learner_that_takes_over_a_state_goes_on_with_the_learning_rate_of_that_step(make):
+    rows = make_rows(2, 3)
+    one, other = (make(warmup_steps=10).learner for _ in range(2))
+    for _ in range(3):
+        one.update(rows)
+    other.load_state(dict(one.state()))
+    metrics = [learner.update(rows) for learner in (one, other)]
+    assert metrics[0] == metrics[1] and metrics[0]["learning_rate"] > 0
 
 
 def test_the_progress_line_shows_the_figures_that_an_objective_has(tmp_path, capsys):
