@@ -1,7 +1,6 @@
 """What the benchmarks share: results, tables, figures of a run, texts and models.
 
-To import this file puts the project's root on sys.path, so scripts import it before the project's
-modules. tokenizers and transformers are imported in the functions that use them.
+To import this file puts the project's root on sys.path: import it before the project's modules.
 """
 
 import argparse

@@ -326,8 +326,7 @@ def scaling(quick: bool) -> None:
 
 def main() -> None:
     options = arguments(__doc__, ("--scaling", False))
-    measured = scaling if options.scaling else overlap
-    measured(options.quick)
+    (scaling if options.scaling else overlap)(options.quick)
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def compete(
         slots.publish(step, learner.weights())
         results.put((stepped - begin, time.perf_counter() - stepped))
         turns[1 - mine].release()
-    turns[mine].acquire()  # until it is killed: its end would take from the other's last step
+    turns[mine].acquire()  # the end of this process would slow the other's last step
 
 
 def start(config: Config, turns: list, results: torch.multiprocessing.Queue, run_dir: str) -> list:
@@ -262,8 +262,10 @@ def compare_processes(hidden: int, layers: int, directory: str) -> dict[str, str
     started = start(one, turns, queues[0], directory)
     started += start(replace(one, trainer_processes=2), turns, queues[1], directory)
     try:
+        deadline = time.monotonic() + TIMEOUT
         while min(queue.qsize() for queue in queues) < STEPS:
             time.sleep(0.5)
+            assert time.monotonic() < deadline, f"not done after {TIMEOUT:.0f} s"
             if dead := [process.name for process in started if process.exitcode]:
                 sys.exit(children.log_tail(directory, dead[0]))
         found = [[queue.get() for _ in range(STEPS)] for queue in queues]

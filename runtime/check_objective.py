@@ -1,4 +1,4 @@
-"""An objective is tried on an example before a model is loaded."""
+"""Try an objective on an example, before a model is loaded."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ def check_objective(config: Config) -> None:
     """Try the objective on two groups of responses of three tokens. Raises UserError."""
     name, objective, inputs = f"--loss {config.loss}", find_objective(config.loss), example(config)
     try:
-        loss, metrics = step(objective, inputs)
+        loss, metrics = step(name, objective, inputs)
+    except UserError:
+        raise
     except Exception as error:
         problem = f"it fails on an example: {type(error).__name__}: {first_line(error)}"
         raise UserError(f"{name}: {problem}") from error
@@ -33,6 +35,7 @@ def check_objective(config: Config) -> None:
 
 
 def example(config: Config) -> LossInputs:
+    """Make two groups of responses of three tokens."""
     rows, length = 2 * config.responses_per_query, 3
     return LossInputs(
         logprobs=torch.full((rows, length), -1.0, requires_grad=True),
@@ -48,11 +51,11 @@ def example(config: Config) -> LossInputs:
     )
 
 
-def step(objective: Objective, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def step(name: str, objective: Objective, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Go forward and, from a loss that has a gradient, backward. Returns loss and metrics."""
     found = objective(inputs)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        raise TypeError("it must return a loss and a dict of metrics")
+        raise UserError(f"{name}: it must return a loss and a dict of metrics")
     loss = torch.as_tensor(found[0])
     metrics = {metric: torch.as_tensor(value) for metric, value in found[1].items()}
     if loss.requires_grad and not loss.shape:

@@ -34,7 +34,7 @@ TESTS = {
     "models/logprobs.py": "policy low_memory trainer dtype",
 }
 SAMPLE = 40  # mutants of a file
-PATIENCE = 2.0  # a mutant's tests may take so many times as long as without it: some make them hang
+PATIENCE = 2.0  # time limit of a mutant's tests, of their usual time: some make them hang
 
 
 def sample(file: str) -> list[MutationSpec]:

@@ -13,6 +13,9 @@ from conftest import byte_tokenizer
 from transformers import AutoModelForCausalLM
 
 from buffer import Row
+from config import Config
+from models.logprobs import response_logprobs
+from models.policy import load_policy
 
 
 def test_the_counting_model_ends_as_often_as_the_lengths_say(tmp_path):
@@ -27,6 +30,17 @@ def test_the_counting_model_ends_as_often_as_the_lengths_say(tmp_path):
     np.testing.assert_allclose(ends, [0, 2 / 4, 1 / 2, 0, 1], atol=1e-4)
     continues = [probabilities[i, numbers[i]].item() for i in range(4)]
     np.testing.assert_allclose(continues, [1, 1 / 2, 1 / 2, 1], atol=1e-4)
+
+
+def test_the_variants_that_are_compared_give_the_same_log_probabilities(tied_model):
+    model = load_policy(Config(model=str(tied_model)), torch.device("cpu"))
+    ids, sizes = np.arange(30), ((4, 9, 4), (3, 7, 1))  # of prompts, of responses
+    rows = [[ids[n : 2 * n] for n in part] for part in sizes]
+    with torch.no_grad():
+        ours = response_logprobs(model, *rows, 0.7)
+        for variant in (trainer_step.trimmed, trainer_step.padded):
+            found = variant(model, *rows, 0.7, torch.float32)[:, :7]
+            torch.testing.assert_close(found, ours, atol=2e-5, rtol=0)
 
 
 def test_the_floor_counts_each_prompt_once_and_no_padding():

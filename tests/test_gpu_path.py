@@ -46,7 +46,9 @@ def test_gpus_that_are_counted_and_cannot_be_used_are_refused_in_one_line(gpus):
 def test_each_process_gets_its_part_of_the_cores(gpus, monkeypatch):
     gpus(4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    for number, place in enumerate(find_places(Config())):
+    places = find_places(Config())
+    assert len(places) == 4
+    for number, place in enumerate(places):
         found = children.environment(place)
         assert found["CUDA_VISIBLE_DEVICES"] == place.gpu == str(number)
         assert found["OMP_NUM_THREADS"] == found["MKL_NUM_THREADS"] == "16"

@@ -197,6 +197,12 @@ def test_a_run_that_left_nothing_but_its_settings_has_a_report(tmp_path):
     assert "0 of 1000 steps; not finished" in text and "samples.jsonl has none" in text
 
 
+def test_of_a_long_chat_the_last_messages_are_shown(run_dir):
+    chat = [{"role": "user", "content": f"<b>{i}</b>"} for i in range(7)]
+    text = report_of(run_dir(sample(prompt=chat))).text
+    assert "The last 5 of 7 messages" in text and "<b>6</b>" in text and "<b>1</b>" not in text
+
+
 MALFORMED = r"""
 [3]
 null

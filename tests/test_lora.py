@@ -163,6 +163,7 @@ def test_a_run_with_adapters_learns_and_samples_from_what_it_has_learnt(tmp_path
     run_dir = tmp_path / "run"
     result = tba("arithmetic", *flags(steps=300, lora_rank=8, output_dir=run_dir))
     assert result.returncode == 0, result.stderr
+    assert "LoRA of rank 8: 0.02 M parameters are trained" in result.stdout
     lines = read(run_dir, "metrics.jsonl")
     base = next(line["accuracy"] for line in lines if "accuracy" in line)
     assert lines[-1]["final_accuracy"] > base + 0.2

@@ -22,7 +22,7 @@ from tasks import find_presets, load_task, redteam, tldr
 
 
 def says(source: str, **values) -> dict:
-    """Return these values of settings; the source stands beside them for who reads the table."""
+    """Return these values of settings; the source stands beside them for the reader."""
     return values
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
-from conftest import PATIENCE, flags, steps_of, tba
+from conftest import PATIENCE, flags, read, steps_of, tba
 from safetensors.torch import load_file, save_file
 from test_trainer import make_rows
 from transformers import AutoModelForCausalLM
@@ -349,3 +349,14 @@ def test_a_run_in_lockstep_with_two_processes_has_the_losses_of_one(mode, tmp_pa
     saved = [AutoModelForCausalLM.from_pretrained(tmp_path / str(n) / "model") for n in (1, 2)]
     for one, two in zip(*(model.parameters() for model in saved)):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-3)
+
+
+@pytest.mark.faults
+@pytest.mark.long
+def test_an_asynchronous_run_with_two_processes_reaches_095_and_its_weights_arrive(tmp_path):
+    run_dir = tmp_path / "run"
+    done = tba("arithmetic", *flags(steps=300, trainer_processes=2, output_dir=run_dir))
+    assert done.returncode == 0, done.stderr
+    assert read(run_dir, "metrics.jsonl")[-1]["final_accuracy"] >= 0.95
+    mismatches = [line["mismatch"] for line in steps_of(run_dir) if "mismatch" in line]
+    assert 0 < max(mismatches) < 1e-4, "as with one process, in fp32"

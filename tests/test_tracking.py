@@ -147,6 +147,21 @@ def go_on(run_dir: Path) -> None:
     append(run_dir, *(step_line(step, loss=7.0) for step in (5, 6, 7)), evaluation(4, 0.75))
 
 
+METRICS = dict(
+    reward="reward reward_of_level_4",
+    loss="grad_norm my_objectives_own",
+    staleness="ess_tokens node_3_staleness staleness_90",
+    speed="received node_3_tokens_per_second node_12_silence",
+    policy="kl",
+)
+
+
+def test_each_metric_has_a_group_a_new_one_too():
+    for group, metrics in METRICS.items():
+        for metric in metrics.split():
+            assert grouped({"step": 1, metric: 3.0}) == {f"{group}/{metric}": 3.0}
+
+
 @needs["tensorboard"]
 @pytest.mark.filterwarnings("ignore:html5lib")
 def test_tensorboard_shows_configuration_and_samples_as_they_are(tmp_path):
@@ -179,6 +194,7 @@ def test_wandb_keeps_all_but_the_command_line_and_a_resumed_run_is_another_one_o
     figures = {"loss/loss": 0.25, "reward/reward": 0.5, "staleness/node_1_staleness": 2.0}
     assert rows[4] == {"trainer_step": 4, **figures}
     run, (end,) = wandb_records(file, "run")[0], wandb_records(file, "exit")
+    assert (run.project, run.display_name) == ("tba", "a-run")
     assert end.exit_code == 130, "shown as failed"
     config = {item.key: item.value_json for item in run.config.update}
     assert json.loads(config["options"]) == {"data_dir": CODE}

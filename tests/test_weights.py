@@ -1,4 +1,4 @@
-"""SharedWeights: no torn read, no waiting writer, no starved reader, though one is killed."""
+"""SharedWeights: no torn read, no waiting writer, no starved reader, even if one is killed."""
 
 import contextlib
 import signal
