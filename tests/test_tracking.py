@@ -159,7 +159,8 @@ METRICS = dict(
 def test_each_metric_has_a_group_a_new_one_too():
     for group, metrics in METRICS.items():
         for metric in metrics.split():
-            assert grouped({"step": 1, metric: 3.0}) == {f"{group}/{metric}": 3.0}
+            figures = grouped({"step": 1, "loss": 2.0, metric: 3.0})
+            assert figures == {"loss/loss": 2.0, f"{group}/{metric}": 3.0}
 
 
 @needs["tensorboard"]
