@@ -38,6 +38,7 @@ ON_GPU = any(package.name == "vllm" for package in importlib.metadata.distributi
 # What a searcher finds in its environment, before a test imports vLLM.
 GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if ON_GPU else None
 os.environ.update(children.environment(Place("tests", GPU, [0])))
+torch.set_num_threads(1)  # it is imported already, and did not find this
 # Progress bars push what matters out of a CI's record. Of this process alone: a run has them.
 transformers.utils.logging.disable_progress_bar()
 

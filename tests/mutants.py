@@ -80,8 +80,7 @@ def try_one(mutant: tuple[MutationSpec, str, float]) -> tuple[str, str]:
 
 
 def in_a_copy(parent: str) -> None:
-    """Give this process a copy of the project, in that directory, to work in, and one thread."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # with a thread for each core, two would slow each other
+    """Give this process a copy of the project, in that directory, to work in."""
     directory = Path(parent, str(os.getpid()))
     command = "git ls-files --cached --others --exclude-standard".split()
     names = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()

@@ -122,10 +122,7 @@ class Problem:
 
 @pytest.fixture(scope="module")
 def problem():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Problem()
-    torch.set_num_threads(threads)
+    return Problem()
 
 
 def test_the_problem_is_what_it_claims_to_be(problem):

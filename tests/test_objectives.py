@@ -23,8 +23,6 @@ from torch.testing import assert_close
 from loss import LossInputs
 from objectives import LOSSES, WITHOUT_REFERENCE
 
-torch.set_num_threads(1)
-
 K = 4
 BETA = 0.3
 # The constant that some objectives divide by, not the width of any tensor here.

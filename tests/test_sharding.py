@@ -77,7 +77,6 @@ class Laboratory:
 
 def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connection) -> None:
     faulthandler.enable()
-    torch.set_num_threads(1)
     if ranks.rank:
         return ranks.follow(Laboratory(ranks), beat=lambda: None)
     try:

@@ -211,7 +211,6 @@ def read_to_the_last(
     read: the method. Of the reference a version is read once: its writer waits for who reads.
     Sends (reader, versions seen, versions torn).
     """
-    torch.set_num_threads(1)
     seen, torn = [], []
     while not seen or seen[-1] < VERSIONS:
         if read == "read_reference" and weights.reference_version in (*seen[-1:], WRITING):
@@ -311,7 +310,6 @@ ENOUGH, ROUND_SECONDS = 1_000, 20  # fewer rounds where the machine is busy
 
 def meet(side: int, words: torch.Tensor, arrived: torch.Tensor, saw: torch.Tensor, results) -> None:
     """A process: in each round, store the own word, then load the other's, as the protocols do."""
-    torch.set_num_threads(1)
     other, missed, deadline = 1 - side, 0, time.monotonic() + ROUND_SECONDS
     for i in range(1, ROUNDS + 1):
         if side == 0 and i > ENOUGH and time.monotonic() > deadline:
