@@ -87,12 +87,13 @@ def test_a_reader_that_was_overtaken_before_its_pin_was_set_looks_again(weights)
 
 
 def test_a_version_that_a_reader_keeps_stays_whole_until_it_is_unpinned(weights):
+    assert not weights.held()
     weights.publish(0, tensors_of(0))
     with weights.read(0, keep=True):
         pass
     for version in range(1, 10):
         assert weights.publish(version, tensors_of(version)), "the writer does not wait for it"
-        assert is_whole(0, weights.held()[0])
+        assert all(is_whole(of, weights.held()[of]) for of in (0, version))
     weights.unpin(0)
     for version in (10, 11):
         weights.publish(version, tensors_of(version))
