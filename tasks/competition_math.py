@@ -17,7 +17,10 @@ PROMPT = (
     "for example \\boxed12 or \\boxed51."
 )
 LONGEST_ANSWER = 1000  # characters in a box; what is longer is no answer, and takes long to parse
+PRECISION = 300  # digits to which Math-Verify compares what is exact
 SECONDS = 1  # that Math-Verify may take to parse or compare one answer
+# Percent signs, spaces before three digits, a full stop.
+UNREAD = re.compile(r"\\?%|\bpercent\b|~|(?<!\^\d)(?<=\d)\\[,;:! ](?=\d{3}(?!\d))|\.\s*$")
 BASE = re.compile(r"\d[A-F]*_\{?(\d+)")  # Math-Verify reads 11_2 as 11
 # What Math-Verify computes or cuts off while it parses, and what takes long: towers, deep braces.
 UNSEEN = re.compile(
@@ -141,12 +144,13 @@ def is_correct(response: str, gold: str) -> bool:
     Of Math-Verify's extractors it uses the one for LaTeX, which runs nothing that it reads.
     """
     from math_verify import LatexExtractionConfig, parse, verify  # slow: only where it scores
+    from sympy import Float
 
     answer = last_boxed(response)
     if answer is None:
         return False
     # Without percent signs, as the first grader of MATH has it: 5\% is 5, not 0.05.
-    texts = [re.sub(r"\\?%|\bpercent\b|~|\.\s*$", "", text) for text in (gold, answer)]
+    texts = [UNREAD.sub("", text) for text in (gold, answer)]
     plain_gold, plain = ("".join(text.split()) for text in texts)
     if plain == plain_gold:
         return True
@@ -164,7 +168,10 @@ def is_correct(response: str, gold: str) -> bool:
     ]
     if not all(parsed) or not is_computed(parsed[1][0], parsed[0][0]):
         return False
-    return verify(*parsed, timeout_seconds=SECONDS)
+    # 1.1^n is a float of 15 digits; without one, 15 digits would make 1/2^99 equal to 1/2^98.
+    has_float = any(side[0].has(Float) for side in parsed)
+    digits = 15 if has_float else PRECISION
+    return verify(*parsed, timeout_seconds=SECONDS, numeric_precision=digits)
 
 
 def is_computed(answer, gold) -> bool:
