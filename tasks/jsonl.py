@@ -4,20 +4,25 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
 
 from config import UserError
-from tasks import Query, Task, is_chat
+from tasks import Messages, Query, Task, is_chat
 from tasks.competition_math import is_correct, last_boxed
-from tasks.gsm8k import last_number
 from tasks.support.data import read_jsonl
+from tasks.support.numbers import last_number, read_number
 
 # How to read a row's answer, and whether a response matches it.
 MATCHES = {
     "exact": (str.strip, lambda response, gold: response.strip() == gold),
-    "number": (last_number, lambda response, gold: last_number(response) == gold),
+    "number": (
+        # Behind "####", as GSM8K has it, where that is there.
+        lambda answer: read_number(last_boxed(answer) or answer.rpartition("####")[2]),
+        lambda response, gold: last_number(response) == gold,
+    ),
     "regex": (re.compile, lambda response, gold: gold.search(response) is not None),
     "math": (lambda answer: last_boxed(answer) or answer.strip(), is_correct),
 }
@@ -40,12 +45,17 @@ class JsonLines(Task):
     chat: bool = False
     """Put prompts that are texts through the model's chat template, as a user's message."""
     match: Literal["exact", "number", "regex", "math"] = "exact"
-    """exact: the response is the answer. number: its last number is the answer's last. regex: the
-    answer is an expression that is found in it. math: its last \\boxed{} equals the answer, or the
+    """exact: the response is the answer. number: its last number is the answer. regex: the answer
+    is an expression that is found in it. math: its last \\boxed{} equals the answer, or the
     answer's own, also by symbolic equivalence."""
+
+    held_out: Literal["by_prompt", "by_place"] = "by_prompt"
+    """How that share is chosen. by_prompt: a row keeps its side when others are added. by_place:
+    as in runs before 2026-11-27, also to evaluate their models."""
 
     metric = "accuracy"
     late_score = 0.0
+    earlier_options = {"held_out": "by_place"}
 
     def __post_init__(self):
         # A regular expression or symbolic algebra may take forever.
@@ -60,8 +70,14 @@ class JsonLines(Task):
         if not 0 < self.test_share < 1 or len(queries) < 2:
             rows = f"--test_share {self.test_share} of {len(queries)} rows"
             raise UserError(f"{rows} leaves nothing to train or to test on: or give --test_data")
-        order = np.random.default_rng(0).permutation(len(queries))
         count = min(max(1, round(self.test_share * len(queries))), len(queries) - 1)
+        if self.held_out == "by_place":
+            order = np.random.default_rng(0).permutation(len(queries))
+        else:  # each prompt has a number in [0, 1): those below the share, but one at least
+            hashes = [blake2b(text_of(query.prompt).encode()).digest()[:8] for query in queries]
+            numbers = np.array([int.from_bytes(of) / 2**64 for of in hashes])
+            order = np.argsort(numbers, kind="stable")
+            count = min(max(1, int((numbers < self.test_share).sum())), len(queries) - 1)
         return [queries[i] for i in (order[:count] if split == "test" else order[count:])]
 
     def read(self, file: str) -> list[Query]:
@@ -69,6 +85,8 @@ class JsonLines(Task):
         for place, row in read_jsonl(file):
             names = self.prompt_column, self.answer_column
             prompt, answer = map(row.get, names) if isinstance(row, dict) else (None, None)
+            if isinstance(prompt, list):  # the library datasets fills up messages with null
+                prompt = list(map(without_null, prompt))
             if self.chat and isinstance(prompt, str):
                 prompt = [{"role": "user", "content": prompt}]
             try:
@@ -82,7 +100,8 @@ class JsonLines(Task):
                     answer = format(Decimal(str(answer)), "f")  # 1e-7 has no 7
                 gold = MATCHES[self.match][0](answer) if answer.strip() else None
                 if gold is None:
-                    raise ValueError(f"nothing to compare with in {names[1]!r}")
+                    kind = "is not one number" if self.match == "number" else "is nothing to match"
+                    raise ValueError(f"{names[1]!r} {kind}")
             except (ValueError, OverflowError, RecursionError, re.error) as error:
                 raise UserError(f"{place}, --match {self.match}: {error}: {row!r:.80}") from error
             queries.append(Query(len(queries), prompt, gold))
@@ -103,5 +122,16 @@ class JsonLines(Task):
     def extract(self, response: str) -> str | None:
         if self.match == "number":
             number = last_number(response)
-            return None if number is None else str(number)
+            return None if number is None else str(Decimal(number.numerator) / number.denominator)
         return last_boxed(response) if self.match == "math" else None
+
+
+def without_null(message: object) -> object:
+    """Leave out of a message what is null in it."""
+    is_dict = isinstance(message, dict)
+    return {k: v for k, v in message.items() if v is not None} if is_dict else message
+
+
+def text_of(prompt: str | Messages) -> str:
+    """Return the text of a prompt, in a chat or not."""
+    return prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)

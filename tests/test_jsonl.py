@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from conftest import flags, steps_of, tba
 
@@ -22,7 +23,8 @@ def write(file, *rows) -> str:
         ("exact", " Paris ", ["Paris", " Paris\n"], ["paris", "Paris.", "It is Paris", ""]),
         ("exact", 7, ["7"], ["7.0", "17"]),
         ("number", "so 3 + 4 #### 1,007", ["it is $1007.", "1,007"], ["1007 or 8", "none"]),
-        ("number", -0.5, ["-.5", "1 - -0.50"], ["0.5"]),
+        ("number", -0.5, ["-.5", "1 - -0.50", r"-\frac{1}{2}", "–1/2"], ["0.5"]),
+        ("number", "3/4", ["0.75", "75e-2"], ["3", "4"]),
         ("number", 1e-7, ["0.0000001"], ["7"]),
         ("regex", r"\b(yes|yep)\b", ["well, yes!", "a\nyep"], ["yesterday", "no"]),
         ("math", r"\frac{1}{2}", [r"\boxed{0.5}", r"\boxed{\frac12}"], ["0.5", r"\boxed{2}"]),
@@ -53,8 +55,26 @@ def test_a_finished_response_is_right_if_its_answer_is_the_rows(
         ({"prompt": [{"role": "user"}], "answer": 1}, {}, "neither a text nor messages"),
         ({"prompt": "q", "answer": []}, {}, "'answer' is neither a text nor a number"),
         ({"prompt": "q", "answer": True}, {}, "'answer' is neither a text nor a number"),
-        ({"prompt": "q", "answer": "x"}, {"match": "number"}, "--match number: nothing to compare"),
-        ({"prompt": "q", "answer": " "}, {"match": "regex"}, "--match regex: nothing to compare"),
+        (
+            {"prompt": "q", "answer": "x"},
+            {"match": "number"},
+            "--match number: 'answer' is not one number",
+        ),
+        (
+            {"prompt": "q", "answer": "12 m^2"},
+            {"match": "number"},
+            "'answer' is not one number",
+        ),
+        (
+            {"prompt": "q", "answer": "3 to 5"},
+            {"match": "number"},
+            "'answer' is not one number",
+        ),
+        (
+            {"prompt": "q", "answer": " "},
+            {"match": "regex"},
+            "--match regex: 'answer' is nothing to match",
+        ),
         ({"prompt": "q", "answer": "("}, {"match": "regex"}, "missing ), unterminated subpattern"),
         ({"prompt": "q", "answer": "a{99999999999}"}, {"match": "regex"}, "repetition number"),
     ],
@@ -64,6 +84,13 @@ def test_a_bad_row_is_named_by_its_line(row, options, says, tmp_path):
     with pytest.raises(UserError) as error:
         load_task("jsonl", data=data, **options).queries("train")
     assert "rows.jsonl line 3" in str(error.value) and says in str(error.value)
+
+
+def test_a_byte_order_mark_and_nulls_beside_a_message_are_no_fault(tmp_path):
+    message = {"role": "user", "content": "1+1?", "tool_calls": None, "name": None}
+    data = write(tmp_path / "rows.jsonl", *[{"prompt": [message], "answer": "2"}] * 2)
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "rows.jsonl").read_bytes())
+    assert load_task("jsonl", data=data).queries("train")[0].prompt == CHAT
 
 
 @pytest.mark.parametrize(
@@ -88,10 +115,19 @@ def test_a_share_of_the_rows_is_held_out_and_a_test_file_takes_its_place(tmp_pat
     data = write(tmp_path / "rows.jsonl", *({"prompt": str(i), "answer": i} for i in range(30)))
     parts = [load_task("jsonl", data=data, test_share=0.2).queries(s) for s in ("train", "test")]
     train, test = ([query.prompt for query in part] for part in parts)
-    assert len(test) == 6 and sorted(train + test, key=int) == [str(i) for i in range(30)]
+    assert 2 < len(test) < 12 and sorted(train + test, key=int) == [str(i) for i in range(30)]
+    write(tmp_path / "rows.jsonl", *({"prompt": str(i), "answer": 0} for i in range(-5, 33)))
+    more = load_task("jsonl", data=data, test_share=0.2)
+    assert {*test} <= {query.prompt for query in more.queries("test")}, "rows keep their side"
+    assert {*train} <= {query.prompt for query in more.queries("train")}
+    earlier = {"held_out": "by_place"}
+    assert load_task("jsonl").earlier_options == earlier
+    old = load_task("jsonl", data=data, test_share=0.2, **earlier).queries("test")
+    order = np.random.default_rng(0).permutation(38)[:8]
+    assert [query.prompt for query in old] == [str(i - 5) for i in order], "as it was"
     other = write(tmp_path / "test.jsonl", {"prompt": "x", "answer": 1})
     task = load_task("jsonl", data=data, test_data=other, chat=True)
-    assert [len(task.queries(split)) for split in ("train", "test")] == [30, 1]
+    assert [len(task.queries(split)) for split in ("train", "test")] == [38, 1]
     assert task.queries("test")[0].prompt == [{"role": "user", "content": "x"}]
 
 
@@ -108,7 +144,8 @@ def test_ten_rows_are_trained_on_and_the_first_prompt_is_shown(untied_model, tmp
     short = flags(max_response_tokens=4, max_prompt_tokens=16, initial_responses=48)
     few = flags(steps=3, queries_per_batch=2, checkpoint_every=0)
     where = flags(data=data, model=untied_model, output_dir=tmp_path / "run")
-    result = tba("jsonl", *short, *few, *where)
+    left = "VLLM_DP_RANK=1", "VLLM_DP_SIZE=2", "VLLM_DP_MASTER_PORT=1"  # by another launcher
+    result = tba("jsonl", *short, *few, *where, prefix=("env", *left))
     assert result.returncode == 0, result.stderr
     assert "the first prompt, as the model reads it: '" in result.stdout
     assert len(steps_of(tmp_path / "run")) == 3

@@ -1,6 +1,7 @@
 """Rows of a task's data: a local .jsonl file a split, or a dataset of the hub."""
 
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 
 from config import UserError
@@ -66,6 +67,7 @@ def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
     try:
         with open(path, "rb") as lines:  # decoded line by line: else the number is that of a block
             for number, line in enumerate(lines, start=1):
+                line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():
                     rows.append((f"{path} line {number}", json.loads(line.decode().strip())))
                     # An escape may be half of a character, as of an emoji, which nothing encodes.
