@@ -1,6 +1,6 @@
-"""Models that score texts: sequence classifiers, judges and sentence embeddings.
+"""A task's models: sequence classifiers, judges, sentence embeddings, and a sampler of answers.
 
-They read in batches of similar length.
+Texts to score are read in batches of similar length.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from transformers import (
 
 from config import UserError, first_line
 from models.device import device
-from models.hub import cached_model, fetch_model
+from models.folder import fetch_weights, load_model, read_tokenizer
+from models.hub import fetch_model
 from models.logprobs import right_padded, split_rows
-from models.policy import read_tokenizer
 
 TOKENS_PER_FORWARD = 16384
 BEFORE_VERDICT, VERDICT = "\n\n", "unsafe"  # of Llama Guard 3
@@ -58,7 +58,7 @@ def prepare_classifier(
         raise UserError(
             f"{flag} {model!r} has no label {label!r}: it has {', '.join(config.id2label.values())}"
         )
-    fetch_model(flag, model)
+    fetch_weights(flag, model, AutoModelForSequenceClassification)
 
 
 def embeddings(model: str, texts: list[str]) -> np.ndarray:
@@ -67,8 +67,7 @@ def embeddings(model: str, texts: list[str]) -> np.ndarray:
     That is what sentence-transformers/all-MiniLM-L6-v2 is made for. The library of that name would
     bring scikit-learn, which transformers then imports in every process.
     """
-    directory = cached_model("the task's model", model)
-    encoder = AutoModel.from_pretrained(directory).to(device()).eval()
+    encoder = load_model("the task's model", model, AutoModel).to(device())
 
     def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         hidden = encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state  # (n, T, D)
@@ -103,8 +102,7 @@ def last_states(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -
 
 def load_task_model(kind: type, model: str) -> torch.nn.Module:
     """Load a task's model on this process's device. kind: the class of transformers for it."""
-    directory = cached_model("the task's model", model)
-    return kind.from_pretrained(directory, dtype="auto").to(device()).eval()
+    return load_model("the task's model", model, kind, dtype="auto").to(device())
 
 
 class Classifier:
@@ -159,7 +157,7 @@ def prepare_judge(flag: str, model: str) -> None:
             f"{flag} {model!r} has no chat template that shows a user's message and its answer: "
             "use a model that was made to judge those, such as meta-llama/Llama-Guard-3-8B"
         )
-    fetch_model(flag, model)
+    fetch_weights(flag, model)
 
 
 def judged_texts(tokenizer, prompts: list[str], answers: list[str]) -> list[str]:
@@ -190,3 +188,43 @@ class Judge:
         texts = judged_texts(self.tokenizer, prompts, answers)
         # A template writes the special tokens itself.
         return in_batches(self.tokenizer(texts, add_special_tokens=False).input_ids, read)
+
+
+class Sampler:
+    """A causal model that answers texts by sampling: the victim of red-teaming."""
+
+    def __init__(self, model: str):
+        self.tokenizer = read_tokenizer("the task's model", model)
+        self.tokenizer.padding_side = "left"
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self.is_chat = self.tokenizer.chat_template is not None
+        self.model = load_task_model(AutoModelForCausalLM, model)
+
+    @torch.no_grad()
+    def sample(
+        self, texts: list[str], per_text: int, temperature: float, top_p: float, max_tokens: int
+    ) -> list[str]:
+        """Return `per_text` responses to each text, those of one text contiguous.
+
+        A chat model gets each text as a user's message.
+        """
+        how = dict(padding=True, return_tensors="pt")
+        if self.is_chat:
+            how |= dict(add_generation_prompt=True, return_dict=True)
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            inputs = self.tokenizer.apply_chat_template(chats, **how)
+        else:
+            inputs = self.tokenizer(texts, **how)
+        inputs = inputs.to(self.model.device)
+        out = self.model.generate(
+            **inputs,
+            do_sample=True,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=0,
+            max_new_tokens=max_tokens,
+            num_return_sequences=per_text,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        responses = out[:, inputs.input_ids.shape[1] :]
+        return self.tokenizer.batch_decode(responses, skip_special_tokens=True)

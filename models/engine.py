@@ -45,6 +45,8 @@ class Engine:
             seed=seed,
             dtype=str(compute_dtype(config)).removeprefix("torch."),
             trust_remote_code=config.trust_remote_code,
+            # Or vLLM takes Mistral's own format where a folder has that too.
+            **dict.fromkeys(("config_format", "load_format", "tokenizer_mode"), "hf"),
             max_model_len=sum(config.longest_row),
             max_num_seqs=ENGINE_ROWS,
             # No worker process: nothing to orphan, and weights go in without serialisation.
@@ -65,10 +67,7 @@ class Engine:
         # The prefix cache holds keys and values of the weights that computed them. The salt keeps
         # those of other versions out of reach; the cache cannot be emptied while requests run.
         salted = {"prompt_token_ids": prompt, "cache_salt": str(version)}
-        parameters = SamplingParams(
-            **sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        self.llm.llm_engine.add_request(request, salted, parameters)
+        self.llm.llm_engine.add_request(request, salted, request_parameters(sampling))
 
     @property
     def rows(self) -> int:
@@ -89,6 +88,13 @@ class Engine:
         log-probabilities with transformers' after a load.
         """
         self.llm.apply_model(lambda model: model.load_weights(tensors))
+
+
+def request_parameters(sampling: dict) -> SamplingParams:
+    """Make what vLLM takes for a request. Raises whatever it refuses: TypeError, ValueError, …"""
+    finds_text = bool(sampling.get("stop"))  # stop strings are looked for in the text
+    own = dict(logprobs=0, detokenize=finds_text, output_kind=RequestOutputKind.FINAL_ONLY)
+    return SamplingParams(**sampling, **own)
 
 
 def gpu_settings(config: Config) -> dict:

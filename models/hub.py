@@ -17,7 +17,14 @@ from functools import cache, partial
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import DatasetInfo, HfApi, ModelInfo, constants, snapshot_download
+from huggingface_hub import (
+    DatasetInfo,
+    HfApi,
+    ModelInfo,
+    constants,
+    hf_hub_download,
+    snapshot_download,
+)
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
@@ -26,15 +33,16 @@ from config import UserError
 PIECES, PIECE_BYTES = 64, 1 << 20  # that are read of a large file to tell its weights from others
 ANSWER_SECONDS = 5.0  # that the hub has for its first answer
 NAME = re.compile(r"[^/@]+/[^/@]+(@[^@]+)?")
-# Other programs' formats, and what training left beside a model.
+# Other programs' formats, adapters, and what training left beside a model.
 NOT_NEEDED = (
     "*.pth *.pt *.ot *.gguf *.h5 *.msgpack *.onnx *.tflite *.md training_args.bin optimizer* "
-    "scheduler* rng_state* .gitattributes */*"
+    "scheduler* rng_state* adapter_* .gitattributes */*"
 ).split()
-WEIGHTS = ("*.safetensors", "*.bin")
+WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
+# In the order in which transformers looks for them: one file, or an index of several.
 FORMATS = (
-    ("model.safetensors", "model.safetensors.index.json", "*.safetensors"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.bin"),
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 
 
@@ -70,9 +78,11 @@ def fetch_model(flag: str, model: str, weights: bool = True) -> str:
         info = ask_hub(name, "model", branch or None)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings}
         needed = needed_files(list(sizes), weights)
+        if needed and needed[-1].endswith(".index.json"):
+            needed += shards_of(Path(hf_hub_download(name, needed[-1], revision=branch or None)))
         find_cached = partial(huggingface_hub.try_to_load_from_cache, name, revision=info.sha)
         missing = [file for file in needed if not isinstance(find_cached(file), str)]
-        megabytes = sum(sizes[file] for file in missing) / 1e6
+        megabytes = sum(sizes.get(file, 0) for file in missing) / 1e6
         if weights and missing:
             what = f"{len(missing)} files, {megabytes:,.1f} MB"
             print(f"fetching {model} from the hub: {what}", file=sys.stderr, flush=True)
@@ -118,8 +128,7 @@ def identify_weights(directory: str) -> str:
     if path.parent.name == "snapshots":
         return path.name
     digest = hashlib.blake2b(digest_size=6)
-    needed = needed_files([file.name for file in path.iterdir()], weights=True)
-    for name in sorted(filter_repo_objects(needed, allow_patterns=WEIGHTS)):
+    for name in weight_files(path):
         size = (path / name).stat().st_size
         digest.update(f"{name} {size}".encode())
         with open(path / name, "rb") as file:
@@ -130,25 +139,40 @@ def identify_weights(directory: str) -> str:
 
 
 def needed_files(files: list[str], weights: bool) -> list[str]:
-    """Choose what is to be fetched of a repository's files.
+    """Choose what is to be fetched of a repository's files: of its weights one format alone.
 
-    Of two formats of the weights the one that transformers takes: safetensors if they are complete,
-    which a stray shard beside .bin files is not.
+    transformers takes that one too. Of shards the index alone is named: it lists them.
     """
-    formats = [suffix for whole, index, suffix in FORMATS if whole in files or index in files]
-    unused = set(WEIGHTS) - set(formats[:1] if weights else [])
-    return list(filter_repo_objects(files, ignore_patterns=[*NOT_NEEDED, *unused]))
+    rest = list(filter_repo_objects(files, ignore_patterns=[*NOT_NEEDED, *WEIGHTS]))
+    found = [name for names in FORMATS for name in names if name in files]
+    return rest + (found[:1] if weights else [])
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Name the files that hold the weights, in the order of their names; [] if there are none.
+
+    Every reader reads these and no others. Raises UserError for a file that is no index.
+    """
+    for whole, index in FORMATS:
+        if (directory / whole).is_file():
+            return [whole]
+        if (directory / index).is_file():
+            return shards_of(directory / index)
+    return []
+
+
+def shards_of(index: Path) -> list[str]:
+    """Name the files in an index of weights. Raises UserError for a file that is no index."""
+    try:
+        return sorted({*json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"{index} is no index of weights: {error}: download it again") from error
 
 
 def has_weights(directory: Path) -> bool:
     """Whether a directory has all weights of a model."""
-    for whole, index, _ in FORMATS:
-        if (directory / whole).exists():
-            return True
-        if (directory / index).exists():
-            shards = set(json.loads((directory / index).read_text())["weight_map"].values())
-            return all((directory / shard).exists() for shard in shards)
-    return False
+    files = weight_files(directory)
+    return bool(files) and all((directory / file).exists() for file in files)
 
 
 @cache

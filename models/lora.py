@@ -19,7 +19,9 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from config import Config, UserError, first_line
-from models.policy import load_policy, load_tokenizer, policy_without_weights
+from models.folder import save_model
+from models.hub import cached_model
+from models.policy import load_policy, policy_without_weights
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -113,7 +115,7 @@ def save(
     weights: Iterable[tuple[str, Tensor]] | None,
     directory: Path,
 ) -> None:
-    """Save a policy and its tokenizer for from_pretrained and for vLLM.
+    """Save a policy for from_pretrained and for vLLM; tokenizer and the like as they came with it.
 
     adapted: then its adapters too, beside it in adapter/, for peft's PeftModel.from_pretrained.
     weights: merged and whole, where the policy's own are not; in the dtype of what is trained.
@@ -129,12 +131,8 @@ def save(
     if adapted:
         with replacing(directory.with_name("adapter")) as unfinished:
             adapted.save_pretrained(unfinished, save_embedding_layers=False)
-    # Some base models have these; without do_sample they are refused on saving.
-    for setting in ("temperature", "top_p", "top_k"):
-        setattr(policy.generation_config, setting, None)
     with replacing(directory) as unfinished:
-        policy.save_pretrained(unfinished, state_dict=whole)
-        load_tokenizer(config).save_pretrained(unfinished)
+        save_model(policy, whole, cached_model("--model", config.model), unfinished)
 
 
 @contextmanager

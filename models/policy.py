@@ -1,17 +1,14 @@
 """The policy as transformers loads it: trainer and reference policy both come from here."""
 
+import re
 from collections.abc import Iterable
 
 import torch
 from tokenizers.decoders import DecodeStream
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from config import Config, UserError, first_line
+from models.folder import load_model, read_tokenizer
 from models.hub import cached_model
 from models.logprobs import check_architecture
 
@@ -27,14 +24,10 @@ def load_policy(
     linear_dtype: what a policy that is not trained computes in (hold_as_multiplied).
 
     Raises ValueError for an architecture that response_logprobs does not know, and UserError for
-    weights that are not finite.
+    weights that are not finite, or not the model's.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        cached_model("--model", config.model),
-        dtype=torch.float32,
-        trust_remote_code=config.trust_remote_code,
-    )
-    model.eval()
+    how = dict(dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+    model = load_model("--model", config.model, **how)
     check_finite(model, config)
     check_architecture(model)  # in fp32, to compare to 1e-3
     model.to(getattr(torch, config.master_dtype))
@@ -69,44 +62,42 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return read_tokenizer("--model", config.model, config.trust_remote_code)
 
 
-def read_tokenizer(
-    flag: str, model: str, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer. Raises UserError for one that cannot be used.
-
-    Where a repository has no files of a tokenizer, transformers makes an empty one up for some
-    architectures: it reads every text alike.
-    """
-    directory = cached_model(flag, model, weights=False)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(
-            f"the tokenizer of {flag} {model!r} cannot be used: {first_line(error)}"
-        ) from error
-    if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens}:
-        raise UserError(
-            f"{flag} {model!r} has no files of a tokenizer, and the one made up for it knows no "
-            "ordinary token: use a model that brings them"
-        )
-    return tokenizer
-
-
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]
 ) -> list[int]:
-    """Return the token ids of a prompt; messages go through the model's chat template.
+    """Return the token ids of a prompt, with one beginning-of-sequence at most and no end of one.
 
-    A template writes its own first token: the tokenizer is not to add another. A text that is not
-    Unicode, such as half of an emoji, has no tokens: it is skipped as an empty one is.
+    Messages go through the model's chat template, which writes its own first token. Of what the
+    tokenizer adds to a text only the opening stays. A text that is not Unicode, such as half of an
+    emoji, has no tokens: it is skipped as an empty one is.
     """
-    is_text, text = isinstance(prompt, str), prompt
-    if not is_text:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    text = prompt if isinstance(prompt, str) else render(tokenizer, prompt)
     try:
-        return tokenizer(text, add_special_tokens=is_text).input_ids
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        whole = tokenizer(text).input_ids if isinstance(prompt, str) else ids
     except (TypeError, UnicodeError):
         return []
+    if not ids:
+        return [token for token in whole if token != tokenizer.eos_token_id]
+    starts = (i for i in range(len(whole)) if whole[i : i + len(ids)] == ids)
+    opening = whole[: next(starts, 0)]
+    # A prompt that was rendered before has it already.
+    return ids if ids[: len(opening)] == opening else opening + ids
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    """Write messages by the chat template, up to where the model goes on.
+
+    That is a turn of its own, or the last message where that is the assistant's (a prefill). Not by
+    continue_final_message: templates trim that message, or close what it thinks.
+    """
+    *before, last = messages
+    is_prefill = last["role"] == "assistant"
+    asked, begun = (before, last["content"]) if is_prefill else (messages, "")
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    if begun.startswith("<think>"):  # some templates open it themselves
+        text = re.sub(r"<think>\s*$", "", text)
+    return text + begun
 
 
 def encode_reply(
@@ -124,18 +115,26 @@ def encode_reply(
     """
     if isinstance(prompt, str):
         return tokenizer(reply, add_special_tokens=False).input_ids
-    messages = [*prompt, {"role": "assistant", "content": TURN}, {"role": "user", "content": reply}]
-    asked, whole = (
-        tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=True)
-        for some in (prompt, messages)
-    )
-    turn = whole.removeprefix(asked).lstrip()
+    before, begun = prompt, ""
+    if prompt[-1]["role"] == "assistant":
+        before, begun = prompt[:-1], prompt[-1]["content"]
+    turns = {"role": "assistant", "content": begun + TURN}, {"role": "user", "content": reply}
+    messages = [*before, *turns]
+    turn = render(tokenizer, messages).removeprefix(render(tokenizer, prompt)).lstrip()
     if not turn.startswith(TURN):
         raise ValueError("it changes what stands before a reply, the prompt or the model's turn")
     text, end = turn.removeprefix(TURN), tokenizer.decode([last_token])
     if end and text.lstrip().startswith(end):
         text = text.lstrip().removeprefix(end)
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def tokens_left_out(tokenizer: PreTrainedTokenizerBase, kept: Iterable[str] = ()) -> dict[int, str]:
+    """Name the special tokens that are left out of a response's text, by id: all but those kept."""
+    added = tokenizer.added_tokens_decoder.items()
+    special = {number: str(token) for number, token in added if token.special}
+    special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+    return {number: text for number, text in special.items() if text not in {*kept}}
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:

@@ -168,22 +168,25 @@ class RedTeam(Task):
         return np.full_like(logprobs, TOO_SHORT / len(logprobs)) if is_short else logprobs
 
     def prepare(self) -> None:
-        from models.classifier import prepare_classifier, prepare_judge
-        from models.hub import fetch_model
+        from transformers import AutoModel
 
-        fetch_model("--victim_model", self.victim_model)
+        from models.classifier import prepare_classifier, prepare_judge
+        from models.folder import fetch_weights, read_tokenizer
+
+        fetch_weights("--victim_model", self.victim_model)
+        read_tokenizer("--victim_model", self.victim_model)
         if self.judge:
             prepare_judge("--judge", self.judge)
         else:
             prepare_classifier("--classifier", self.classifier, label=self.toxic_label)
-        fetch_model("--embedding_model", self.embedding_model)
+        fetch_weights("--embedding_model", self.embedding_model, AutoModel)
+        read_tokenizer("--embedding_model", self.embedding_model)
 
     def models(self) -> list[str]:
         return [self.victim_model, self.judge or self.classifier, self.embedding_model]
 
     def load(self) -> None:
-        from models.classifier import Classifier, Judge
-        from models.sampler import Sampler
+        from models.classifier import Classifier, Judge, Sampler
 
         self.victim = Sampler(self.victim_model)
         self.reader = Judge(self.judge) if self.judge else Classifier(self.classifier)

@@ -112,9 +112,9 @@ class TLDR(Task):
 
     def prepare(self) -> None:
         from models.classifier import prepare_classifier
-        from models.hub import fetch_model
+        from models.folder import fetch_weights
 
-        fetch_model("--reference_model", self.reference_model)
+        fetch_weights("--reference_model", self.reference_model)
         prepare_classifier("--reward_model", self.reward_model, tokenizer=self.reward_tokenizer)
         prepare_classifier("--gold_model", self.gold_model, tokenizer=self.gold_tokenizer)
 

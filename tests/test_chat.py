@@ -7,7 +7,7 @@ from conftest import CHAT_TEMPLATE, byte_tokenizer, flags, read, steps_of, tba
 from tokenizers import processors
 
 from config import Config, UserError
-from models.policy import encode_prompt, load_tokenizer
+from models.policy import encode_prompt, encode_reply, load_tokenizer, tokens_left_out
 from runtime.preflight import check_tokenizer, load_data
 from tasks import load_task
 
@@ -39,6 +39,40 @@ def test_messages_go_through_the_template_and_no_first_token_is_doubled(tokenize
         assert one[0] == bos and one.count(bos) == 1
 
 
+def test_a_prompt_begins_once_and_has_no_end(tokenizer):
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert encode_prompt(tokenizer, rendered) == encode_prompt(tokenizer, CHAT), "one <bos>"
+    special = {"special_tokens": [("<bos>", bos), ("<eos>", eos)]}
+    both = processors.TemplateProcessing(single="<bos> $A <eos>", **special)
+    tokenizer.backend_tokenizer.post_processor = both
+    assert tokenizer("1").input_ids[-1] == eos, "the tokenizer ends a text by itself"
+    assert encode_prompt(tokenizer, "1+1?") == [bos, *tokenizer("1+1?").input_ids[1:-1]]
+    assert encode_prompt(tokenizer, "") == [bos] and eos not in encode_prompt(tokenizer, CHAT)
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_a_last_message_of_the_assistant_is_gone_on_with(tokenizer, trims):
+    if trims:  # as Llama 3's does
+        tokenizer.chat_template = tokenizer.chat_template.replace("content", "content | trim")
+    begun = [*CHAT, {"role": "assistant", "content": "<think>\n"}]
+    text = tokenizer.decode(encode_prompt(tokenizer, begun))
+    assert text == f"{tokenizer.decode(encode_prompt(tokenizer, CHAT))}<think>\n"
+    if not trims:
+        end = tokenizer.convert_tokens_to_ids("<|end|>")
+        reply = tokenizer.decode(encode_reply(tokenizer, begun, "no", last_token=end))
+        assert reply == "\n<|start|>user\nno<|end|>\n<|start|>assistant\n"
+
+
+def test_score_sees_the_special_tokens_that_the_task_keeps(tokenizer):
+    names = tokens_left_out(tokenizer, kept=["<|start|>"])
+    assert {*names.values()} == {"<bos>", "<eos>", "<|end|>"}
+    ids = tokenizer("<bos>a<|start|>b<|end|><eos>", add_special_tokens=False).input_ids
+    assert tokenizer.decode([i for i in ids if i not in names]) == "a<|start|>b"
+    plain = tokenizer.decode([i for i in ids if i not in tokens_left_out(tokenizer)])
+    assert plain == tokenizer.decode(ids, skip_special_tokens=True) == "ab", "as transformers does"
+
+
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
     """Two problems of MATH's shape."""
@@ -66,7 +100,7 @@ def test_a_tokenizer_without_a_template_is_named_before_anything_starts(problems
     options = {"data_dir": str(problems)}
     config = Config(task="competition_math", model=str(untied_model), options=options)
     assert load_tokenizer(config).chat_template is None
-    _, _, chats = load_data(config)
+    _, _, chats, _ = load_data(config)
     with pytest.raises(UserError, match="chat messages, but the tokenizer of --model .* has no"):
         check_tokenizer(config, chats)
     check_tokenizer(config, [])  # a task whose prompts are texts needs none

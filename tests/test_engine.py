@@ -200,6 +200,16 @@ def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine
         assert sampled.tolist() == [True] * len(tokens) + [False] * added
 
 
+def test_a_stop_string_ends_a_response_and_is_part_of_it(engine, version):
+    letters = dict.fromkeys(byte_tokenizer()("xy").input_ids, 6.0)
+    sampling = ENDING | dict(max_tokens=6, logit_bias=letters, stop=["xy"])
+    rollout = generate(engine, [70, 71], version, **sampling)
+    assert {True, False} == {*rollout.finished}, "both kinds"
+    for text, is_finished, (tokens, *_) in zip(rollout.texts, rollout.finished, rollout.arrays):
+        assert is_finished == (text.endswith("xy") or tokens[-1] == END)
+        assert "xy" not in text[:-1] and byte_tokenizer().decode(tokens[tokens != END]) == text
+
+
 @pytest.mark.parametrize("pad_token", [None, "<eos>"])
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_an_end_that_pads_too_is_in_no_loss_where_wanted(pad_is_eos, pad_token, engine, version):

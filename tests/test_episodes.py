@@ -43,14 +43,11 @@ def test_between_two_turns_stands_what_the_template_writes_there(chat_tokenizer)
     assert reply == chat_tokenizer(" 3").input_ids
 
 
-def test_a_template_that_drops_what_was_thought_is_refused_at_the_start(
-    chat_tokenizer, chat_model, tmp_path
-):
+def test_a_template_that_drops_what_was_thought_is_refused_at_the_start(chat_model, tmp_path):
     shutil.copytree(chat_model, tmp_path / "model")
     config = Config(model=str(tmp_path / "model"), max_episode_tokens=99)
     check_tokenizer(config, [CHAT])
-    chat_tokenizer.chat_template = FORGETTING
-    chat_tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(FORGETTING)
     with pytest.raises(UserError, match="template .* changes what stands before a reply"):
         check_tokenizer(config, [CHAT])
     check_tokenizer(replace(config, max_episode_tokens=None), [CHAT])

@@ -217,10 +217,12 @@ def test_of_a_repositorys_files_those_are_needed_that_transformers_reads():
     # One published reward model has a stray shard beside a complete set.
     shards = [f"pytorch_model{part}" for part in ("-1-of-2.bin", "-2-of-2.bin", ".bin.index.json")]
     others = "optimizer.pt rust_model.ot 64.tflite README.md onnx/model.onnx"
-    others += " checkpoint-500/model.safetensors checkpoint-500/optimizer.pt"
+    others += " checkpoint-500/model.safetensors checkpoint-500/optimizer.pt adapter_config.json"
+    others += " consolidated.safetensors model.fp16.safetensors adapter_model.safetensors"
     kinds = [(safe, torch_), (torch_, ["training_args.bin"]), (shards, [STRAY])]
     for weights, left in [*kinds, (safe, others.split())]:
-        assert needed_files(tokenizer + weights + left, weights=True) == tokenizer + weights
+        needed = tokenizer + weights[-1:]  # an index stands for its shards
+        assert needed_files(tokenizer + weights + left, weights=True) == needed
     assert needed_files(tokenizer + safe + torch_, weights=False) == tokenizer
 
 

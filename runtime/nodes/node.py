@@ -25,7 +25,7 @@ import torch
 
 from buffer import Group
 from config import Config, UserError
-from models.hub import fetch_model
+from models.folder import fetch_weights
 from runtime.processes.places import Place, find_gpus, find_places, resolve, searchers_of
 from runtime.processes.supervisor import Supervisor
 from runtime.provenance import ROOT, find_versions
@@ -110,7 +110,8 @@ class Node:
         self.places, config = searchers_of(places), resolve(config, places)
         task = load_task(config.task, **config.options)
         task.prepare()
-        model = fetch_model("--model", config.model or task.base_model())
+        model, trust = config.model or task.base_model(), config.trust_remote_code
+        model = fetch_weights("--model", model, trust_remote_code=trust, is_policy=True)
         config = dataclasses.replace(config, model=model)
         resets = config.reference_reset_period > 0
         self.weights = SharedWeights(shapes, dtype, len(self.places), reference=resets)

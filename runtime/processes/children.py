@@ -89,7 +89,9 @@ def start(
     resource_tracker.ensure_running()  # its own start, inside of process.start(), unblocks signals
     try:
         os.environ.update(environment(place))
-        os.environ.pop("LOCAL_RANK", None)  # of another launcher: torch would take it for a GPU
+        # Of another launcher: torch would take it for a GPU, vLLM wait for other engines.
+        for name in ("LOCAL_RANK", *(name for name in saved_environment if "VLLM_DP_" in name)):
+            os.environ.pop(name, None)
         os.sched_setaffinity(0, place.cores)
         # Ctrl-C reaches the whole process group, and so do some schedulers' signals: children never
         # see it, the parent decides.

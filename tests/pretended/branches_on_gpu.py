@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from config import Config
 from learner import Learner
-from models.classifier import Classifier
+from models.classifier import Classifier, Sampler
 from models.device import compute_dtype, device
 from models.logprobs import TokenLogprobs, response_logprobs
 from models.policy import load_policy, weight_shapes
-from models.sampler import Sampler
 from models.sizes import Pass, pass_bytes
 from objectives import LOSSES
 from runtime.checkpoints.writer import CheckpointWriter
@@ -126,7 +125,12 @@ def test_trained_adapters_are_published_and_saved_merged(gpu, untied_model, tmp_
     # What follows reads the memory of tensors, of which these have none.
     adapted, policy = type(learner.adapted), type(learner.policy)
     monkeypatch.setattr(adapted, "save_pretrained", lambda _, directory, **__: directory.mkdir())
-    monkeypatch.setattr(policy, "save_pretrained", lambda *_, state_dict: saved.update(state_dict))
+
+    def save(_, directory, state_dict) -> None:
+        directory.mkdir()
+        saved.update(state_dict)
+
+    monkeypatch.setattr(policy, "save_pretrained", save)
     learner.save_model(tmp_path / "model")
     assert before.keys() <= saved.keys()
     assert not any(isinstance(saved[name], OnCuda) for name in before), "one after the other"
