@@ -298,6 +298,8 @@ class Config(
     search_ahead: int | None = None
     """No flag, runtime/processes/places.py decides it: trainer steps for which searchers may have
     made responses before they wait. None: no limit."""
+    data_digest: str = ""
+    """Set at the start: a digest of the task's rows, and the first prompt as the model reads it."""
     shares_gpu: bool = False
     """Set by runtime/processes/places.py too: a searcher is on the trainer's GPU."""
 

@@ -26,7 +26,7 @@ EVALUATION_SECONDS = 3600.0  # for an evaluation, the start of its engine includ
 
 def evaluate_only(config: Config) -> int:
     """--eval_only. Returns the exit code; raises UserError."""
-    task, _, prompts = preflight.load_data(config)
+    task, _, prompts, _ = preflight.load_data(config)
     config = preflight.check_model(config, task)
     weight_shapes(config)  # raises UserError for a model that cannot be used
     preflight.check_tokenizer(config, prompts)

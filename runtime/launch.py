@@ -23,6 +23,7 @@ from runtime.provenance import write_start
 from runtime.record.report import rewind
 from runtime.record.timeline import trainer_busy
 from runtime.run import Run
+from tasks import find_task
 from weights import num_elements
 
 
@@ -37,11 +38,14 @@ def run(config: Config) -> int:
         from runtime.nodes import joining  # Ray is not wanted otherwise
 
         joining.connect(config)
-    task, sizes, prompts = preflight.load_data(config)
     resume = preflight.find_checkpoint(config) if config.resume else None
+    state = checkpoint.load_state(resume) if resume else {}
+    if resume and "data_digest" not in state:
+        earlier = find_task(config.task).earlier_options
+        config = given = dataclasses.replace(config, options=earlier | config.options)
+    task, sizes, prompts, digest = preflight.load_data(config)
     if not (resume and config.output_dir == config.resume):
         config = dataclasses.replace(config, output_dir=preflight.find_run_dir(config))
-    state = checkpoint.load_state(resume) if resume else {}
     began = state.get("base_model")
     config = asked = preflight.check_model(config, task, began)
     if resume and config.searchers is None and not config.ray:
@@ -53,14 +57,20 @@ def run(config: Config) -> int:
     prompt = preflight.check_tokenizer(config, prompts)
     config, dtype = check_plan(config, task, places), compute_dtype(config)
     trained = trained_shapes(config)
-    describe(config, places, sizes, num_elements(shapes), num_elements(trained))
-    shown = prompt if len(prompt) < 400 else f"{prompt[:200]} … {prompt[-200:]}"
-    print(f"the first prompt, as the model reads it: {shown!r}", flush=True)
     if resume and (mismatch := checkpoint.shape_mismatch(resume, trained)):
         raise UserError(
             f"--resume {config.resume!r}: --model {config.model!r} has changed since: {mismatch}"
         )
     config = preflight.fetch(config, task, began)
+    config = dataclasses.replace(config, data_digest=f"{digest} {prompt}")
+    before = state.get("data_digest", config.data_digest)
+    if before != config.data_digest:  # other prompts alone: a chat template may write the date
+        rows, _, was = before.partition(" ")
+        what = "rows of the task" if rows != digest else f"first prompt, {was!r:.200},"
+        print(f"warning: the {what} changed since that checkpoint", file=sys.stderr)
+    describe(config, places, sizes, num_elements(shapes), num_elements(trained))
+    shown = prompt if len(prompt) < 400 else f"{prompt[:200]} … {prompt[-200:]}"
+    print(f"the first prompt, as the model reads it: {shown!r}", flush=True)
     try:
         open_run_dir(config, resume, asked)
         write_start(config.output_dir, given)

@@ -78,6 +78,10 @@ class Task:
     # Whether a response that the length limit cut off gets an end-of-sequence token all the same:
     # log pi_ref of that token then lowers its log-reward. score() still sees an unfinished one.
     append_eos: bool = False
+    # Special tokens that score() is to see: the text of a response has no others.
+    keep_special_tokens: Sequence[str] = ()
+    # Options that a resume sets where the checkpoint is older than they are (has no data_digest).
+    earlier_options: dict = {}
     # Whether the end-of-sequence token is in no loss where the tokenizer has no padding token.
     pad_is_eos: bool = False
     # Whether load() may ask the hub; otherwise it has to find what prepare() fetched.

@@ -40,6 +40,7 @@ class ReasoningGym(Task):
     metric = "score"
     score_timeout = 10.0  # verifiers of many authors, some of which run a solver
     late_score = 0.0
+    keep_special_tokens = ("<answer>", "</answer>")  # some models have these as such
 
     @cached_property
     def train(self):

@@ -72,6 +72,11 @@ def test_groups_whose_rewards_are_all_equal_are_counted():
     "figures, left_out, says",
     [
         ({}, 0, []),
+        (
+            {"unseen": ["<think>", "</think>"]},
+            0,
+            ["see special tokens in the responses, <think>, "],
+        ),
         ({"equal_rewards": 1.0}, 0, ["not say which response is better"]),
         ({"finished": 0.75}, 0, ["25% of the first responses were cut off by --max_response_tok"]),
         ({}, 3, ["prompts left out, over --max_prompt_tokens"]),
@@ -79,7 +84,8 @@ def test_groups_whose_rewards_are_all_equal_are_counted():
 )
 def test_before_the_first_step_it_is_said_what_a_user_would_ask(figures, left_out, says):
     figures = dict(equal_rewards=0.25, reward=0.4, finished=1.0) | figures
-    first, *lines = first_look(Config(), figures, 12, left_out)
+    unseen = figures.pop("unseen", [])
+    first, *lines = first_look(Config(), figures, 12, left_out, unseen)
     equal = f"{figures['equal_rewards']:.0%}"
     assert first == f"first 12 groups: reward 0.4; all rewards equal in {equal} of them"
     assert len(lines) == len(says) and all(text in line for text, line in zip(says, lines))

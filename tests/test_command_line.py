@@ -125,7 +125,7 @@ BAD_INPUT = [
     ("--beta_final 0.1", "--beta_final is 0.1 but nothing says when"),
     ("--evaluation_samples 4", "--evaluation_samples is 4, but responses to test queries are"),
     ("{tmp}/refused.py --model {chat}", "the chat template of --model '{chat}' does not take"),
-    ("--model {tmp}/no_end", "knows 257 tokens, and its tokenizer's end of sequence '<end>' is"),
+    ("--model {tmp}/no_end", "knows 257 tokens, and its tokenizer's '<end>' is none of them"),
     ("--config {tmp}/absent.json", "absent.json' holds no settings of a run: FileNotFound"),
     ("--config {tmp}/a_file", "a_file' holds no settings of a run: JSONDecodeError"),
     ("--config {tmp}/other.json", "other.json' holds no settings of a run: TypeError"),
@@ -192,7 +192,7 @@ BAD_TASKS = [
     (asking("True, 'Hi'"), f"train query True: {IDS}"),
     (asking(f"{2**63}, 'Hi'"), f"train query {2**63}: {IDS}"),
     (asking("1, 'Hi'", "1, 'Ho'"), f"train query 1: {IDS}"),
-    (asking("0, 'Hi'") + SAMPLING, "its sampling() gives 'n', which --samples_per_query is for"),
+    (asking("0, 'Hi'") + SAMPLING, "cannot be used: ValueError: --samples_per_query is for 'n'"),
 ]
 WEIGHT = "import torch\n_w = torch.ones((), requires_grad=True)\n"
 BAD_OBJECTIVES = [
@@ -385,7 +385,7 @@ def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on():
 def test_help_names_every_setting_with_its_meaning(capsys):
     assert main(["--help"]) == 0
     out, _ = capsys.readouterr()
-    hidden = "task", "options", "search_ahead", "shares_gpu"
+    hidden = "task", "options", "data_digest", "search_ahead", "shares_gpu"
     for name in Config.__dataclass_fields__:
         assert name in hidden or re.search(rf"--{name}[ ,]", out), name
     text = re.sub(r"[│\s]+", " ", out)  # out of tyro's box

@@ -16,7 +16,7 @@ from models.device import onednn_multiplies
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
 from models.policy import hold_as_multiplied, load_policy, weight_shapes
-from runtime.preflight import check_model
+from runtime.preflight import fetch
 from tasks import load_task
 from weights import SharedWeights
 
@@ -59,7 +59,7 @@ def test_a_run_in_bf16_says_that_it_is_slow_where_the_processor_does_not_multipl
     untied_model, capsys
 ):
     for settings, is_slow in ((BF16, not onednn_multiplies(torch.bfloat16)), ({}, False)):
-        check_model(Config(model=str(untied_model), **settings), load_task("arithmetic"))
+        fetch(Config(model=str(untied_model), **settings), load_task("arithmetic"))
         assert ("bfloat16 is slow here" in capsys.readouterr().err) == is_slow
 
 

@@ -78,6 +78,39 @@ def test_a_tasks_sampling_of_test_queries_gives_way_to_the_flags():
     check_sampling(warm, Sampled())
 
 
+@pytest.mark.parametrize(
+    "sampling, says",
+    [
+        ({"stop": ["</answer>"], "top_p": 0.9}, None),
+        ({"stop_token_ids": [1], "min_tokens": 2}, None),
+        ({"min_tokens": 32}, None),
+        ({"min_tokens": 600}, "min_tokens must be less than or equal to max_tokens=512"),
+        ({"n": 3}, "ValueError: --samples_per_query is for 'n'"),
+        ({"topp": 0.9}, "TypeError: Unexpected keyword argument 'topp'"),
+        ({"top_p": 2.0}, "top_p must be in (0, 1], got 2.0"),
+        ({"temperature": -1.0}, "temperature must be"),
+        ({"detokenize": True}, "multiple values for keyword argument 'detokenize'"),
+        (None, "TypeError: unsupported operand"),
+    ],
+)
+def test_a_sampling_that_vllm_refuses_is_named_before_anything_starts(sampling, says):
+    class Own(Task):
+        def sampling(self, rng):
+            return sampling
+
+    class ForTests(Task):
+        evaluation_sampling = sampling
+
+    for task in (Own(), *([ForTests()] if sampling and "n" not in sampling else [])):
+        if not says:
+            check_sampling(Config(), task)
+            continue
+        with pytest.raises(UserError) as error:
+            check_sampling(Config(task="mine"), task)
+        assert "sampling of task 'mine' cannot be used: " in str(error.value)
+        assert says in str(error.value) and "\n" not in str(error.value)
+
+
 NO_NUMBERS = [[1.0, odd, 0.0] for odd in (None, math.nan, math.inf)]
 
 

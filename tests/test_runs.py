@@ -299,6 +299,7 @@ def test_a_resumed_run_trains_on_the_changed_prompts_of_its_task(copied, tmp_pat
     (copied / "samples.jsonl").unlink()
     done = tba("--resume", copied, "--steps", 18)
     assert done.returncode == 0, done.stderr
+    assert done.stderr == "warning: the rows of the task changed since that checkpoint\n"
     # All that a synchronous run trains on was generated since.
     assert steps_of(copied)[-1]["step"] == 18
     prompts = [line["prompt"] for line in read(copied, "samples.jsonl")]

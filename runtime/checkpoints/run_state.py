@@ -42,6 +42,7 @@ class RunState:
         values = {
             "step": self.learner.step,
             "base_model": self.base_model,
+            "data_digest": self.learner.config.data_digest,
             "received": self.batches.received,
             "reference_version": self.weights.reference_version,
             **self.metrics.state_dict(),

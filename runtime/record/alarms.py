@@ -59,9 +59,9 @@ class Alarms:
             yield (
                 "mismatch",
                 f"vLLM and the trainer differ by {mismatch:.2g} nats a token under the same "
-                f"weights, where {self.normal_mismatch:g} at most is normal: the policy that "
-                "samples is not the one that is trained. See whether this version of vLLM knows "
-                f"the model, and what --dtype changes (now {config.dtype})",
+                f"weights, where {self.normal_mismatch:g} at most is normal: vLLM and "
+                "transformers compute this model differently. See what --dtype changes "
+                f"(now {config.dtype})",
             )
         silence = latest["seconds"] - self.received_at
         if self.received > 0 and silence > NOTHING_NEW_SECONDS:
@@ -104,10 +104,13 @@ class Alarms:
         return float(np.mean([metrics.get(name, np.nan) for metrics in self.window]))
 
 
-def first_look(config: Config, figures: dict, groups: int, left_out: int) -> Iterator[str]:
+def first_look(
+    config: Config, figures: dict, groups: int, left_out: int, unseen: list[str]
+) -> Iterator[str]:
     """Say what a user would ask of the first groups, a line each.
 
     figures: of them, as in metrics.py. left_out: queries whose prompts are empty or too long.
+    unseen: special tokens, other than ends, that score() does not see.
     """
     equal, cut = figures["equal_rewards"], 1 - figures["finished"]
     reward = f"reward {figures['reward']:.3g}"
@@ -126,3 +129,6 @@ def first_look(config: Config, figures: dict, groups: int, left_out: int) -> Ite
     if left_out:
         why = f"over --max_prompt_tokens {config.max_prompt_tokens}, empty or not Unicode"
         yield f"prompts left out, {why}: {left_out}"
+    if unseen:
+        what = f"special tokens in the responses, {', '.join(unseen)}"
+        yield f"score() does not see {what}: keep_special_tokens of the task would show them"

@@ -11,14 +11,17 @@ import numpy as np
 import torch.multiprocessing
 
 from buffer import Group, Row, rows_of
+from config import Config
 from learner import Learner
 from loss import Metrics
 from models.logprobs import mismatch
+from models.policy import load_tokenizer, tokens_left_out
 from runtime.modes.free_running import ReplayBatches
 from runtime.modes.lockstep import LockstepBatches
 from runtime.record.alarms import first_look
 from runtime.record.live import RATE_WINDOW, rate_of
 from runtime.transport.board import Board
+from tasks import load_task
 from weights import SharedWeights
 
 MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
@@ -91,8 +94,9 @@ class StepMetrics:
         """Before the first step, say what a user would ask of the first responses."""
         groups, self.first = self.first, []
         if groups:
-            left_out = int(self.board.total("long_prompts"))
-            for line in first_look(self.learner.config, describe(groups), len(groups), left_out):
+            config, left_out = self.learner.config, int(self.board.total("long_prompts"))
+            unseen = find_unseen(config, groups)
+            for line in first_look(config, describe(groups), len(groups), left_out, unseen):
                 say(line)
 
     def of(self, rows: list[Row], waited: float) -> Metrics:
@@ -154,3 +158,18 @@ def describe(groups: list[Group]) -> dict[str, float]:
         "response_tokens": float(was_sampled.sum() / len(lengths)),
         "finished": float(np.concatenate([group.finished for group in groups]).mean()),
     }
+
+
+def find_unseen(config: Config, groups: list[Group]) -> list[str]:
+    """Name the special tokens within the sampled responses that score() does not see."""
+    tokenizer, task = load_tokenizer(config), load_task(config.task, **config.options)
+    left_out = tokens_left_out(tokenizer, task.keep_special_tokens)
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    # The last token of a turn may be another end, of several that a model has.
+    rows = [
+        row.tokens[:-1][row.sampled[:-1] & row.sampled[1:]]
+        for group in groups
+        for row in rows_of(group)
+    ]
+    found = {*np.concatenate(rows).tolist()} - ends
+    return sorted(left_out[token] for token in found & left_out.keys())

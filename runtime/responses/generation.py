@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from models.engine import Engine
-from models.policy import encode_reply
+from models.policy import encode_reply, tokens_left_out
 from runtime.modes.free_running import Rollout
 from runtime.responses.scoring import RewardScorer
 
@@ -56,6 +56,7 @@ class Generation:
         self.final_token = tokenizer.eos_token_id if scorer.task.append_eos else None
         pad_is_eos = scorer.task.pad_is_eos and tokenizer.pad_token is None
         self.padding_token = tokenizer.eos_token_id if pad_is_eos else None
+        self.left_out = tokens_left_out(tokenizer, scorer.task.keep_special_tokens)
         self.generating: dict[str, list[Response]] = {}  # by request
         self.replying: list[Response] = []  # it is the environment's turn
         self.generated: list[Rollout] = []  # in this step
@@ -127,7 +128,8 @@ class Generation:
         if response.rollout.error:  # of another of its responses: the group is dropped
             return
         tokens, has_ended = list(completion.token_ids), completion.finish_reason == "stop"
-        response.turns.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        shown = [token for token in tokens if token not in self.left_out]
+        response.turns.append(self.tokenizer.decode(shown))
         logprobs = [row[token].logprob for token, row in zip(tokens, completion.logprobs)]
         if self.final_token is not None and completion.finish_reason == "length":
             tokens.append(self.final_token)
