@@ -2,7 +2,7 @@
 
 Weights, moments and shared memory are arithmetic. Activations are counted by the policy's own
 forward passes, on tensors without numbers (models/sizes.py). What CUDA, kernels and vLLM's work
-take is estimated. On a GPU nothing of it has been measured yet.
+take is estimated. On a GPU only the trainer was measured (benchmarks/gpu_day.py).
 """
 
 from collections.abc import Iterator
