@@ -8,6 +8,7 @@ part its result if it fails. The model has the shape of RhoMath-1B (TinyLlama, 1
 weights. The settings are those of `tba.py gsm8k`, with weights and moments in bf16.
 """
 
+import io
 import os
 import queue
 import statistics
@@ -454,10 +455,12 @@ def main() -> None:
         # Models too are made by a process: this one would hold some of the GPU's memory.
         with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
             pool.apply(make_on_device, (f"{root}/model", shape_of(options.quick)))
-        tables = [table_of(run(part, root, options.quick)) for part in parts]
-    lengths = [len(row.tokens) for row in rows]
-    about = f"Responses of {np.mean(lengths):.0f} tokens on average, {max(lengths)} at most."
-    save("gpu_day", options.quick, about, *tables)
+        lengths = [len(row.tokens) for row in rows]
+        tables = [f"Responses of {np.mean(lengths):.0f} tokens on average, {max(lengths)} at most."]
+        for part in parts:
+            tables.append(table_of(run(part, root, options.quick)))
+            with redirect_stdout(io.StringIO()):  # what is there, if the rest is cut off
+                save("gpu_day", options.quick, *tables)
 
 
 if __name__ == "__main__":
