@@ -67,6 +67,7 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
             f"; the saved model, loaded afresh",
             flush=True,
         )
+    print(result.answers, flush=True)
 
 
 def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluation | None:

@@ -78,7 +78,7 @@ def test_groups_whose_rewards_are_all_equal_are_counted():
             ["see special tokens in the responses, <think>, "],
         ),
         ({"equal_rewards": 1.0}, 0, ["not say which response is better"]),
-        ({"finished": 0.75}, 0, ["25% of the first responses were cut off by --max_response_tok"]),
+        ({"finished": 0.75}, 0, ["25% of the first responses were cut off by --max_turns or"]),
         ({}, 3, ["prompts left out, over --max_prompt_tokens"]),
     ],
 )

@@ -9,10 +9,11 @@ import pytest
 
 from config import Config, UserError
 from runtime.preflight import check_sampling
+from runtime.record.answers import look_at
 from runtime.responses.evaluation import mean_and_interval, weighted_means
 from runtime.responses.final_evaluation import measure
 from runtime.responses.scoring import score
-from runtime.transport.messages import FinalEvaluation
+from runtime.transport.messages import Answers, FinalEvaluation
 from tasks import Query, Task, sampling_for_tests
 
 
@@ -127,8 +128,9 @@ def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are
 
 def test_without_json_it_is_a_table():
     metrics = {"win_rate": (0.5, 0.4, 0.6), "perplexity": (1.125, 1.0, 1.25)}
-    evaluation = FinalEvaluation(metrics, queries=30, samples=1, long_prompts=2, unscored=1)
-    *table, counts = str(evaluation).splitlines()
+    answers = Answers(cut_off=0.25, unanswered=None, examples=["  best: reward 1: 'a'"])
+    evaluation = FinalEvaluation(metrics, 30, 1, long_prompts=2, unscored=1, answers=answers)
+    *table, counts, cut_off, example = str(evaluation).splitlines()
     assert table == [
         "metric         value   95 % interval",
         "win_rate      0.5000   0.4000 to 0.6000",
@@ -136,3 +138,50 @@ def test_without_json_it_is_a_table():
     ]
     assert counts.startswith("on 30 test queries; 2 left out, prompt over --max_prompt_tokens")
     assert counts.endswith("; 1 left out, they got no score")
+    assert cut_off == "25% of the responses were cut off (--max_response_tokens)"
+    assert example == "  best: reward 1: 'a'"
+
+
+class Numbers(Task):
+    def extract(self, response):
+        return response if response.isdigit() else None
+
+
+@pytest.mark.parametrize(
+    "responses, says",
+    [
+        (
+            [("7", 1, True), ("8", 0, True), ("a" * 500, 0, False), ("b", 0.5, True)],
+            [
+                "25% of the responses were cut off (--max_response_tokens), 50% have no answer",
+                "  best: reward 1, answer '7': '7'",
+                "  wrong: reward 0, answer '8': '8'",
+                f"  cut off: reward 0, answer None: '{'a' * 100} … {'a' * 100}'",
+            ],
+        ),
+        (
+            [("7", 0, True), ("a\nb", 0, True)],
+            [
+                "0% of the responses were cut off, 50% have no answer",
+                "  best: reward 0, answer '7': '7'",
+            ],
+        ),
+        (
+            [("a\nb", 0, False)],
+            [
+                "100% of the responses were cut off (--max_response_tokens), 100% have no answer",
+                "  cut off: reward 0, answer None: 'a\\nb'",
+            ],
+        ),
+    ],
+)
+def test_a_look_shows_the_best_response_a_wrong_one_and_one_that_was_cut_off(responses, says):
+    assert str(look_at(Numbers(), *zip(*responses))).splitlines() == says
+
+
+def test_a_task_that_extracts_no_answers_has_no_share_without_one():
+    turns = look_at(Task(), [["to", "and fro"]], [1.0], [True])
+    assert str(turns).splitlines() == [
+        "0% of the responses were cut off",
+        "  best: reward 1: ['to', 'and fro']",
+    ]

@@ -14,6 +14,7 @@ import torch
 from config import Config
 from models.device import compute_dtype
 from runtime.record.timeline import Lines, read_lines
+from runtime.transport.messages import Answers
 from tasks import load_task
 
 WINDOW = 20  # steps that a figure is averaged over: that of one batch jumps
@@ -105,12 +106,17 @@ class Alarms:
 
 
 def first_look(
-    config: Config, figures: dict, groups: int, left_out: int, unseen: list[str]
+    config: Config,
+    figures: dict,
+    groups: int,
+    left_out: int,
+    unseen: list[str],
+    answers: Answers | None = None,
 ) -> Iterator[str]:
     """Say what a user would ask of the first groups, a line each.
 
     figures: of them, as in metrics.py. left_out: queries whose prompts are empty or too long.
-    unseen: special tokens, other than ends, that score() does not see.
+    unseen: special tokens, other than ends, that score() does not see. answers: None for episodes.
     """
     equal, cut = figures["equal_rewards"], 1 - figures["finished"]
     reward = f"reward {figures['reward']:.3g}"
@@ -121,11 +127,11 @@ def first_look(
             "see in samples.jsonl whether score() finds the answer; else try easier queries, a "
             "larger --samples_per_query or --temperature"
         )
-    if cut:
-        what = "--max_turns or --max_episode_tokens, or a turn by " * bool(
-            config.max_episode_tokens
-        )
-        yield f"{cut:.0%} of the first responses were cut off by {what}--max_response_tokens"
+    if answers:
+        yield str(answers)
+    elif cut:
+        what = "--max_turns or --max_episode_tokens, or a turn by --max_response_tokens"
+        yield f"{cut:.0%} of the first responses were cut off by {what}"
     if left_out:
         why = f"over --max_prompt_tokens {config.max_prompt_tokens}, empty or not Unicode"
         yield f"prompts left out, {why}: {left_out}"

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch.multiprocessing
+from transformers import PreTrainedTokenizerBase
 
 from buffer import Group, Row, rows_of
-from config import Config
 from learner import Learner
 from loss import Metrics
 from models.logprobs import mismatch
@@ -19,9 +19,11 @@ from models.policy import load_tokenizer, tokens_left_out
 from runtime.modes.free_running import ReplayBatches
 from runtime.modes.lockstep import LockstepBatches
 from runtime.record.alarms import first_look
+from runtime.record.answers import look_at
 from runtime.record.live import RATE_WINDOW, rate_of
 from runtime.transport.board import Board
-from tasks import load_task
+from runtime.transport.messages import Answers
+from tasks import Task, load_task
 from weights import SharedWeights
 
 MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
@@ -95,8 +97,11 @@ class StepMetrics:
         groups, self.first = self.first, []
         if groups:
             config, left_out = self.learner.config, int(self.board.total("long_prompts"))
-            unseen = find_unseen(config, groups)
-            for line in first_look(config, describe(groups), len(groups), left_out, unseen):
+            tokenizer, task = load_tokenizer(config), load_task(config.task, **config.options)
+            seen = find_unseen(tokenizer, task, groups), None
+            if config.max_episode_tokens is None:  # else a response is more than one text
+                seen = seen[0], answers_of(tokenizer, task, groups)
+            for line in first_look(config, describe(groups), len(groups), left_out, *seen):
                 say(line)
 
     def of(self, rows: list[Row], waited: float) -> Metrics:
@@ -160,9 +165,17 @@ def describe(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def find_unseen(config: Config, groups: list[Group]) -> list[str]:
+def answers_of(tokenizer: PreTrainedTokenizerBase, task: Task, groups: list[Group]) -> Answers:
+    """Look at the responses of groups, as texts that score() saw."""
+    left_out = tokens_left_out(tokenizer, task.keep_special_tokens)
+    rows = [row for group in groups for row in rows_of(group)]
+    tokens = [[token for token in row.tokens.tolist() if token not in left_out] for row in rows]
+    finished = np.concatenate([group.finished for group in groups]).tolist()
+    return look_at(task, tokenizer.batch_decode(tokens), [row.reward for row in rows], finished)
+
+
+def find_unseen(tokenizer: PreTrainedTokenizerBase, task: Task, groups: list[Group]) -> list[str]:
     """Name the special tokens within the sampled responses that score() does not see."""
-    tokenizer, task = load_tokenizer(config), load_task(config.task, **config.options)
     left_out = tokens_left_out(tokenizer, task.keep_special_tokens)
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     # The last token of a turn may be another end, of several that a model has.

@@ -67,6 +67,8 @@ class Report:
         if evaluation.version == 0:
             what = f"base {self.metric}:"
         self.say(f"{what} {evaluation}")
+        if evaluation.version == 0 and evaluation.answers:
+            self.say(str(evaluation.answers))
 
     def close(self) -> None:
         """Say what the run has left out, and end the live view."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from config import Config
 from models.policy import encode_prompt
 from runtime.modes.free_running import Rollout
+from runtime.record.answers import look_at
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
 from tasks import Query, Task, sampling_for_tests
@@ -134,7 +135,7 @@ class EvaluationRun:
         version: int,
         num_samples: int = 1,
     ):
-        self.version, self.num_samples = version, num_samples
+        self.task, self.version, self.num_samples = task, version, num_samples
         self.rollouts: list[Rollout] = []
         sampling, self.long_prompts = sampling_for_tests(config, task) | {"n": 1}, 0
         for query in queries:
@@ -183,7 +184,10 @@ class EvaluationRun:
         if not len(scores):
             return Evaluation(self.version, 0.0, *counts)
         mean, low, high = mean_and_interval(scores)
-        return Evaluation(self.version, mean, *counts, (low, high))
+        texts = [rollout.texts[0] for rollout in self.scored]
+        finished = [rollout.finished[0] for rollout in self.scored]
+        answers = look_at(self.task, texts, scores.tolist(), finished)
+        return Evaluation(self.version, mean, *counts, (low, high), answers)
 
 
 def mean_and_interval(

@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 from config import Config
 from models.engine import Engine
 from models.policy import check_finite, load_tokenizer
+from runtime.record.answers import look_at
 from runtime.responses.evaluation import EvaluationRun, mean_and_interval
 from runtime.responses.generation import Generation
 from runtime.responses.scoring import RewardScorer
@@ -54,13 +55,12 @@ def measure(task: Task, run: EvaluationRun) -> FinalEvaluation:
         error = run.unscored[0].error
         raise ValueError(f"no response to a test query got a score: {error}") from error
     run.scored.sort(key=lambda rollout: rollout.index)  # they came in any order
-    values = task.evaluate(
-        [rollout.query for rollout in run.scored],
-        [rollout.texts[0] for rollout in run.scored],
-        [rollout.finished[0] for rollout in run.scored],
-        run.scores(),
-    )
+    queries = [rollout.query for rollout in run.scored]
+    texts = [rollout.texts[0] for rollout in run.scored]
+    finished = [rollout.finished[0] for rollout in run.scored]
+    values = task.evaluate(queries, texts, finished, run.scores())
     ids = [rollout.query.id for rollout in run.scored]
     metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
     counts = len(set(ids)), run.num_samples, run.long_prompts, len(run.unscored)
-    return FinalEvaluation(metrics, *counts)
+    answers = look_at(task, texts, run.scores().tolist(), finished)
+    return FinalEvaluation(metrics, *counts, answers)

@@ -4,6 +4,26 @@ from dataclasses import dataclass
 
 
 @dataclass
+class Answers:
+    """A look at some responses.
+
+    cut_off: the share that a limit cut off. unanswered: the share in which the task finds no
+    answer; None for a task that extracts none. examples: lines, of the best response, a wrong one
+    and one that was cut off, as far as there are such.
+    """
+
+    cut_off: float
+    unanswered: float | None
+    examples: list[str]
+
+    def __str__(self) -> str:
+        found = "" if self.unanswered is None else f", {self.unanswered:.0%} have no answer"
+        limit = " (--max_response_tokens)" if self.cut_off else ""
+        shares = f"{self.cut_off:.0%} of the responses were cut off{limit}{found}"
+        return "\n".join([shares, *self.examples])
+
+
+@dataclass
 class Evaluation:
     """The mean score of responses to test queries, of one version; from a searcher."""
 
@@ -13,6 +33,7 @@ class Evaluation:
     long_prompts: int  # test queries left out, their prompt is too long or has no tokens
     unscored: int  # test queries left out, the response got no score
     interval: tuple[float, float] | None = None  # of 95 %
+    answers: Answers | None = None
 
     def line(self, metric: str, base_model: str) -> dict:
         """Make its line of metrics.jsonl. metric: what the score is called."""
@@ -33,15 +54,16 @@ class FinalEvaluation:
     samples: int  # responses to each
     long_prompts: int
     unscored: int
+    answers: Answers
 
     def __str__(self) -> str:
-        """A table."""
+        """A table, and a look at the responses."""
         width = max(map(len, self.metrics))
         lines = [f"{'metric':{width}}     value   95 % interval"]
         for name, (value, low, high) in self.metrics.items():
             lines.append(f"{name:{width}}  {value:8.4f}   {low:.4f} to {high:.4f}")
         left_out = describe_left_out(self.long_prompts, self.unscored)
-        return "\n".join([*lines, f"on {self.counted}{left_out}"])
+        return "\n".join([*lines, f"on {self.counted}{left_out}", str(self.answers)])
 
     @property
     def counted(self) -> str:
