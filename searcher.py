@@ -185,6 +185,9 @@ class Searcher:
     def step_engine(self) -> list[Rollout]:
         """Generate one token of every response. Returns the rollouts that finished with it."""
         is_over = self.board.last_step_done and not self.evaluation.is_running
+        # What an interrupted run still generates is lost, and the trainer needs the cores to save.
+        # But in lockstep its last batch is wanted.
+        is_over |= self.board.end and not self.config.lockstep
         if self.outbox or is_over or self.generation.is_idle:  # a full queue, or no work
             with self.timeline.span("wait"):
                 time.sleep(POLL_SECONDS)

@@ -189,6 +189,7 @@ class Trainer:
             self.checkpoints.save_model(self.learner.save_model)
         finally:
             self.checkpoints.wait()
+            self.checkpoints.hurry()
             # Where checkpoints are exact, step 0 needs none: version 0 makes all batches anew.
             is_needed = self.step > 0 or not self.batches.is_exact
             if self.step != self.checkpoints.written_step and is_needed:

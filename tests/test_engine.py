@@ -3,6 +3,7 @@
 import gc
 import queue
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -59,10 +60,10 @@ def policy(tied_model) -> torch.nn.Module:
     return load_policy(Config(model=str(tied_model)), torch.device("cpu"))
 
 
-def changed(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+def changed(model: torch.nn.Module, seed: int, size: float = 0.1) -> dict[str, torch.Tensor]:
     """Make new weights for the model, by the names that the trainer publishes."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
-    return {name: p.detach() + 0.1 * draw(p.shape) for name, p in model.named_parameters()}
+    return {name: p.detach() + size * draw(p.shape) for name, p in model.named_parameters()}
 
 
 def take_over(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
@@ -271,6 +272,18 @@ def test_a_searcher_that_finds_newer_weights_evaluates_the_base_model_too(search
     searcher.rollout_queue.put_nowait = stop_at_an_evaluation
     searcher.search()
     assert [item.version for item in items if isinstance(item, Evaluation)] == [0]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_searcher_leaves_the_cores_to_a_trainer_that_saves(lockstep, searcher, monkeypatch):
+    """In lockstep the last batch is wanted for the checkpoint."""
+    searcher.start_queries()
+    staleness = 0 if lockstep else None
+    searcher.config = replace(searcher.config, constant_staleness=staleness)
+    searcher.board.end, steps = True, []
+    monkeypatch.setattr(searcher.generation, "step", lambda version: steps.append(version) or [])
+    searcher.step_engine()
+    assert searcher.generation.rows and steps == ([0] if lockstep else [])
 
 
 def test_weights_that_a_searcher_is_loading_are_not_overwritten(searcher, policy, monkeypatch):

@@ -82,6 +82,11 @@ class CheckpointWriter:
             self.copies[part, name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return self.copies[part, name].copy_(tensor)
 
+    def hurry(self) -> None:
+        """Have the next write give way to nothing: the run ends, and waits for it."""
+        self.thread = ThreadPoolExecutor(1)
+        self.clock = self.thread.submit(clock_of_thread).result()
+
     def wait(self) -> None:
         """Wait for the write that is under way, if one is. A shutdown does not end this wait.
 
@@ -149,6 +154,11 @@ def give_way() -> int:
     """Lower the priority of the calling thread. Returns the clock of its CPU time."""
     niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0))  # only root may lower one
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    return clock_of_thread()
+
+
+def clock_of_thread() -> int:
+    """Return the clock of the calling thread's CPU time."""
     return time.pthread_getcpuclockid(threading.get_ident())
 
 
