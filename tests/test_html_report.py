@@ -404,7 +404,8 @@ def test_an_evaluation_on_the_way_has_its_interval_in_the_metrics():
     run = EvaluationRun.__new__(EvaluationRun)
     query = Query(0, "", "")
     run.version, run.long_prompts, run.unscored = 40, 0, [Rollout(query, "")]
-    run.scored = [Rollout(query, "", rewards=np.array([i % 4 == 0])) for i in range(400)]
+    run.task, own = Task(), dict(texts=["a"], finished=[True])
+    run.scored = [Rollout(query, "", rewards=np.array([i % 4 == 0]), **own) for i in range(400)]
     line = json.loads(json.dumps(run.result().line("accuracy", "0a1b")))
     low, high = line.pop("accuracy_interval")
     assert line == {"step": 40, "accuracy": 0.25, "base_model": "0a1b"}

@@ -102,7 +102,8 @@ def test_eval_only_ends_with_what_the_run_found_as_json(finished, capfd):
     run_dir, _ = finished
     assert main(["arithmetic", "--eval_only", "--model", str(run_dir / "model")]) == 0
     *table, last = capfd.readouterr().out.splitlines()
-    assert table[1].startswith("accuracy ") and table[-1] == "on 1000 test queries"
+    assert table[1].startswith("accuracy ") and table[2] == "on 1000 test queries"
+    assert "of the responses were cut off" in table[3] and table[4].startswith("  best: reward 1")
     found, final = json.loads(last), read(run_dir, "metrics.jsonl")[-1]
     value, low, high = found["metrics"]["accuracy"]
     assert 0 < low < value < high < 1
