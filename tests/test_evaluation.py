@@ -179,6 +179,16 @@ def test_a_look_shows_the_best_response_a_wrong_one_and_one_that_was_cut_off(res
     assert str(look_at(Numbers(), *zip(*responses))).splitlines() == says
 
 
+def test_an_extract_that_fails_finds_no_answer_and_ends_nothing():
+    class Fails(Task):
+        def extract(self, response):
+            return response.split("answer: ")[1]
+
+    found = look_at(Fails(), ["answer: 7", "none"], [1.0, 0.0], [True, True])
+    assert found.unanswered == 0.5
+    assert found.examples[1] == "  wrong: reward 0, answer None: 'none'"
+
+
 def test_a_task_that_extracts_no_answers_has_no_share_without_one():
     turns = look_at(Task(), [["to", "and fro"]], [1.0], [True])
     assert str(turns).splitlines() == [

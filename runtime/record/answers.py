@@ -1,6 +1,7 @@
 """What a person asks of a model's responses before anything else: how do they look?"""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from runtime.transport.messages import Answers
 from tasks import Task
@@ -11,9 +12,15 @@ SHOWN_CHARACTERS = 200
 def look_at(
     task: Task, texts: Sequence[str], rewards: Sequence[float], finished: Sequence[bool]
 ) -> Answers:
-    """Look at N responses, N at least 1. With episodes a text is the list of the model's turns."""
+    """Look at N responses, N at least 1. With episodes a text is the list of the model's turns.
+
+    Where the task's extract() fails there is no answer: a look ends no run (samples.jsonl says it).
+    """
     has_answers = type(task).extract is not Task.extract
-    answers = [task.extract(text) if has_answers else None for text in texts]
+    answers = [None] * len(texts)
+    for i, text in enumerate(texts):
+        with suppress(Exception):
+            answers[i] = task.extract(text)
     whole = [i for i in range(len(texts)) if finished[i]]
     best = max(whole, key=lambda i: rewards[i], default=None)
     worst = min(whole, key=lambda i: rewards[i], default=None)

@@ -98,10 +98,12 @@ class StepMetrics:
         if groups:
             config, left_out = self.learner.config, int(self.board.total("long_prompts"))
             tokenizer, task = load_tokenizer(config), load_task(config.task, **config.options)
-            seen = find_unseen(tokenizer, task, groups), None
+            hidden = tokens_left_out(tokenizer, task.keep_special_tokens)
+            unseen, answers = find_unseen(tokenizer, hidden, groups), None
             if config.max_episode_tokens is None:  # else a response is more than one text
-                seen = seen[0], answers_of(tokenizer, task, groups)
-            for line in first_look(config, describe(groups), len(groups), left_out, *seen):
+                answers = answers_of(tokenizer, hidden, task, groups)
+            figures = describe(groups)
+            for line in first_look(config, figures, len(groups), left_out, unseen, answers):
                 say(line)
 
     def of(self, rows: list[Row], waited: float) -> Metrics:
@@ -165,18 +167,20 @@ def describe(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def answers_of(tokenizer: PreTrainedTokenizerBase, task: Task, groups: list[Group]) -> Answers:
-    """Look at the responses of groups, as texts that score() saw."""
-    left_out = tokens_left_out(tokenizer, task.keep_special_tokens)
+def answers_of(
+    tokenizer: PreTrainedTokenizerBase, hidden: dict[int, str], task: Task, groups: list[Group]
+) -> Answers:
+    """Look at the responses of groups, as texts that score() saw. hidden: from it, by id."""
     rows = [row for group in groups for row in rows_of(group)]
-    tokens = [[token for token in row.tokens.tolist() if token not in left_out] for row in rows]
+    tokens = [[token for token in row.tokens.tolist() if token not in hidden] for row in rows]
     finished = np.concatenate([group.finished for group in groups]).tolist()
     return look_at(task, tokenizer.batch_decode(tokens), [row.reward for row in rows], finished)
 
 
-def find_unseen(tokenizer: PreTrainedTokenizerBase, task: Task, groups: list[Group]) -> list[str]:
-    """Name the special tokens within the sampled responses that score() does not see."""
-    left_out = tokens_left_out(tokenizer, task.keep_special_tokens)
+def find_unseen(
+    tokenizer: PreTrainedTokenizerBase, hidden: dict[int, str], groups: list[Group]
+) -> list[str]:
+    """Name the special tokens within the sampled responses that are hidden from score()."""
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     # The last token of a turn may be another end, of several that a model has.
     rows = [
@@ -185,4 +189,4 @@ def find_unseen(tokenizer: PreTrainedTokenizerBase, task: Task, groups: list[Gro
         for row in rows_of(group)
     ]
     found = {*np.concatenate(rows).tolist()} - ends
-    return sorted(left_out[token] for token in found & left_out.keys())
+    return sorted(hidden[token] for token in found & hidden.keys())

@@ -63,11 +63,11 @@ class Report:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write the line of an evaluation, and show it."""
         self.metrics.write(evaluation.line(self.metric, self.base_model))
-        what = f"step {evaluation.version}: {self.metric}"
-        if evaluation.version == 0:
-            what = f"base {self.metric}:"
-        self.say(f"{what} {evaluation}")
-        if evaluation.version == 0 and evaluation.answers:
+        if evaluation.version:
+            self.say(f"step {evaluation.version}: {self.metric} {evaluation}")
+            return
+        self.say(f"base {self.metric}: {evaluation}")
+        if evaluation.answers:
             self.say(str(evaluation.answers))
 
     def close(self) -> None:

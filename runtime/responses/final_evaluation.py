@@ -58,9 +58,10 @@ def measure(task: Task, run: EvaluationRun) -> FinalEvaluation:
     queries = [rollout.query for rollout in run.scored]
     texts = [rollout.texts[0] for rollout in run.scored]
     finished = [rollout.finished[0] for rollout in run.scored]
-    values = task.evaluate(queries, texts, finished, run.scores())
+    scores = run.scores()
+    values = task.evaluate(queries, texts, finished, scores)
     ids = [rollout.query.id for rollout in run.scored]
     metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
     counts = len(set(ids)), run.num_samples, run.long_prompts, len(run.unscored)
-    answers = look_at(task, texts, run.scores().tolist(), finished)
+    answers = look_at(task, texts, scores.tolist(), finished)
     return FinalEvaluation(metrics, *counts, answers)
