@@ -29,7 +29,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
 from config import UserError, first_line
-from models.hub import cached_model, fetch_model, has_weights, shards_of, weight_files
+from models.hub import cached_model, fetch_model, shards_of, weight_files
 
 SAMPLE = "What is 2 + 3?\n\n  Naïve: 12,345 "  # on which tokenizers differ
 SHOWN = 3  # names in a message
@@ -62,8 +62,8 @@ def fetch_weights(
             "model: merge it (peft's merge_and_unload), or move that file elsewhere"
         )
     files, headers = weight_files(directory), {}
-    if not has_weights(directory):
-        lacking = [file for file in files if not (directory / file).exists()]
+    lacking = [file for file in files if not (directory / file).exists()]
+    if lacking or not files:
         raise UserError(f"{name} lacks {list_names(lacking or ['weights for transformers'])}")
     if is_policy:
         refuse_strays(name, directory)
@@ -158,9 +158,8 @@ def is_of_layer(made: torch.nn.Module, key: str) -> bool:
     for name in (key, f"{made.base_model_prefix}.{key}"):
         layer, (owner, _, own) = re.match(r"(.+?)\.\d+(?=\.)", name), name.rpartition(".")
         if layer and layer[1] in modules:
-            slots = getattr(
-                modules.get(owner), "_parameters", {}
-            )  # a bias that is None is listed too
+            # A bias that is None is listed there too.
+            slots = getattr(modules.get(owner), "_parameters", {})
             return layer[0] not in modules or own == "weight" or own in slots
     return False
 

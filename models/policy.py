@@ -91,13 +91,17 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -
     That is a turn of its own, or the last message where that is the assistant's (a prefill). Not by
     continue_final_message: templates trim that message, or close what it thinks.
     """
-    *before, last = messages
-    is_prefill = last["role"] == "assistant"
-    asked, begun = (before, last["content"]) if is_prefill else (messages, "")
+    asked, begun = split_prefill(messages)
     text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     if begun.startswith("<think>"):  # some templates open it themselves
         text = re.sub(r"<think>\s*$", "", text)
     return text + begun
+
+
+def split_prefill(messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], str]:
+    """Split off the text of a last message that is the assistant's; "" if it is not."""
+    *before, last = messages
+    return (before, last["content"]) if last["role"] == "assistant" else (messages, "")
 
 
 def encode_reply(
@@ -115,9 +119,7 @@ def encode_reply(
     """
     if isinstance(prompt, str):
         return tokenizer(reply, add_special_tokens=False).input_ids
-    before, begun = prompt, ""
-    if prompt[-1]["role"] == "assistant":
-        before, begun = prompt[:-1], prompt[-1]["content"]
+    before, begun = split_prefill(prompt)
     turns = {"role": "assistant", "content": begun + TURN}, {"role": "user", "content": reply}
     messages = [*before, *turns]
     turn = render(tokenizer, messages).removeprefix(render(tokenizer, prompt)).lstrip()
