@@ -1,4 +1,4 @@
-"""Run TRL's GRPOTrainer on arithmetic once, in TRL's own environment: peer_trl.py starts this file.
+"""Run TRL's GRPOTrainer on the sums once, in TRL's own environment: peer_trl.py starts this file.
 
 Prints a JSON line per event, with the machine's monotonic clock.
 """
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 
 import common  # noqa: F401 (the project's root on sys.path)
 import torch
@@ -16,10 +17,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tasks import load_task
 
-LIMIT = 8  # tokens of a response
 settings = json.loads(sys.argv[1])
 torch.set_num_threads(len(os.sched_getaffinity(0)))
-task = load_task("arithmetic")
+task = load_task("sums")
+limit = settings["tokens"]  # of a response
 tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
 queries = {query.id: query for query in task.queries("train")}
 
@@ -33,7 +34,7 @@ def reward(
     completions: list[str], id: list[int], completion_ids: list[list[int]], **_
 ) -> list[float]:
     """Score completions with the task. id: of the query of each, a column of the data set."""
-    finished = [tokenizer.eos_token_id in ids or len(ids) < LIMIT for ids in completion_ids]
+    finished = [tokenizer.eos_token_id in ids or len(ids) < limit for ids in completion_ids]
     return task.score([queries[i] for i in id], completions, finished)
 
 
@@ -41,20 +42,24 @@ class Watch(TrainerCallback):
     """Reports each step and its reward."""
 
     def on_step_begin(self, args, state, control, **_):
-        tell(step=state.global_step)
+        if state.global_step == 0:
+            tell()
 
     def on_log(self, args, state, control, logs=None, **_):
         if "reward" in logs:
-            tell(step=state.global_step, reward=float(logs["reward"]))
+            tell(rows=settings["rows"], reward=float(logs["reward"]))
 
 
-schedule = dict(lr_scheduler_type="linear", warmup_steps=10, max_steps=settings["steps"])
+# More steps than there is time for: peer_trl.py ends the run.
+schedule = dict(lr_scheduler_type="constant_with_warmup", warmup_steps=5, max_steps=1000)
 optimizer = dict(learning_rate=settings["learning_rate"], max_grad_norm=1.0, seed=settings["seed"])
-search = dict(num_generations=8, max_completion_length=LIMIT, temperature=1.0)
+search = dict(num_generations=settings["group"], max_completion_length=limit)
 quiet = dict(logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True)
+search |= dict(temperature=settings["temperature"])
 device = dict(use_cpu=True, bf16=False, gradient_checkpointing=False)
 where = dict(output_dir=settings["output_dir"], per_device_train_batch_size=settings["rows"])
-rows = [{"prompt": query.prompt, "id": query.id} for query in queries.values()]
+as_text = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+rows = [{"prompt": as_text(query.prompt), "id": query.id} for query in queries.values()]
 trainer = GRPOTrainer(
     model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
     reward_funcs=reward,
@@ -64,11 +69,3 @@ trainer = GRPOTrainer(
     callbacks=[Watch()],
 )
 trainer.train()
-tests = task.queries("test")
-ids = tokenizer([query.prompt for query in tests], return_tensors="pt", padding=True)
-with torch.no_grad():
-    out = trainer.model.eval().generate(**ids, do_sample=False, max_new_tokens=LIMIT)
-out = out[:, ids.input_ids.shape[1] :]  # the responses alone
-finished = (out == tokenizer.eos_token_id).any(1).tolist()
-texts = tokenizer.batch_decode(out, skip_special_tokens=True)
-tell(accuracy=sum(task.score(tests, texts, finished)) / len(tests))

@@ -109,14 +109,20 @@ def steps_of(run_dir: Path | str) -> list[dict]:
 
 def reached(run_dir: Path, target: float) -> float:
     """Find when the new responses of a run that has ended first had a mean reward of `target`."""
+    return first_right(trained_on(run_dir), target)
+
+
+def trained_on(run_dir: Path) -> list[tuple[float, int, float]]:
+    """Read the new responses of each step of a run so far, as first_right() takes them."""
+    if not (run_dir / "config.json").exists():
+        return []
     steps = steps_of(run_dir)
     ends = [end for name, _, end in read_spans(str(run_dir))["trainer"] if name == "step"]
     config = json.loads((run_dir / "config.json").read_text())
     new = np.diff([0] + [line["received"] for line in steps])
-    if config["synchronous"]:  # each step has a batch of its own
+    if config["constant_staleness"] is not None:  # each step has a batch of its own
         new[:] = config["queries_per_batch"] * config["responses_per_query"]
-    rewards = [line["reward"] for line in steps]
-    return first_right(list(zip(ends, new, rewards)), target)
+    return list(zip(ends, new.tolist(), [line["reward"] for line in steps]))
 
 
 def make_group(responses: int, tokens: int, vocabulary: range = range(1000)) -> Group:

@@ -1,37 +1,43 @@
-"""Compare the wall-clock time to the same accuracy on arithmetic: this implementation and TRL.
+"""Compare the wall-clock time in which a real language model learns sums: this project and TRL.
 
-    python benchmarks/peer_trl.py            # 20 minutes on 2 cores
+    python benchmarks/peer_trl.py            # two to three hours on 2 cores: begin with --quick
     python benchmarks/peer_trl.py --quick    # one seed, one learning rate
 
-TRL's GRPOTrainer generates, and then trains, in one process, with transformers: its vLLM mode wants
-a GPU. It gets an environment of its own, made here the first time. Both have the same base model,
-rewards, K = 8, 256 rows a step, temperature, schedule and cores (all of them to each). Each has the
-learning rate that gets there first with a seed that the table does not use. What counts is the
-seconds until 0.95 of the latest 500 samples, drawn for training, were right; "without start-up"
-begins with the first step of TRL, and with our first engine step. Accuracy is that of the end.
+Needs SmolLM2-135M-Instruct (make demo-smollm installs it). TRL's GRPOTrainer generates, and then
+trains, in one process, with transformers: its vLLM mode wants a GPU. It gets an environment of its
+own, made here the first time. Both have the same base model, queries, rewards, K, rows a step,
+temperature, dtype and cores (all of them to each). Not equal: GRPO without a reference policy, as
+TRL has it by default, against trajectory balance with one; the schedules of the learning rate; and
+the gradient's norm, which TRL clips to 1. Each has the learning rate that gets there first with a
+seed that the table does not use. What counts is the seconds until TARGET of the latest SAMPLES
+responses, drawn for training, were right, or SECONDS; "without start-up" begins with the first step
+of TRL, and with our first engine step. A run ends there.
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, arguments, as_flags, first_right, mean_and_each, reached, save, table_of
+import psutil
+from common import ROOT, arguments, as_flags, first_right, mean_and_each, save, table_of, trained_on
 
-from runtime.record.timeline import read_metrics, read_spans
-from tasks import load_task
+from runtime.record.timeline import read_spans
+from tasks import find_presets, load_task
 
 REQUIREMENTS = ["trl==1.16.0", "torch==2.13.0", "transformers>=5.16,<5.20", "numpy>=2.0"]
-LEARNING_RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
-TARGET, SEARCH_SEED, SEEDS = 0.95, 100, (0, 1, 2)
-ROWS = 256  # a step
+LEARNING_RATES = (5e-6, 1e-5, 2e-5)
+TARGET, SAMPLES, SECONDS = 0.6, 192, 900.0
+SEARCH_SEED, SEEDS = 100, (0, 1, 2)
+WITHOUT = "s without start-up"
 OURS, TRL = "this implementation", "TRL GRPOTrainer"
-STEPS = {OURS: 400, TRL: 60}  # enough for each to get to TARGET
 
 
 def trl_python() -> str:
@@ -46,71 +52,99 @@ def trl_python() -> str:
     return str(python)
 
 
-def launch(command: list[str]) -> str:
-    """Run a command to its end. Returns what it printed."""
-    out = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    if out.returncode:
-        sys.exit(f"a run failed:\n{out.stdout[-3000:]}{out.stderr[-3000:]}")
-    return out.stdout
-
-
-def measure(name: str, directory: str, rate: float, seed: int) -> tuple[float, float, float]:
-    """Make a run. Returns the seconds to TARGET without and with start-up, and the accuracy."""
-    output = Path(directory) / f"{name} {rate} {seed}"
-    settings = dict(learning_rate=rate, seed=seed, steps=STEPS[name], output_dir=str(output))
-    python = sys.executable if name == OURS else trl_python()
-    start = time.monotonic()
+def command_of(name: str, output: Path, rate: float, seed: int) -> list[str]:
+    """The command of a run that is longer than SECONDS."""
+    settings = dict(learning_rate=rate, seed=seed, output_dir=str(output))
     if name == OURS:
-        flags = as_flags(**settings, eval_every=0, checkpoint_every=0)
-        launch([python, str(ROOT / "tba.py"), "arithmetic", *flags])
-        searcher = read_spans(str(output))["searcher-0"]
-        begin = min(begin for kind, begin, _ in searcher if kind in ("search", "eval"))
-        end, accuracy = reached(output, TARGET), read_metrics(str(output))[-1]["final_accuracy"]
-    else:
-        settings |= dict(model=load_task("arithmetic").base_model(), rows=ROWS)
-        text = launch([python, str(ROOT / "benchmarks" / "_trl_run.py"), json.dumps(settings)])
-        lines = [line for line in text.splitlines() if line.startswith("EVENT ")]
-        events = [json.loads(line.removeprefix("EVENT ")) for line in lines]
-        begin, accuracy = events[0]["clock"], events[-1]["accuracy"]
-        samples = [(event["clock"], ROWS, event["reward"]) for event in events if "reward" in event]
-        end = first_right(samples, TARGET)
-    figures = end - begin, end - start, accuracy
+        more = dict(steps=1000, lr_schedule="constant", stable_steps=0, decay_steps=0)
+        flags = as_flags(**settings, **more)
+        return [sys.executable, str(ROOT / "tba.py"), "sums", *flags]
+    preset = find_presets("sums")["smollm"]
+    settings |= dict(model=load_task("sums").base_model(), temperature=preset["temperature"])
+    settings |= dict(group=preset["responses_per_query"], tokens=preset["max_response_tokens"])
+    settings |= dict(rows=preset["queries_per_batch"] * preset["responses_per_query"])
+    return [trl_python(), str(ROOT / "benchmarks" / "_trl_run.py"), json.dumps(settings)]
+
+
+def samples_of(name: str, output: Path) -> tuple[float, list[tuple[float, int, float]]]:
+    """Read when a run under way began, inf before it did, and its samples as of first_right()."""
+    if name == OURS:
+        searcher = read_spans(str(output)).get("searcher-0", [])
+        began = (begin for kind, begin, _ in searcher if kind in ("search", "eval"))
+        return next(began, np.inf), trained_on(output)
+    lines = (output / "log").read_text().splitlines()
+    events = [json.loads(line.removeprefix("EVENT ")) for line in lines if line[:5] == "EVENT"]
+    samples = [(event["clock"], event["rows"], event["reward"]) for event in events[1:]]
+    return next((event["clock"] for event in events), np.inf), samples
+
+
+def measure(name: str, directory: str, rate: float, seed: int) -> dict[str, float]:
+    """Make a run until it is at TARGET, or for SECONDS. Returns figures by their title."""
+    output = Path(directory) / f"{name} {rate} {seed}"
+    output.mkdir()
+    start, memory = time.monotonic(), 0
+    with open(output / "log", "w") as log:
+        command = command_of(name, output, rate, seed)
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        end = began = np.inf
+        while end == np.inf and time.monotonic() - start < SECONDS:
+            time.sleep(2.0)
+            if process.poll() is not None:
+                sys.exit(f"a run failed:\n{(output / 'log').read_text()[-3000:]}")
+            memory = max(memory, memory_of(process.pid))
+            began, samples = samples_of(name, output)
+            end = first_right(samples, TARGET, SAMPLES) if samples else np.inf
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=180)
+    trained = sum(rows for clock, rows, _ in samples) / (samples[-1][0] - began)
+    figures = {
+        WITHOUT: end - began,
+        "s with start-up": end - start,
+        "rows/s": trained,
+        "peak memory, GiB": memory / 2**30,
+    }
     print(name, rate, seed, figures, flush=True)
     return figures
 
 
+def memory_of(pid: int) -> int:
+    """Bytes that a process and its descendants have, what they share counted once."""
+    total = 0
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            total += process.memory_full_info().pss
+    return total
+
+
 def main() -> None:
     quick = arguments(__doc__).quick
-    load_task("arithmetic").base_model()  # made before any clock starts
+    load_task("sums").base_model()  # made before any clock starts
     trl_python()
-    rates, seeds = (LEARNING_RATES[3:4], SEEDS[:1]) if quick else (LEARNING_RATES, SEEDS)
-    times = defaultdict(list)
+    rates, seeds = (LEARNING_RATES[1:2], SEEDS[:1]) if quick else (LEARNING_RATES, SEEDS)
+    found, figures = defaultdict(dict), defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:
-        found = {
-            name: {rate: measure(name, directory, rate, SEARCH_SEED)[0] for rate in rates}
-            for name in STEPS
-        }
+        for name in (OURS, TRL):
+            for rate in rates:
+                found[name][rate] = measure(name, directory, rate, SEARCH_SEED)[WITHOUT]
         best = {name: min(of_rate, key=of_rate.get) for name, of_rate in found.items()}
         for seed in seeds:
-            for name in STEPS:
-                times[name].append(measure(name, directory, best[name], seed))
-    titles = "without start-up", "with start-up", "held-out accuracy at the end"
+            for name in (OURS, TRL):
+                figures[name].append(measure(name, directory, best[name], seed))
     rows = [
         {"": name, "learning rate": f"{best[name]:g}"}
-        | dict(zip(titles, map(mean_and_each, zip(*values))))
-        for name, values in times.items()
+        | {title: mean_and_each([one[title] for one in of_seeds]) for title in of_seeds[0]}
+        for name, of_seeds in figures.items()
     ]
-    ratios = np.mean(times[TRL], axis=0) / np.mean(times[OURS], axis=0)
     searched = "; ".join(
-        f"{name}: " + ", ".join(f"{rate:g} {seconds:.1f}" for rate, seconds in of_rate.items())
+        f"{name}: " + ", ".join(f"{rate:g} {seconds:.0f}" for rate, seconds in of_rate.items())
         for name, of_rate in found.items()
     )
     save(
         "peer_trl",
         quick,
-        f"Arithmetic, seconds to {TARGET} right samples (mean, and the values of the seeds):",
+        f"Sums with SmolLM2-135M-Instruct, to {TARGET} right of the latest {SAMPLES} samples, "
+        f"{SECONDS:.0f} s at most (inf: not in that time); mean, and the values of the seeds:",
         table_of(rows),
-        f"TRL takes {ratios[0]:.2f} times as long without start-up, {ratios[1]:.2f} times with it. "
         f"The search, seconds without start-up: {searched}.",
     )
 

@@ -71,6 +71,8 @@ class Task:
 
     # What the mean of score() over the test queries is called.
     metric = "score"
+    # What to do where extract() finds an answer in no response of the first groups.
+    if_unanswered: str = "see extract() of the task, and samples.jsonl"
     # Seconds for a response; score() then runs in worker processes, on one response a call.
     score_timeout: float | None = None
     # The reward of a response that takes longer, or kills its worker. None: its query is dropped.

@@ -14,13 +14,19 @@ import numpy as np
 from config import UserError
 from tasks import LazyQueries, Query, Task
 
-ASKED = "{question}\n\nGive the final answer between <answer> and </answer>.\n"
+ASKED = "{question}\n\n{answer_in}\n"
+# The prompt's last sentence, by --answer_in.
+ANSWER_IN = {
+    "tag": "Give the final answer between <answer> and </answer>.",
+    "last_line": "Give the final answer alone on the last line.",
+    "response": "Reply with the final answer only.",
+}
 TEST_SEED = 2**31  # the i-th query of a dataset is made from its seed + i
 
 
 @dataclass
 class ReasoningGym(Task):
-    """The dataset's own score of what stands in the last <answer></answer>, 0 where nothing does.
+    """The dataset's own score of the answer that a response has, 0 where it has none.
 
     This is not an accuracy: a wrong answer may earn 0.01 to 0.05, a partly right one more. If the
     verifier raises, the score is 0. Some verifiers evaluate an answer as Python.
@@ -34,10 +40,15 @@ class ReasoningGym(Task):
     """Queries to train on. Each is made when it is drawn."""
     test_queries: int = 200
     """Queries to test on, of another seed: in a small dataset some may be the same."""
+    answer_in: str = "tag"
+    """Where the answer stands, and what the prompt says of it: in the last <answer></answer> (tag),
+    on the last line that is not empty (last_line), or it is the whole response (response). A small
+    model seldom writes tags."""
     chat: bool = False
     """Ask in a chat message, for a model that has a chat template."""
 
     metric = "score"
+    if_unanswered = "--answer_in says where the answer is to stand"
     score_timeout = 10.0  # verifiers of many authors, some of which run a solver
     late_score = 0.0
     keep_special_tokens = ("<answer>", "</answer>")  # some models have these as such
@@ -57,6 +68,10 @@ class ReasoningGym(Task):
         except ImportError as error:
             problem = f"needs its library: .venv/bin/pip install -r requirements-gym.txt ({error})"
             raise UserError(f"task 'reasoning_gym' {problem}") from error
+        if self.answer_in not in ANSWER_IN:
+            raise UserError(
+                f"--answer_in is {self.answer_in!r}: it is one of {', '.join(ANSWER_IN)}"
+            )
         names = sorted(set(DATASETS) - {"composite"})  # which no JSON can describe
         if self.dataset not in names:
             raise UserError(f"--dataset is {self.dataset!r}: it is one of {', '.join(names)}")
@@ -81,7 +96,7 @@ class ReasoningGym(Task):
 
         def make(index: int) -> Query:
             entry = dataset[index]
-            text = ASKED.format(question=entry["question"])
+            text = ASKED.format(question=entry["question"], answer_in=ANSWER_IN[self.answer_in])
             return Query(index, [{"role": "user", "content": text}] if self.chat else text, entry)
 
         return LazyQueries(len(dataset), make)
@@ -101,6 +116,9 @@ class ReasoningGym(Task):
         return np.nan_to_num(scores).tolist()
 
     def extract(self, response: str) -> str | None:
-        from reasoning_gym.utils import extract_answer
+        if self.answer_in == "tag":
+            from reasoning_gym.utils import extract_answer
 
-        return extract_answer(response)
+            return extract_answer(response)
+        lines = response.strip().splitlines()
+        return "\n".join(lines if self.answer_in == "response" else lines[-1:]).strip() or None

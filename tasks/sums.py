@@ -1,7 +1,7 @@
 """Sums, for a real chat model on two cores.
 
-"What is 21 + 16? Reply with the number only." SmolLM2-135M-Instruct gets a third right, and talks
-about something else in most of its samples.
+"What is 8 + 6? Answer with a number only." SmolLM2-135M-Instruct gets a quarter right: it talks of
+how to add, or adds wrong.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,17 @@ from tasks.support.numbers import last_number
 from tasks.support.smollm import smollm
 
 SYSTEM = "You are a calculator."  # or the template would put a longer one there
-PROMPT = "What is {a} + {b}? Reply with the number only."
-LARGEST = 30  # of a number that is added
-TEST_QUERIES = 100  # of the 900 sums; never trained on
+# 33 tokens and more: the first 32 fill a block of vLLM's cache, which the responses share.
+PROMPT = "What is {a} + {b}? Answer with a number only."
+LARGEST = 15  # of a number that is added
+TEST_QUERIES = 75  # of the 225 sums; never trained on
 PRESETS = {
-    # Not measured with three seeds yet. One version makes each batch, which is trained on one step
-    # later: both cores are busy, and no response is older.
+    # One version makes each batch, which is trained on one step later: both cores are busy, and no
+    # response is older. The gradient is not clipped: its norm falls from 300 to 20, and clipped to
+    # 1 a batch that says little would move the policy as far as one that says much.
     "smollm": dict(
-        beta=0.05,
-        steps=40,
+        beta=0.1,
+        steps=50,
         queries_per_batch=8,
         responses_per_query=8,
         constant_staleness=1,
@@ -29,10 +31,12 @@ PRESETS = {
         checkpoint_every=0,
         temperature=0.9,
         max_prompt_tokens=64,
-        max_response_tokens=16,
-        learning_rate=1e-5,
-        warmup_steps=3,
-        max_grad_norm=1.0,
+        max_response_tokens=12,
+        learning_rate=1.2e-5,
+        lr_schedule="warmup_stable_decay",
+        warmup_steps=5,
+        stable_steps=15,
+        decay_steps=30,
     )
 }
 

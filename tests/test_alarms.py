@@ -9,6 +9,7 @@ from conftest import SMALL, flags, make_group, read, tba
 from config import Config
 from runtime.record.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms, first_look
 from runtime.record.metrics import describe
+from runtime.transport.messages import Answers
 
 HEALTHY = dict(mismatch=1e-6, equal_rewards=0.5, reward=0.4, ess_responses=0.6, finished=0.9)
 
@@ -80,12 +81,17 @@ def test_groups_whose_rewards_are_all_equal_are_counted():
         ({"equal_rewards": 1.0}, 0, ["not say which response is better"]),
         ({"finished": 0.75}, 0, ["25% of the first responses were cut off by --max_turns or"]),
         ({}, 3, ["prompts left out, over --max_prompt_tokens"]),
+        (
+            {"answers": Answers(cut_off=0.0, unanswered=1.0, examples=[])},
+            0,
+            ["100% have no answer", "an answer in no response: see extract() of the task"],
+        ),
     ],
 )
 def test_before_the_first_step_it_is_said_what_a_user_would_ask(figures, left_out, says):
     figures = dict(equal_rewards=0.25, reward=0.4, finished=1.0) | figures
-    unseen = figures.pop("unseen", [])
-    first, *lines = first_look(Config(), figures, 12, left_out, unseen)
+    unseen, answers = figures.pop("unseen", []), figures.pop("answers", None)
+    first, *lines = first_look(Config(), figures, 12, left_out, unseen, answers)
     equal = f"{figures['equal_rewards']:.0%}"
     assert first == f"first 12 groups: reward 0.4; all rewards equal in {equal} of them"
     assert len(lines) == len(says) and all(text in line for text, line in zip(says, lines))
@@ -98,7 +104,9 @@ def test_a_run_whose_responses_are_all_cut_off_says_so_and_goes_on(tmp_path):
     result = tba("arithmetic", *SMALL, *settings)
     assert result.returncode == 0, result.stderr
     before = result.stdout.split("step 1/60")[0]
-    assert "all rewards equal in 100% of them" in before and "100% of the first responses" in before
+    assert (
+        "all rewards equal in 100% of them" in before and "100% of the responses were cut" in before
+    )
     alarms = read(run_dir, "alarms.jsonl")
     assert {line["name"] for line in alarms} == {"unfinished", "equal rewards"}
     for line in alarms:

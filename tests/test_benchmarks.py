@@ -71,8 +71,9 @@ def test_overlap_measures_rates_and_the_time_to_the_target(tmp_path):
     }.items():
         (tmp_path / name).write_text("\n".join(map(json.dumps, values)))
     expected = dict(rate=0.5, busy=20.5 / 40.5, t_train=0.5, t_search=0.25)
-    for synchronous, reached in (False, 32.5), (True, 30.5):
-        config = {"synchronous": synchronous, "queries_per_batch": 100, "responses_per_query": 5}
+    for staleness, reached in (None, 32.5), (0, 30.5):
+        config = {"queries_per_batch": 100, "responses_per_query": 5}
+        config |= {"constant_staleness": staleness}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert overlap.measure(tmp_path) == pytest.approx(expected | {"reached": reached})
 

@@ -132,6 +132,15 @@ def test_a_report_shows_starts_pictures_evaluations_waits_alarms_and_responses(
     assert provenance.find_commit() == "", "a directory without git, such as an unpacked archive"
 
 
+def test_the_newest_group_whose_rewards_differ_is_open_and_equal_ones_are_closed(run_dir):
+    differ, equal = [sample(1), sample(1, reward=0.0)], [sample(2), sample(2)]
+    source = report_of(run_dir(*differ, *equal)).source
+    assert "<details open><summary>Version 1<" in source
+    assert "<details open><summary>query 7: 2 of 24 responses, β 0.5<" in source
+    assert "<details><summary>Version 2<" in source
+    assert "<details><summary>query 7: 2 of 24 responses, β 0.5 (rewards all 1)<" in source
+
+
 def test_responses_of_a_group_are_compared_and_tokens_where_there_is_a_reference(run_dir):
     right = sample(text="ab", behavior_logprobs=[-0.125, -3.0], ref_logprobs=[-4.0, -2.5])
     wrong = sample(text="c", reward=0.0, behavior_logprobs=[-1.0], ref_logprobs=[-1.0])

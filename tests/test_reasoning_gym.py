@@ -5,6 +5,7 @@ import pickle
 import string
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from runtime.preflight import load_data
 from runtime.processes import children
 from runtime.processes.places import Place
 from tasks import LazyQueries, Query, Task, load_task
-from tasks.reasoning_gym import ASKED
+from tasks.reasoning_gym import ANSWER_IN, ASKED
 from tasks.support.pupil import pupil
 
 gym = pytest.importorskip("reasoning_gym", reason="needs requirements-gym.txt")
@@ -23,7 +24,8 @@ from reasoning_gym.factory import DATASETS  # noqa: E402 (only where it is insta
 
 WITHOUT_AN_ANSWER = "boxnet graph_color propositional_logic rubiks_cube rush_hour".split()
 # What the model of a test reads and writes: the two halves around a word, the tags, letters.
-QUESTION = ASKED.format(question="Spell this word backward (example: sun -> nus): {word}")
+SPELL = "Spell this word backward (example: sun -> nus): {word}"
+QUESTION = ASKED.format(question=SPELL, answer_in=ANSWER_IN["tag"])
 TOKENS = [*QUESTION.split("{word}"), "<answer>", "</answer>"]
 TOKENS += string.ascii_letters
 
@@ -43,6 +45,23 @@ def test_each_dataset_is_made_and_scored():
 
 
 @pytest.mark.parametrize(
+    "answer_in, right, wrong",
+    [
+        ("tag", "<answer>nus</answer>, I think", "nus"),
+        ("last_line", "Backward:\n nus \n\n", "nus\nI think"),
+        ("response", " nus\n", "It is\nnus"),
+    ],
+)
+def test_the_answer_stands_where_the_prompt_asks_for_it(answer_in, right, wrong):
+    task = load_task("reasoning_gym", answer_in=answer_in, train_queries=1, test_queries=1)
+    query = replace(task.queries("train")[0], answer={"answer": "nus", "metadata": {"word": "sun"}})
+    assert ANSWER_IN[answer_in] in query.prompt
+    assert task.extract(right) == "nus" and task.extract(" \n") is None
+    right, wrong = task.score([query] * 2, [right, wrong], [True, True])
+    assert right == 1.0 > wrong
+
+
+@pytest.mark.parametrize(
     "options, says",
     [
         ({"dataset": "countdwn"}, "it is one of ab, acre, advanced_geometry"),
@@ -53,6 +72,7 @@ def test_each_dataset_is_made_and_scored():
         ({"settings": '{"min_word_len": 40, "max_word_len": 50}'}, "IndexError"),
         ({"train_queries": 0}, "the numbers of queries do not suit"),
         ({"dataset": "composite"}, "it is one of"),
+        ({"answer_in": "box"}, "--answer_in is 'box': it is one of tag, last_line, response"),
     ],
 )
 def test_what_cannot_be_made_is_one_line_that_says_why(options, says):

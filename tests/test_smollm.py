@@ -8,15 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Run, flags
 from test_dtype import NORMAL
 from test_engine import changed, logprobs_of, sample_group, take_over
+from test_plan import DTYPES, peak_bytes
 
 from config import Config, UserError
+from models import sizes
 from models.engine import Engine
-from models.logprobs import mismatch
+from models.logprobs import TOKENS_PER_FORWARD, mismatch, split_rows
 from models.policy import encode_prompt, encode_reply, load_policy, load_tokenizer
+from models.sizes import Pass
+from runtime.checkpoints import checkpoint
+from runtime.planning.memory_trial import largest_micro_batch
+from runtime.planning.needs import Needs
+from runtime.processes.places import find_places
 from runtime.record.alarms import NORMAL_MISMATCH
 from tasks import load_task
+from tasks.sums import PRESETS
 from tasks.support.smollm import FILE, HUB, PACKAGE, smollm
 
 runs = pytest.mark.runs
@@ -26,7 +35,7 @@ ENDED = 2  # its end of a turn
 def test_sums_are_asked_in_a_chat_and_those_to_test_on_are_not_trained_on():
     task = load_task("sums")
     train, test = task.queries("train"), task.queries("test")
-    assert (len(train), len(test)) == (800, 100)
+    assert (len(train), len(test)) == (150, 75)
     assert not {query.id for query in train} & {query.id for query in test}
     *_, asked = train[0].prompt
     a, b = map(int, re.findall(r"\d+", asked["content"]))
@@ -81,7 +90,7 @@ def test_a_turn_and_a_reply_are_what_its_template_makes_of_both(model):
 
 
 @runs
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@DTYPES
 def test_vllm_agrees_with_transformers_before_and_after_a_load(model, dtype, record_property):
     gc.collect()
     config = Config(model=str(model), dtype=dtype, max_prompt_tokens=64, max_response_tokens=16)
@@ -99,3 +108,39 @@ def test_vllm_agrees_with_transformers_before_and_after_a_load(model, dtype, rec
     assert max(found) < NORMAL_MISMATCH[getattr(torch, dtype)]
     other = load_policy(config, torch.device("cpu"))
     assert mismatch(group, logprobs_of(group, other, getattr(torch, dtype))) > 3 * NORMAL
+
+
+@runs
+def test_a_run_killed_and_resumed_has_the_weights_and_moments_of_one_that_was_not(model, tmp_path):
+    settings = flags(queries_per_batch=2, responses_per_query=2, samples_per_query=2, seed=7)
+    settings += flags(tokens_per_micro_batch=200, checkpoint_every=1, eval_every=0)
+    found = []
+    for name, steps in ("whole", [2]), ("killed", [1, 2]):
+        for step in steps:
+            begin = ["sums", *settings] if step == steps[0] else []
+            saved = tmp_path / name / "checkpoints" / f"step-{step:08}"
+            with Run(tmp_path / name, *begin, resume=not begin) as run:
+                run.until(saved.exists, f"the checkpoint of step {step}")
+                run.process.kill()
+                run.nothing_is_left()
+        found.append(checkpoint.load_tensors(saved, "learner"))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@runs
+@DTYPES
+def test_a_steps_peak_is_what_the_plan_counts(model, dtype, record_property):
+    config = Config(model=str(model), dtype=dtype, **PRESETS["smollm"])
+    rows = largest_micro_batch(config, vocabulary=49_152)
+    prompts, responses = [row.prompt for row in rows], [row.tokens for row in rows]
+    longest, size = config.longest_row, len(rows)
+    passes = [Pass(size, config.full_queries, *longest)]
+    assert len(split_rows(prompts, responses, TOKENS_PER_FORWARD["cpu"])) == 1
+    dtype = getattr(torch, dtype)
+    counted = sizes.pass_bytes(config, passes, dtype, has_gradient=True)
+    head = Needs(config, find_places(config, []), {}).head(size * longest[1], passes=1)
+    policy = load_policy(config, torch.device("cpu"))
+    measured = peak_bytes(policy, prompts, responses, config.temperature, dtype)
+    ratio = (counted.kept + max(head, counted.beyond)) / measured
+    record_property("peak: counted / measured", round(ratio, 3))
+    assert 0.9 < ratio < 1.35, "rather more than less"

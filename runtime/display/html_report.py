@@ -66,6 +66,7 @@ def write(run_dir: str) -> None:
         "shares": shares,
         "activities": list(dict.fromkeys(name for own in shares.values() for name in own)),
         "groups": groups,
+        "open_version": next((group.version for group in groups if group.differs), None),
         "most_tokens": TOKENS // max(1, num_responses),
         "shades": SHADES,
     }

@@ -66,6 +66,11 @@ class SampledGroup:
         values = [response.log_z for response in self.responses]
         return None if None in values else sum(values) / len(values)
 
+    @property
+    def differs(self) -> bool:
+        """Whether its rewards differ, and so say which response is better."""
+        return len({response.line["reward"] for response in self.responses}) > 1
+
 
 def read_groups(path: Path, beta: float, steps: list[dict]) -> list[SampledGroup]:
     """Read groups at even distances in samples.jsonl, the newest first.

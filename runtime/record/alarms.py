@@ -129,6 +129,9 @@ def first_look(
         )
     if answers:
         yield str(answers)
+        if answers.unanswered == 1:
+            advice = load_task(config.task, **config.options).if_unanswered
+            yield f"the task finds an answer in no response: {advice}"
     elif cut:
         what = "--max_turns or --max_episode_tokens, or a turn by --max_response_tokens"
         yield f"{cut:.0%} of the first responses were cut off by {what}"
