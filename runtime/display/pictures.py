@@ -89,7 +89,7 @@ def smoothed(points: np.ndarray, width: int) -> np.ndarray:
 def draw_timeline(run_dir: str) -> None:
     """timeline.json, a Chrome trace (open it in ui.perfetto.dev), and timeline.png.
 
-    The picture shows the whole run, and a second from its middle.
+    The picture shows the whole run, and three steps or a second from its middle.
     """
     spans = read_spans(run_dir)
     if not spans and Path(run_dir, "timeline.png").exists():  # logs/ was removed since
@@ -101,7 +101,8 @@ def draw_timeline(run_dir: str) -> None:
     }
     write_trace(run_dir, spans)
     steps = [start for name, start, _ in spans.get("trainer", []) if name == "step"]
-    middle = steps[len(steps) // 2] if steps else 0.0
+    shown = steps[len(steps) // 2 :][:4] or [0.0]
+    middle, beyond = shown[0], max(shown[-1], shown[0] + 1.0)
     end = max((end for rows in spans.values() for *_, end in rows), default=1.0)
     size = (14, 3 + len(spans))
     figure, (whole, detail) = plt.subplots(2, 1, figsize=size, constrained_layout=True)
@@ -111,15 +112,15 @@ def draw_timeline(run_dir: str) -> None:
             bars = [
                 (start, stop - start)
                 for span, start, stop in rows
-                if span == name and start < middle + 1.0 and stop > middle
+                if span == name and start < beyond and stop > middle
             ]
             height = (-row - 0.4, 0.8)
             detail.broken_barh(bars, height, color=color, edgecolor="white", linewidth=0.5)
     names = {"yticks": [-row for row in range(len(spans))], "yticklabels": list(spans)}
     title = "the whole run: share of each activity"
     whole.set(title=title, xlabel="seconds", xlim=(0.0, end), **names)
-    title = "1 s from its middle"
-    detail.set(title=title, xlabel="seconds", xlim=(middle, middle + 1.0), **names)
+    title = f"{beyond - middle:.0f} s from its middle"
+    detail.set(title=title, xlabel="seconds", xlim=(middle, beyond), **names)
     figure.legend(ncols=len(COLORS), loc="outside lower center", frameon=False)
     figure.savefig(Path(run_dir) / "timeline.png", dpi=80)
     plt.close(figure)
