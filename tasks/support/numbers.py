@@ -10,7 +10,8 @@ MOST_DIGITS = 1000  # of a number or a power: more would take time, and answers 
 SUPERSCRIPTS = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
 LOWERED = str.maketrans(SUPERSCRIPTS, "-0123456789")
 SEPARATOR = r"(?:,(?:\\!)?|\{,\}|\\[,;:! ]|['’~ \u00a0\u2009\u202f])"  # before three digits
-DECIMAL = r"\d++(?:\.\d++)?+"
+# Groups are not possessive: Python before 3.11.5 (Debian 12's) would keep half of one that fails.
+DECIMAL = r"\d++(?:\.\d++)?"
 WHOLE = r"\s*+(?:\{\s*+([-+]?\d++)\s*+\}|\(\s*+([-+]?\d++)\s*+\)|([-+]?\d++))"  # an exponent
 PART = rf"\s*+(?:\{{\s*+([-+]?{DECIMAL})\s*+\}}|(\d))"  # of a fraction
 # Rewritten one after the other, so that what is left is 9500, 1.5e5, 3/4 and 10^5.
@@ -20,7 +21,7 @@ REWRITTEN = [
     (f"[{SUPERSCRIPTS}]++", lambda match: f"^{{{match[0].translate(LOWERED)}}}"),
     # 1,000 and 1{,}000 and 1\,000 and 1'000, and with a space, narrow or not
     (
-        rf"(?<![\w.^])(?<!\^\{{)\d{{1,3}}+(?:{SEPARATOR}\d{{3}}(?!\d))++",
+        rf"(?<![\w.^])(?<!\^\{{)\d{{1,3}}+(?:{SEPARATOR}\d{{3}}(?!\d))+",
         lambda match: re.sub(r"\D", "", match[0]),
     ),
     (r"(?<=\d) *+(?=\\[dtc]?frac)", " "),  # 1\frac{1}{2}
@@ -35,8 +36,8 @@ NUMBER = re.compile(
     rf"\^{OTHER}"  # skip exponents of other things, as in m^2
     r"|(?P<sign>(?<![\w)%])[-+])?(?:\\?\$|[€£¥])?(?<![\^\d])(?<!\^[-+{(])(?<!\^[{(][-+])(?:"
     rf"(?<!/)(?:(?P<whole>\d++)\ ++)?(?P<over>{DECIMAL})\s*+/\s*+(?P<under>{DECIMAL})(?!\s*+/)"
-    rf"|(?P<plain>(?:{DECIMAL}|(?<![\w.])\.\d++)(?:[eE][-+]?\d++(?!\w))?+)"
-    rf"(?P<power>\s*+\^(?:{WHOLE}(?!\s*+[\^(]|\.\d)|{OTHER}))?+)"
+    rf"|(?P<plain>(?:{DECIMAL}|(?<![\w.])\.\d++)(?:[eE][-+]?\d++(?!\w))?)"
+    rf"(?P<power>\s*+\^(?:{WHOLE}(?!\s*+[\^(]|\.\d)|{OTHER}))?)"
 )
 
 
