@@ -111,15 +111,15 @@ def test_vllm_agrees_with_transformers_before_and_after_a_load(model, dtype, rec
 
 
 @runs
-def test_a_run_ended_and_resumed_has_the_weights_and_moments_of_one_that_was_not(model, tmp_path):
+def test_a_run_killed_and_resumed_has_the_weights_and_moments_of_one_that_was_not(model, tmp_path):
     settings = flags(queries_per_batch=2, responses_per_query=2, samples_per_query=2, seed=7)
-    settings += flags(tokens_per_micro_batch=200, eval_every=0)
+    settings += flags(tokens_per_micro_batch=200, checkpoint_every=1, eval_every=0, steps=2)
     found = []
-    for name, ends in ("whole", [2]), ("resumed", [1, 2]):
-        for step in ends:
-            begin = ["sums", *settings] if step == ends[0] else []
+    for name, killed_at in ("whole", [2]), ("killed", [1, 2]):
+        for step in killed_at:
+            begin = ["sums", *settings] if step == killed_at[0] else []
             saved = tmp_path / name / "checkpoints" / f"step-{step:08}"
-            with Run(tmp_path / name, *begin, *flags(steps=step), resume=not begin) as run:
+            with Run(tmp_path / name, *begin, resume=not begin) as run:
                 run.until(saved.exists, f"the checkpoint of step {step}")
                 run.process.kill()
                 run.nothing_is_left()
