@@ -26,20 +26,14 @@ from runtime.planning.memory_trial import largest_micro_batch, try_largest_batch
 from runtime.planning.needs import Needs
 from runtime.planning.plan import show_plan
 from runtime.processes.places import find_places
-from tasks.support.smollm import smollm
 from tba import main
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
 
 
-REAL = pytest.param("smollm", marks=pytest.mark.runs)
-
-
-@pytest.fixture(scope="module", params=["tied_model", "untied_model", "conv1d", REAL])
+@pytest.fixture(scope="module", params=["tied_model", "untied_model", "conv1d"])
 def model(request, tmp_path_factory) -> str:
-    """A Qwen2 with tied embeddings, a Llama without, GPT-2, whose layers are Conv1D; SmolLM2."""
-    if request.param == "smollm":
-        return smollm()
+    """A Qwen2 with tied embeddings, a Llama without, and GPT-2, whose layers are Conv1D."""
     if request.param == "conv1d":
         directory = tmp_path_factory.mktemp("lora")
         return make(directory, "GPT2LMHeadModel", max_position_embeddings=1024)
