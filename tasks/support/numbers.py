@@ -26,7 +26,7 @@ REWRITTEN = [
     ),
     (r"(?<=\d) *+(?=\\[dtc]?frac)", " "),  # 1\frac{1}{2}
     (rf"\\[dtc]?frac{PART}{PART}", r"\1\2/\3\4"),
-    (rf"(?<=\d)(?:\s|\\,)*+(?:\\times|\\cdot|[×xX*·⋅])\s*+10\s*+(?:\^|\*\*){WHOLE}", r"e\1\2\3"),
+    (rf"(?<=\d)(?:\s|\\,)*(?:\\times|\\cdot|[×xX*·⋅])\s*+10\s*+(?:\^|\*\*){WHOLE}", r"e\1\2\3"),
 ]
 REWRITTEN = [(re.compile(pattern), by) for pattern, by in REWRITTEN]
 # Exponents that are not whole numbers: such a power has no value here.
