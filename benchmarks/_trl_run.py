@@ -57,13 +57,17 @@ search = dict(num_generations=settings["group"], max_completion_length=limit)
 search |= dict(temperature=settings["temperature"])
 quiet = dict(logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True)
 device = dict(use_cpu=True, bf16=False, gradient_checkpointing=False)
-where = dict(output_dir=settings["output_dir"], per_device_train_batch_size=settings["rows"])
+# A query's responses at once: with all rows a step took 58 s, not 40, and 10 GiB, not 4.
+batch = dict(per_device_train_batch_size=settings["group"])
+batch |= dict(gradient_accumulation_steps=settings["rows"] // settings["group"])
 as_text = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
 rows = [{"prompt": as_text(query.prompt), "id": query.id} for query in queries.values()]
 trainer = GRPOTrainer(
     model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
     reward_funcs=reward,
-    args=GRPOConfig(**where, **schedule, **optimizer, **search, **quiet, **device),
+    args=GRPOConfig(
+        settings["output_dir"], **batch, **schedule, **optimizer, **search, **quiet, **device
+    ),
     train_dataset=Dataset.from_list(rows),
     processing_class=tokenizer,
     callbacks=[Watch()],

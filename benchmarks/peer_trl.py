@@ -33,7 +33,7 @@ from runtime.record.timeline import read_spans
 from tasks import find_presets, load_task
 
 REQUIREMENTS = ["trl==1.16.0", "torch==2.13.0", "transformers>=5.16,<5.20", "numpy>=2.0"]
-LEARNING_RATES = (5e-6, 1e-5, 2e-5)
+LEARNING_RATES = (2e-5, 1e-5, 5e-6)
 TARGET, SAMPLES, SECONDS = 0.6, 192, 900.0
 SEARCH_SEED, SEEDS = 100, (0, 1, 2)
 WITHOUT = "s without start-up"
@@ -78,8 +78,10 @@ def samples_of(name: str, output: Path) -> tuple[float, list[tuple[float, int, f
     return next((event["clock"] for event in events), np.inf), samples
 
 
-def measure(name: str, directory: str, rate: float, seed: int) -> dict[str, float]:
-    """Make a run until it is at TARGET, or for SECONDS. Returns figures by their title."""
+def measure(
+    name: str, directory: str, rate: float, seed: int, limit: float = SECONDS
+) -> dict[str, float]:
+    """Make a run until it is at TARGET, or for `limit` seconds. Returns figures by their title."""
     output = Path(directory) / f"{name} {rate} {seed}"
     output.mkdir()
     start, memory = time.monotonic(), 0
@@ -87,7 +89,7 @@ def measure(name: str, directory: str, rate: float, seed: int) -> dict[str, floa
         command = command_of(name, output, rate, seed)
         process = subprocess.Popen(command, stdout=log, stderr=log)
         end = began = np.inf
-        while end == np.inf and time.monotonic() - start < SECONDS:
+        while end == np.inf and time.monotonic() - start < limit:
             time.sleep(2.0)
             if process.poll() is not None:
                 sys.exit(f"a run failed:\n{(output / 'log').read_text()[-3000:]}")
@@ -96,11 +98,11 @@ def measure(name: str, directory: str, rate: float, seed: int) -> dict[str, floa
             end = first_right(samples, TARGET, SAMPLES) if samples else np.inf
         process.send_signal(signal.SIGINT)
         process.wait(timeout=180)
-    trained = sum(rows for clock, rows, _ in samples) / (samples[-1][0] - began)
+    rows = sum(rows for _, rows, _ in samples)
     figures = {
         WITHOUT: end - began,
         "s with start-up": end - start,
-        "rows/s": trained,
+        "rows/s": rows / (samples[-1][0] - began) if rows else 0.0,
         "peak memory, GiB": memory / 2**30,
     }
     print(name, rate, seed, figures, flush=True)
@@ -120,12 +122,15 @@ def main() -> None:
     quick = arguments(__doc__).quick
     load_task("sums").base_model()  # made before any clock starts
     trl_python()
-    rates, seeds = (LEARNING_RATES[1:2], SEEDS[:1]) if quick else (LEARNING_RATES, SEEDS)
+    rates, seeds = (LEARNING_RATES[:1], SEEDS[:1]) if quick else (LEARNING_RATES, SEEDS)
     found, figures = defaultdict(dict), defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:
         for name in (OURS, TRL):
+            limit = SECONDS
             for rate in rates:
-                found[name][rate] = measure(name, directory, rate, SEARCH_SEED)[WITHOUT]
+                search = measure(name, directory, rate, SEARCH_SEED, limit)
+                found[name][rate] = search[WITHOUT]
+                limit = min(limit, search["s with start-up"])  # no rate is chosen that takes longer
         best = {name: min(of_rate, key=of_rate.get) for name, of_rate in found.items()}
         for seed in seeds:
             for name in (OURS, TRL):
@@ -145,7 +150,7 @@ def main() -> None:
         f"Sums with SmolLM2-135M-Instruct, to {TARGET} right of the latest {SAMPLES} samples, "
         f"{SECONDS:.0f} s at most (inf: not in that time); mean, and the values of the seeds:",
         table_of(rows),
-        f"The search, seconds without start-up: {searched}.",
+        f"The search, seconds without start-up (inf: longer than one before it): {searched}.",
     )
 
 
