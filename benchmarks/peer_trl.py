@@ -72,10 +72,15 @@ def samples_of(name: str, output: Path) -> tuple[float, list[tuple[float, int, f
         searcher = read_spans(str(output)).get("searcher-0", [])
         began = (begin for kind, begin, _ in searcher if kind in ("search", "eval"))
         return next(began, np.inf), trained_on(output)
-    lines = (output / "log").read_text().splitlines()
+    lines = log_of(output).read_text().splitlines()
     events = [json.loads(line.removeprefix("EVENT ")) for line in lines if line[:5] == "EVENT"]
     samples = [(event["clock"], event["rows"], event["reward"]) for event in events[1:]]
     return next((event["clock"] for event in events), np.inf), samples
+
+
+def log_of(output: Path) -> Path:
+    """Name the file for what a run prints: not in its directory, which a run of ours makes."""
+    return output.with_name(f"{output.name}.log")
 
 
 def measure(
@@ -83,16 +88,15 @@ def measure(
 ) -> dict[str, float]:
     """Make a run until it is at TARGET, or for `limit` seconds. Returns figures by their title."""
     output = Path(directory) / f"{name} {rate} {seed}"
-    output.mkdir()
     start, memory = time.monotonic(), 0
-    with open(output / "log", "w") as log:
+    with open(log_of(output), "w") as log:
         command = command_of(name, output, rate, seed)
         process = subprocess.Popen(command, stdout=log, stderr=log)
         end = began = np.inf
         while end == np.inf and time.monotonic() - start < limit:
             time.sleep(2.0)
             if process.poll() is not None:
-                sys.exit(f"a run failed:\n{(output / 'log').read_text()[-3000:]}")
+                sys.exit(f"a run failed:\n{log_of(output).read_text()[-3000:]}")
             memory = max(memory, memory_of(process.pid))
             began, samples = samples_of(name, output)
             end = first_right(samples, TARGET, SAMPLES) if samples else np.inf
