@@ -117,7 +117,7 @@ def trained_on(run_dir: Path) -> list[tuple[float, int, float]]:
     if not (run_dir / "config.json").exists():
         return []
     steps = steps_of(run_dir)
-    ends = [end for name, _, end in read_spans(str(run_dir))["trainer"] if name == "step"]
+    ends = [end for name, _, end in read_spans(str(run_dir)).get("trainer", []) if name == "step"]
     config = json.loads((run_dir / "config.json").read_text())
     new = np.diff([0] + [line["received"] for line in steps])
     if config["constant_staleness"] is not None:  # each step has a batch of its own
