@@ -1,6 +1,6 @@
 """Compare the wall-clock time in which a real language model learns sums: this project and TRL.
 
-    python benchmarks/peer_trl.py            # two to three hours on 2 cores: begin with --quick
+    python benchmarks/peer_trl.py            # an hour on 2 cores: begin with --quick
     python benchmarks/peer_trl.py --quick    # one seed, one learning rate
 
 Needs SmolLM2-135M-Instruct (make demo-smollm installs it). TRL's GRPOTrainer generates, and then
