@@ -98,8 +98,8 @@ class Deck:
         self.cards.pop()
 
 
-# Which of a query's rows are replayed: (rows, their rewards as an array, how many, random numbers)
-# -> indices of rows. A new sampling rule is one such function.
+# A sampling rule chooses which rows of a query are replayed: (rows, their rewards (N,), count, rng)
+# -> `count` indices of rows.
 Rule = Callable[[list[Row], np.ndarray, int, np.random.Generator], np.ndarray]
 
 
@@ -178,13 +178,6 @@ class Pool:
         self.deck = Deck()
         self.num_responses = 0
 
-    def __len__(self) -> int:
-        return len(self.shelves)
-
-    def count(self, query_id: int) -> int:
-        """Return how many responses of a query are held."""
-        return len(self.shelves[query_id].rows) if query_id in self.shelves else 0
-
     def add(self, row: Row, key: bytes, capacity: int) -> None:
         """Put a response on its query's shelf, as Shelf.add does."""
         if row.query_id not in self.shelves:
@@ -204,7 +197,7 @@ class Pool:
             rows = self.shelves[query].draw(count, rule, oldest_version, rng)
             if rows:
                 return rows
-            # All are too old, and will be: the query leaves, so that it is looked at in vain once.
+            # All are too old and will stay so: the query is removed.
             self.deck.remove_last_drawn()
             self.num_responses -= len(self.shelves.pop(query).rows)
         return []
@@ -239,24 +232,21 @@ class Pool:
             name: np.split(state[name], np.cumsum(state[f"{name}_lengths"])[:-1])
             for name in self.ARRAYS
         }
-        counts, versions = state["counts"].tolist(), state["versions"].tolist()
-        reference_versions, rewards = state["reference_versions"].tolist(), state["rewards"]
-        received_steps = state["received_steps"].tolist()
-        start = 0
-        for query, count in zip(state["cards"].tolist(), counts):
+        names = "versions", "reference_versions", "rewards", "received_steps"
+        versions, reference_versions, rewards, steps = (state[name].tolist() for name in names)
+        cards, start = state["cards"].tolist(), 0
+        for query, count in zip(cards, state["counts"].tolist()):
+            shelf = self.shelves[query] = Shelf()
             for i in range(start, start + count):
                 arrays = [columns[name][i] for name in self.ARRAYS]
-                last = float(rewards[i]), received_steps[i]
-                row = Row(query, versions[i], reference_versions[i], *arrays, *last)
-                self.add(row, row.tokens.tobytes(), count)
-            # add() filled rows in the saved order. Restore the order of age as well, so that the
-            # same rows leave first.
-            place = self.shelves[query].place
-            keys = list(place)
-            for index in state["ages"][start : start + count].tolist():
-                place.move_to_end(keys[index])
+                row = Row(query, versions[i], reference_versions[i], *arrays, rewards[i], steps[i])
+                shelf.rows.append(row)
+            shelf.rewards = np.array(rewards[start : start + count])
+            for index in state["ages"][start : start + count].tolist():  # oldest first
+                shelf.place[shelf.rows[index].tokens.tobytes()] = index
             start += count
-        self.deck = Deck(state["cards"].tolist(), int(state["drawn"]))
+        self.num_responses = start
+        self.deck = Deck(cards, int(state["drawn"]))
 
 
 class ReplayBuffer:
@@ -265,8 +255,8 @@ class ReplayBuffer:
     capacity_per_query: responses kept per query; of those with the same tokens only the newest.
     rule: draws the responses of a replayed query. seed: of all draws; the same additions and draws
     give the same rows.
-    growth_steps: from this trainer step on a query stops growing: new responses replace its oldest,
-    one for one. (Of a query that is new then, one group is kept.) None: it grows to its capacity.
+    growth_steps: from this trainer step on new responses replace a query's oldest, one for one; of
+    a query first seen after it one group is kept. None: queries always grow to their capacity.
     """
 
     def __init__(
@@ -278,11 +268,17 @@ class ReplayBuffer:
         self.all = Pool()  # every response held
         self.recent = Pool()  # the responses that the latest sync added
         self.recent_step = -1  # trainer step of that sync
+        self.received = 0  # responses that were added, duplicates included
 
     @property
     def responses(self) -> int:
         """Responses held."""
         return self.all.num_responses
+
+    @property
+    def queries(self) -> int:
+        """Queries with responses held."""
+        return len(self.all.shelves)
 
     def add(self, groups: list[Group], step: int) -> None:
         """Add what one sync brought. Calls with one `step` are one sync.
@@ -292,9 +288,11 @@ class ReplayBuffer:
         if groups and step != self.recent_step:
             self.recent, self.recent_step = Pool(), step
         for group in groups:
+            self.received += len(group.lengths)
             capacity = self.capacity_per_query
             if self.growth_steps is not None and step >= self.growth_steps:
-                capacity = max(self.all.count(group.query_id), len(group.lengths))
+                shelf = self.all.shelves.get(group.query_id)
+                capacity = max(len(shelf.rows) if shelf else 0, len(group.lengths))
             for row in rows_of(group, step):
                 key = row.tokens.tobytes()
                 self.all.add(row, key, capacity)
@@ -309,10 +307,10 @@ class ReplayBuffer:
     ) -> list[Row]:
         """Draw B x K rows, those of one query contiguous.
 
-        Each of the B queries is, independently, with probability m one of the latest sync, with K
-        of the responses which that sync added to it, drawn uniformly; otherwise one of all queries,
-        with K of its responses drawn by the rule. Either way the queries come without replacement
-        until all have been drawn, and responses repeat only where there are fewer than K.
+        B times, independently: with probability m draw a query of the latest sync, and K of the
+        responses that the sync added to it, uniformly; otherwise draw one of all queries, and K of
+        its responses by the rule. Either way queries come without replacement until all were drawn,
+        and responses repeat only where there are fewer than K.
 
         Responses of versions before `oldest_version`, which never goes down from call to call, are
         left out. Returns [] from a buffer that holds nothing, or nothing young enough.
@@ -345,6 +343,5 @@ class ReplayBuffer:
         self.recent_step = int(state["recent_step"])
         self.all, self.recent = Pool(), Pool()
         for name, pool in ("all", self.all), ("recent", self.recent):
-            prefix = f"{name}_"
-            own = {key: array for key, array in state.items() if key.startswith(prefix)}
-            pool.load_state_dict({key[len(prefix) :]: array for key, array in own.items()})
+            own = {key: array for key, array in state.items() if key.startswith(f"{name}_")}
+            pool.load_state_dict({key.removeprefix(f"{name}_"): own[key] for key in own})

@@ -2,7 +2,7 @@
 
 A field is a flag (`--queries_per_batch 7`), the string under it is its help text, and its type says
 which values it takes. A class is a group of flags; Config is all of them together.
-`runtime/command_line.py` makes a Config of a command line, `runtime/check_settings.py` checks it.
+`launch/command_line.py` makes a Config of a command line, `launch/checks/settings.py` checks it.
 """
 
 import functools
@@ -50,6 +50,23 @@ def _import_file(kind: str, file: str, modified: int) -> ModuleType:
     return module
 
 
+def extra(name: str, flag: str) -> ModuleType:
+    """Import a module of extras/, which holds what a flag turns on. Nothing else imports those.
+
+    flag: as it was given. Raises UserError as find_extra() does.
+    """
+    find_extra(name, flag)
+    return importlib.import_module(f"extras.{name}")
+
+
+def find_extra(name: str, flag: str) -> None:
+    """Raise UserError where this copy of the project lacks a module of extras/. Imports nothing."""
+    module = f"extras/{name.replace('.', '/')}"
+    if not (Path(__file__).parent / f"{module}.py").exists():
+        raise UserError(f"{flag} needs {module}, which this copy of the project lacks")
+
+
+ENGINE_ROWS = 256  # responses that vLLM generates at a time
 LOAD_SECONDS = 600.0  # that a process may take to load its model, a node to import the project
 
 
@@ -128,7 +145,7 @@ class ObjectiveSettings:
     """The objective."""
 
     loss: str = "tb"
-    """The objective: tb, another key of LOSSES in objectives.py, or a .py file with your own."""
+    """The objective: tb, another of LOSSES (extras/objectives.py), or a .py file with your own."""
     beta: PositiveFloat = 0.01
     """Strength of the pull towards the reference policy, at step 0."""
     beta_final: PositiveFloat | None = None
@@ -194,7 +211,7 @@ class SearchSettings:
     max_response_tokens: PositiveInt = 512
     """A response, or a turn of an episode, is cut off here, and counts as unfinished."""
     max_turns: PositiveInt = 10
-    """Of an episode, where the task has some: turns of the model, at most."""
+    """Most turns of the model in an episode (multi-turn tasks only)."""
     max_episode_tokens: PositiveInt | None = None
     """Of an episode: prompt, turns and replies together. None: the task has no episodes."""
     constant_staleness: NonNegativeInt | None = None
@@ -296,12 +313,15 @@ class Config(
     options: dict = field(default_factory=dict)
     """The task's own settings, by name: flags too, see python tba.py TASK --help."""
     search_ahead: int | None = None
-    """No flag, runtime/processes/places.py decides it: trainer steps for which searchers may have
+    """No flag, launch/places.py decides it: trainer steps for which searchers may have
     made responses before they wait. None: no limit."""
     data_digest: str = ""
     """Set at the start: a digest of the task's rows, and the first prompt as the model reads it."""
-    shares_gpu: bool = False
-    """Set by runtime/processes/places.py too: a searcher is on the trainer's GPU."""
+    kv_cache_bytes: int | None = None
+    """Set by launch/planning/plan.py where a searcher is on the trainer's GPU: what vLLM gets there
+    for keys and values. None: it measures what is free."""
+    base_model: str = ""
+    """Set at the start: the weights that the run began with, as identify_weights() names them."""
 
     def in_steps(self, steps_or_share: float) -> int:
         """A number of steps as it is, a share (below 1) of the run's steps, rounded down."""
@@ -313,6 +333,13 @@ class Config(
     def lockstep(self) -> bool:
         """Whether each batch is made by one version, and the trainer waits for it."""
         return self.constant_staleness is not None
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the objective reads log pi_ref: else no searcher loads a reference policy."""
+        if self.loss == "tb" or self.loss.endswith(".py"):
+            return True
+        return self.loss not in extra("objectives", f"--loss {self.loss}").WITHOUT_REFERENCE
 
     @property
     def longest_row(self) -> tuple[int, int]:

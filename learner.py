@@ -1,10 +1,13 @@
 """The Learner: what a batch does to the policy. Log-probabilities, the loss, AdamW.
 
-The Trainer around it moves batches in and weights out.
+The Trainer around it moves batches in and weights out. Adapters (--lora_rank) and a policy that is
+sharded over processes (--trainer_processes) are subclasses of it, in extras/.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +15,14 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from buffer import Row
-from config import Config
-from loss import LossInputs, Metrics
+from config import Config, UserError, extra, import_file
+from loss import LossInputs, Metrics, Objective, trajectory_balance
 from models.device import compute_dtype, device
 from models.importance import LogWeights, importance_figures, log_weights
-from models.logprobs import TOKENS_IN_LOW_MEMORY, TOKENS_PER_FORWARD, micro_batches, split_rows
-from models.lora import load_trained_policy, merged, save, trained_parameters
-from models.policy import find_not_finite
+from models.loading import replacing, save_model
+from models.logprobs import TOKENS_PER_FORWARD, micro_batches, response_logprobs
+from models.policy import find_not_finite, load_policy, trained_parameters
 from models.schedules import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
-from models.sharding import OneProcess, full, load_state_of, state_of
-from objectives import find_objective
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
 
@@ -29,18 +30,17 @@ BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite en
 class Learner:
     """The policy and its optimizer.
 
-    say: shows the user a line. ranks: the trainer's processes (models/sharding.py). A method that
-    needs them all calls itself on the others first. With one process, the default, read past every
-    self.ranks: call() does nothing; share(), keep_step() and gather() return what they get.
+    say: shows the user a line. The last methods of the class are what a subclass changes.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None], ranks: OneProcess | None = None):
-        self.config, self.say, self.ranks = config, say, ranks or OneProcess()
+    gathers_state = False  # whether what state() yields exists nowhere else
+
+    def __init__(self, config: Config, say: Callable[[str], None]):
+        self.config, self.say = config, say
         torch.manual_seed(config.seed)
         self.objective = find_objective(config.loss)
         self.dtype = compute_dtype(config)
-        self.policy, self.adapted = load_trained_policy(config, self.dtype)  # on the CPU
-        self.policy_logprobs = self.ranks.shard(self.policy, self.dtype)
+        self.policy = self.load_policy()
         self.trained = trained_parameters(self.policy)
         # In --master_dtype. Most steps of 1e-5 on a bf16 weight round away, and the paper's GSM8K
         # run is one of those (docs/experiments.md).
@@ -55,11 +55,10 @@ class Learner:
         self.low_memory = config.low_memory == "on"  # or set by the largest-batch trial
         self.step = 0  # optimizer steps done; the version of the weights
         self.bad_steps = self.bad_steps_in_a_row = 0
-        self.log_weights: list[LogWeights] = []  # of this rank's rows of the batch
+        self.log_weights: list[LogWeights] = []  # of the batch, for metrics
 
     def update(self, rows: list[Row]) -> Metrics:
         """Make one optimizer step on B x K rows. Returns the metrics of the step."""
-        self.ranks.call("update", rows)
         metrics = self.accumulate(rows)
         learning_rate = self.lr_schedule.get_last_lr()[0]
         grad_norm = self.step_optimizer()
@@ -72,105 +71,35 @@ class Learner:
     def accumulate(self, rows: list[Row]) -> Metrics:
         """Add up the gradient of a batch, a few queries at a time. Returns its loss and metrics.
 
-        Each row weighs the same, whatever the micro-batch and the rank that it falls to.
+        Each row weighs the same, whatever micro-batch it falls to.
         """
         config, step = self.config, self.step
         beta = beta_at(config, step)
         tau, gamma = reward_temperature_at(config, step), reference_temperature_at(config, step)
-        own = self.ranks.share(rows, config.responses_per_query)
-        limits = config.micro_batch, TOKENS_PER_FORWARD[device().type]
-        parts = micro_batches(own, config.responses_per_query, *limits)
         self.log_weights = []
         totals: Metrics = {"loss": 0.0}
-        for part, is_counted in self.ranks.keep_step(parts, config.responses_per_query):
-            # A part that counts nothing answers the collectives of ranks with more parts.
-            share = is_counted * len(part) / len(rows)
+        for part, share in self.micro_batches(rows):
             loss, metrics = self.backward(part, beta * tau, gamma * tau, share)
             for name, value in {"loss": loss, **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + value * share
-        totals = {name: float(value) for name, value in totals.items()}
-        of_ranks = self.ranks.gather((totals, self.log_weights))
-        sums = {name: sum(others[name] for others, _ in of_ranks) for name in totals}
-        return sums | importance_figures([part for _, parts in of_ranks for part in parts])
+        return self.total({name: float(value) for name, value in totals.items()})
 
     def backward(
         self, rows: list[Row], beta: float, reference_temperature: float = 1.0, share: float = 1.0
     ) -> tuple[Tensor, Metrics]:
         """Add the gradient of the rows' loss, times their share. Returns that loss and its metrics.
 
-        beta, reference_temperature: times tau, as of loss_inputs().
-        The objective is a function of the log-probabilities alone. So with low memory a first pass,
-        without a graph, gives its gradient with respect to them. A second one takes that to the
-        weights, a few rows at a time: exact, with the memory of those few.
+        beta, reference_temperature: multiplied by tau already, as in loss_inputs().
         """
-        with torch.set_grad_enabled(not self.low_memory):
-            inputs = self.loss_inputs(rows, beta, reference_temperature)
-        if share:
-            self.log_weights.append(log_weights(inputs))  # for metrics: no objective uses them
-        inputs.logprobs.requires_grad_()  # low memory: a leaf, for the first pass; else it is so
+        if self.low_memory:
+            two_passes = extra("low_memory", "--low_memory on")
+            return two_passes.backward(self, rows, beta, reference_temperature, share)
+        inputs = self.loss_inputs(rows, beta, reference_temperature)
+        self.log_weights.append(log_weights(inputs))
         # "tb", the default, is trajectory_balance in loss.py (Eq. 3 to 5).
         loss, metrics = self.objective(inputs)
         (loss * share).backward()
-        if self.low_memory:
-            prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-            parts = split_rows(prompts, tokens, TOKENS_IN_LOW_MEMORY)
-            for few, is_counted in self.ranks.keep_step(parts):
-                logprobs = self.logprobs([rows[i] for i in few])  # (rows, T of these)
-                logprobs.backward(is_counted * inputs.logprobs.grad[few, : logprobs.shape[1]])
         return loss.detach(), metrics
-
-    def logprobs(self, rows: list[Row], temperature: float | None = None) -> Tensor:
-        """Compute log pi of the rows' tokens: (N, T). temperature: None for --temperature."""
-        prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-        if temperature is None:
-            temperature = self.config.temperature
-        return self.policy_logprobs(prompts, tokens, temperature, self.dtype)
-
-    @torch.no_grad()
-    def logprobs_under(
-        self, weights: dict[str, Tensor] | None, rows: list[Row], temperature: float | None = None
-    ) -> list[np.ndarray]:
-        """Compute log pi of each row's tokens, (T,), as if the policy had other weights.
-
-        weights: by name, whole, of a model without adapters; only rank 0 needs them.
-        """
-        self.ranks.call("logprobs_under", None, rows, temperature)
-        own = self.ranks.share(rows, group_size=1)
-        with self.ranks.under(self.policy, weights):
-            logprobs = self.logprobs(own or rows[:1], temperature).cpu().numpy()  # keep in step
-        found = [padded[: len(row.tokens)] for padded, row in zip(logprobs, own)]
-        return [one for part in self.ranks.gather(found) for one in part]
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of each weight, whole and without adapters, one at a time."""
-        self.ranks.call("weights")
-        for name, tensor in merged(self.policy):
-            yield name, full(tensor.detach())
-
-    def step_optimizer(self) -> float:
-        """Clip the gradient, apply it, and return its norm. One that is not finite is left out.
-
-        Raises FloatingPointError at BAD_STEPS of those in a row.
-        """
-        max_norm = self.config.max_grad_norm or float("inf")
-        grad_norm = float(full(clip_grad_norm_(self.trained.values(), max_norm)))
-        if np.isfinite(grad_norm):
-            self.optimizer.step()
-            self.bad_steps_in_a_row = 0
-        else:
-            self.bad_steps += 1
-            self.bad_steps_in_a_row += 1
-            self.say(f"step {self.step}: the gradient norm is {grad_norm}: the step is skipped")
-            if self.bad_steps_in_a_row == BAD_STEPS:
-                weights = ((name, full(p.detach())) for name, p in self.trained.items())
-                name = find_not_finite(weights)
-                cause = f", as the weight {name} is NaN or infinite" if name else ""
-                raise FloatingPointError(
-                    f"{BAD_STEPS} steps in a row had a gradient that is not finite{cause}: "
-                    "lower --learning_rate or raise --beta"
-                )
-        self.optimizer.zero_grad()
-        return grad_norm
 
     def loss_inputs(
         self, rows: list[Row], beta: float, reference_temperature: float = 1.0
@@ -201,27 +130,173 @@ class Learner:
             sampled=padded([row.sampled for row in rows]),
         )
 
+    def logprobs(self, rows: list[Row], temperature: float | None = None) -> Tensor:
+        """Compute log pi of the rows' tokens: (N, T). temperature: None for --temperature."""
+        prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
+        if temperature is None:
+            temperature = self.config.temperature
+        return self.response_logprobs(prompts, tokens, temperature, self.dtype)
+
+    def step_optimizer(self) -> float:
+        """Clip the gradient, apply it, and return its norm. One that is not finite is left out.
+
+        Raises FloatingPointError at BAD_STEPS of those in a row.
+        """
+        max_norm = self.config.max_grad_norm or float("inf")
+        grad_norm = float(self.whole(clip_grad_norm_(self.trained.values(), max_norm)))
+        if np.isfinite(grad_norm):
+            self.optimizer.step()
+            self.bad_steps_in_a_row = 0
+        else:
+            self.bad_steps += 1
+            self.bad_steps_in_a_row += 1
+            self.say(f"step {self.step}: the gradient norm is {grad_norm}: the step is skipped")
+            if self.bad_steps_in_a_row == BAD_STEPS:
+                weights = ((name, self.whole(p.detach())) for name, p in self.trained.items())
+                name = find_not_finite(weights)
+                cause = f", as the weight {name} is NaN or infinite" if name else ""
+                raise FloatingPointError(
+                    f"{BAD_STEPS} steps in a row had a gradient that is not finite{cause}: "
+                    "lower --learning_rate or raise --beta"
+                )
+        self.optimizer.zero_grad()
+        return grad_norm
+
+    @torch.no_grad()
+    def logprobs_under(
+        self, weights: dict[str, Tensor], rows: list[Row], temperature: float | None = None
+    ) -> list[np.ndarray]:
+        """Compute log pi of each row's tokens, (T,), as if the policy had other weights.
+
+        weights: by name, of any dtype and device, without adapters. The policy's own are cloned and
+        put back: call it between steps, when no gradients take memory.
+        """
+        own = {name: parameter.clone() for name, parameter in self.policy.named_parameters()}
+        try:
+            self.fill_policy(weights)
+            logprobs = self.logprobs(rows, temperature).cpu().numpy()
+        finally:
+            for name, parameter in self.policy.named_parameters():
+                parameter.copy_(own[name])
+        return [padded[: len(row.tokens)] for padded, row in zip(logprobs, rows)]
+
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is trained and its moments, whole, by name, one at a time; three counters.
 
         The learning rate's schedule is a function of the step.
         """
-        self.ranks.call("state")
         yield "counters", torch.tensor([self.step, self.bad_steps, self.bad_steps_in_a_row])
-        yield from state_of(self.trained, self.optimizer)
+        for name, parameter in self.trained.items():
+            yield f"policy.{name}", self.whole(parameter.detach())
+            for key, value in self.optimizer.state[parameter].items():
+                yield f"optimizer.{name}.{key}", self.whole(value)
 
-    def load_state(self, state: dict[str, Tensor] | None) -> None:
-        """Take over what state() gave, of any number of ranks. Only rank 0 needs it."""
-        self.ranks.call("load_state", None)
-        counters = self.ranks.gather((state or {}).get("counters"))[0]
-        load_state_of(self.trained, self.optimizer, self.ranks, state or {})
-        self.step, self.bad_steps, self.bad_steps_in_a_row = counters.tolist()
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over what state() gave, of any number of trainer processes."""
+        for name, parameter in self.trained.items():
+            self.fill(parameter, state[f"policy.{name}"])
+            prefix = f"optimizer.{name}"
+            if f"{prefix}.step" not in state:  # there are no moments before the first step
+                continue
+            moments = {"step": state[f"{prefix}.step"].to(parameter.device)}
+            for key in ("exp_avg", "exp_avg_sq"):
+                moments[key] = torch.empty_like(parameter)
+                self.fill(moments[key], state[f"{prefix}.{key}"])
+            self.optimizer.state[parameter] = moments
+        self.step, self.bad_steps, self.bad_steps_in_a_row = state["counters"].tolist()
         schedule = self.lr_schedule.state_dict() | {"last_epoch": self.step - 1}
         self.lr_schedule.load_state_dict(schedule)
         self.lr_schedule.step()
 
     def save_model(self, directory: Path) -> None:
-        """Save the policy for from_pretrained and for vLLM. With LoRA it is merged."""
-        is_plain = not self.adapted and self.ranks.size == 1
-        whole = None if is_plain else self.weights()
-        save(self.config, self.policy, self.adapted, whole, directory)
+        """Save the policy for from_pretrained and for vLLM, in the dtype of what is trained."""
+        dtype = next(iter(self.trained.values())).dtype
+        parameters = {name for name, _ in self.policy.named_parameters(remove_duplicate=False)}
+        whole = {name: tensor.to("cpu", dtype) for name, tensor in self.weights()}
+        buffers = self.policy.state_dict().items()
+        whole |= {name: tensor for name, tensor in buffers if name not in parameters}
+        with replacing(directory) as unfinished:
+            save_model(self.policy, whole, self.config.model, unfinished)
+
+    # What a subclass changes
+
+    def load_policy(self) -> torch.nn.Module:
+        """Load the policy onto this process's device. Raises as models.policy.load_policy does."""
+        return load_policy(self.config, device())
+
+    def response_logprobs(self, *arguments: Any) -> Tensor:
+        """Compute log-probabilities under the policy: response_logprobs() behind its model."""
+        return response_logprobs(self.policy, *arguments)
+
+    def micro_batches(self, rows: list[Row]) -> list[tuple[list[Row], float]]:
+        """Split a batch into what is computed at once, each part with its share of the batch."""
+        limits = self.config.micro_batch, TOKENS_PER_FORWARD[device().type]
+        parts = micro_batches(rows, self.config.responses_per_query, *limits)
+        return [(part, len(part) / len(rows)) for part in parts]
+
+    def total(self, metrics: Metrics) -> Metrics:
+        """Return the metrics of the whole batch, with those of its importance weights."""
+        return metrics | importance_figures(self.log_weights)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and value of each weight, whole and without adapters, one at a time."""
+        for name, parameter in self.policy.named_parameters():
+            yield name, parameter.detach()
+
+    def fill_policy(self, weights: dict[str, Tensor]) -> None:
+        """Give the policy other weights."""
+        for name, parameter in self.policy.named_parameters():
+            parameter.copy_(weights[name])
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return a parameter, its gradient or moment whole: here it is."""
+        return tensor
+
+    def fill(self, parameter: Tensor, value: Tensor) -> None:
+        """Copy a whole tensor into a parameter or moment."""
+        parameter.copy_(value)
+
+    def in_step(self, parts: list, least: int = 1) -> list[tuple[Any, int]]:
+        """Return each part with 1, its weight. A sharded learner adds parts of weight 0."""
+        return [(part, 1) for part in parts]
+
+    def all_fit(self, fits: bool) -> bool:
+        """Whether a pass fitted into memory in all processes of the trainer."""
+        return fits
+
+
+def make_learner(config: Config, say: Callable[[str], None], rank: Any = None) -> Learner:
+    """Make the learner that the settings want. rank: of extras/sharding.py, one of several."""
+    if rank:
+        return extra("sharding", "--trainer_processes").ShardedLearner(config, say, rank)
+    if config.lora_rank:
+        return extra("lora", f"--lora_rank {config.lora_rank}").LoraLearner(config, say)
+    return Learner(config, say)
+
+
+def find_objective(name_or_file: str) -> Objective:
+    """Find "tb", another objective of LOSSES, or the one public function of a .py file.
+
+    Raises UserError.
+    """
+    if name_or_file == "tb":
+        return trajectory_balance
+    if not name_or_file.endswith(".py"):
+        losses = extra("objectives", f"--loss {name_or_file}").LOSSES
+        if name_or_file not in losses:
+            names = ", ".join(losses)
+            raise UserError(f"--loss is {name_or_file!r}: it is one of {names}, or a .py file")
+        return losses[name_or_file]
+    module = import_file("objective", name_or_file)
+    own = [
+        function
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    if len(own) != 1:
+        raise UserError(
+            f"objective file {name_or_file!r} defines {len(own)} functions: it must define one, "
+            "besides those whose names begin with _"
+        )
+    return own[0]

@@ -5,10 +5,11 @@ pi*(y|x) ∝ pi_ref(y|x) exp(r(y;x)/beta). Trajectory balance (Eq. 3) drives
 log Z(x) + log pi(y|x) - log pi_ref(y|x) - r(y;x)/beta to zero, response by response. Nothing in it
 asks who sampled y, and that is why a replay buffer and searchers that run behind are allowed.
 
-The objectives that it is compared with are in objectives.py. A new one is one function
+The objectives that it is compared with are in extras/objectives.py. A new one is one function
 `LossInputs -> (loss, metrics)` in a file of your own (--loss FILE), or in its LOSSES.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,7 @@ class LossInputs:
 
 
 Metrics = dict[str, float | Tensor]
+Objective = Callable[[LossInputs], tuple[Tensor, Metrics]]
 
 
 def trajectory_balance(x: LossInputs) -> tuple[Tensor, Metrics]:

@@ -12,26 +12,24 @@ import logging
 import queue
 import time
 from collections import deque
+from typing import Any
 
 import numpy as np
 import torch
 import torch.multiprocessing
 
 from buffer import Group
-from config import Config
-from models.device import device
-from models.engine import ENGINE_ROWS, Engine
-from models.policy import encode_prompt, load_tokenizer
-from runtime.modes.free_running import Rollout, Workload
-from runtime.modes.lockstep import LockstepWorkload
-from runtime.modes.reference import Reference
+from config import ENGINE_ROWS, Config
+from models.device import device, lock_pages
+from models.engine import Engine
+from models.tokens import encode_prompt, load_tokenizer
+from rollouts import Rollout, make_generation, make_workload
 from runtime.record.timeline import Timeline
+from runtime.reference import Reference
 from runtime.responses.evaluation import EvaluationService
-from runtime.responses.generation import Generation
 from runtime.responses.samples import SampleLog
-from runtime.responses.scoring import FailureLimit, RewardScorer
+from runtime.responses.scoring import FailureLimit, make_scorer
 from runtime.transport.board import Board
-from runtime.transport.locked_pages import lock_pages
 from runtime.transport.messages import Evaluation, Notice
 from tasks import load_task
 from weights import SharedWeights
@@ -64,8 +62,8 @@ class Searcher:
         self.task = load_task(config.task, **config.options)
         self.tokenizer = load_tokenizer(config)
         cursor = int(board.get(name, "cursor"))
-        kind = LockstepWorkload if config.lockstep else Workload
-        self.workload = kind(config, self.task.queries("train"), share, cursor, weights)
+        queries = self.task.queries("train")
+        self.workload = make_workload(config, queries, share, cursor, weights)
         # Seeded by cursor too, so that a restart does not repeat samples.
         seeds = np.random.SeedSequence((config.seed, share, cursor))
         self.engine = Engine(config, seed=int(seeds.generate_state(1)[0]))
@@ -73,8 +71,8 @@ class Searcher:
         # The reference policy is here to spare the trainer's memory. Loaded after vLLM, which
         # reserves a share of what is free.
         self.reference = Reference(config, weights, pin)
-        self.scorer = RewardScorer(config, self.task)
-        lock_pages(weights, logging.warning)
+        self.scorer = make_scorer(config, self.task)
+        lock_pages(weights.memories, logging.warning)
         if device().type == "cuda":
             torch.set_num_threads(1)  # all is loaded: more would only spin
         self.failures = FailureLimit(board, name)
@@ -85,7 +83,7 @@ class Searcher:
         self.evaluation = EvaluationService(
             config, self.task, self.tokenizer, weights, pin, evaluated, is_enabled=share == 0
         )
-        self.generation = Generation(config, self.tokenizer, self.engine, self.scorer)
+        self.generation = make_generation(config, self.tokenizer, self.engine, self.scorer)
 
     def search(self) -> None:
         """Explore with a delayed copy of the policy until the run ends (section 4.1)."""
@@ -185,8 +183,8 @@ class Searcher:
     def step_engine(self) -> list[Rollout]:
         """Generate one token of every response. Returns the rollouts that finished with it."""
         is_over = self.board.last_step_done and not self.evaluation.is_running
-        # What an interrupted run still generates is lost, and the trainer needs the cores to save.
-        # But in lockstep its last batch is wanted.
+        # At a shutdown what is generated is lost, and saving needs the cores. In lockstep the last
+        # batch is still trained on.
         is_over |= self.board.end and not self.config.lockstep
         if self.outbox or is_over or self.generation.is_idle:  # a full queue, or no work
             with self.timeline.span("wait"):
@@ -238,7 +236,7 @@ class Searcher:
         return groups
 
     def send(self, groups: list[Group]) -> None:
-        """Send groups, evaluations and notices to the trainer, as far as the queue has room.
+        """Send groups and evaluations to the trainer, as far as the queue has room.
 
         D_local is what waits here and in the queue until Trainer.receive().
         """
@@ -252,18 +250,10 @@ class Searcher:
             self.outbox.popleft()
 
 
-def run(
-    config: Config,
-    share: int,
-    pin: int,
-    name: str,
-    weights: SharedWeights,
-    rollout_queue: torch.multiprocessing.Queue,
-    board: Board,
-    run_dir: str,
-) -> None:
-    """The searcher process."""
-    searcher = Searcher(config, share, pin, name, weights, rollout_queue, board, run_dir)
+def run(*arguments: Any) -> None:
+    """The searcher process. arguments: of Searcher."""
+    searcher = Searcher(*arguments)
     searcher.search()
     searcher.scorer.close()
-    rollout_queue.cancel_join_thread()  # the run is over: nobody reads what is still in the queue
+    # The run is over: nobody reads what is still in the queue.
+    searcher.rollout_queue.cancel_join_thread()

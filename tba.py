@@ -1,12 +1,10 @@
 """Trajectory Balance with Asynchrony, on one machine: the command line.
 
-    python tba.py                       # the arithmetic demo, no GPU needed
-    python tba.py gsm8k                 # RhoMath-1B: the trainer on GPU 0, searchers on others
-    python tba.py gsm8k --eval_only --model runs/…/model
-    python tba.py --report runs/…
-    python tba.py --help
-
-Spawned children import this file: nothing slow (torch, vLLM) is imported at its top.
+python tba.py                       # the arithmetic demo, no GPU needed
+python tba.py gsm8k                 # RhoMath-1B: the trainer on GPU 0, searchers on others
+python tba.py gsm8k --eval_only --model runs/…/model
+python tba.py --report runs/…
+python tba.py --help
 """
 
 import gc
@@ -15,7 +13,6 @@ import signal
 import sys
 
 from config import UserError
-from runtime.command_line import build_config
 
 # What torch, transformers and vLLM make while they are imported stays: to look for garbage among it
 # took a fifth of the start.
@@ -24,19 +21,21 @@ gc.set_threshold(100_000)
 
 def main(arguments: list[str]) -> int:
     """Parse, check, launch. Returns the exit code."""
+    # Here and not at the top: children import this file too, and torch not before their target.
+    from launch.command_line import build_config
+
     try:
         config = build_config(arguments)
         if config.report:
-            from runtime.display import html_report  # without all that a run imports
+            from launch.display import html_report  # without all that a run imports
 
             return html_report.show(config.report)
-        # They import torch, which a child must not before its target runs.
-        from runtime import evaluate, launch
-        from runtime.planning import plan
+        from launch import evaluate, launcher
+        from launch.planning import plan
 
         if config.plan:
             return plan.show_plan(config)
-        return evaluate.evaluate_only(config) if config.eval_only else launch.run(config)
+        return evaluate.evaluate_only(config) if config.eval_only else launcher.launch(config)
     except SystemExit as end:  # tyro has shown help, or what is wrong with a flag
         return end.code
     except UserError as error:

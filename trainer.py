@@ -1,35 +1,30 @@
-"""The Trainer: learns from what the batch source gives, and publishes the weights.
+"""The Trainer: learns from batches drawn from the replay buffer, and publishes the weights.
 
-What a batch does to the policy is learner.py. Batches come from the buffer
-(runtime/modes/free_running.py), and then the trainer waits only while there is not enough to train
-on; or each is made for its step (runtime/modes/lockstep.py: --constant_staleness, --synchronous).
+What a batch does to the policy is learner.py. The trainer waits only while the buffer holds too
+little to train on. Where each batch is made for its step instead (--constant_staleness,
+--synchronous), the trainer is a subclass, in extras/lockstep.py.
 """
 
 import queue
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch.multiprocessing
 
-from buffer import Group, Row
-from config import Config
-from learner import Learner
-from models.hub import identify_weights
-from models.sharding import OneProcess
+from buffer import Group, ReplayBuffer, Row, by_reward
+from config import Config, extra
+from learner import make_learner
+from models.device import lock_pages
 from runtime.checkpoints.run_state import RunState
 from runtime.checkpoints.writer import CheckpointWriter
-from runtime.modes.free_running import ReplayBatches
-from runtime.modes.lockstep import LockstepBatches
-from runtime.modes.reference import ReferenceResets
-from runtime.planning.memory_trial import try_largest_batch
-from runtime.processes.waiting import Waits
+from runtime.evaluation_requests import EvaluationRequests
+from runtime.memory_trial import try_largest_batch
 from runtime.record.metrics import StepMetrics
 from runtime.record.report import Report
 from runtime.record.timeline import Timeline
-from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.board import Board
-from runtime.transport.locked_pages import lock_pages
-from runtime.transport.messages import Evaluation
+from runtime.waiting import Waits
 from tasks import load_task
 from weights import SharedWeights
 
@@ -37,9 +32,11 @@ from weights import SharedWeights
 class Trainer:
     """The trainer process.
 
-    rollout_queue: of groups, evaluations and notices. resume: directory of a checkpoint to go
-    on from. ranks: the trainer's processes, of which this is the first (models/sharding.py).
+    rollout_queue: of groups and evaluations. resume: directory of a checkpoint to go
+    on from. rank: of extras/sharding.py, where the trainer has several processes.
     """
+
+    is_exact = False  # a run that was killed and resumed goes on, but otherwise than it would have
 
     def __init__(
         self,
@@ -49,29 +46,38 @@ class Trainer:
         board: Board,
         run_dir: str,
         resume: str | None = None,
-        ranks: OneProcess | None = None,
+        rank: Any = None,
     ):
         self.config, self.weights, self.rollout_queue = config, weights, rollout_queue
         self.board = board
         board.beat("trainer")
         self.timeline = Timeline(run_dir, board, "trainer")
         metric = load_task(config.task, **config.options).metric
-        base_model = identify_weights(config.model)
-        self.report = Report(run_dir, config, board, metric, base_model)
-        self.learner = Learner(config, self.report.say, ranks)
-        lock_pages(weights, self.report.say)
+        self.report = Report(run_dir, config, board, metric)
+        self.learner = make_learner(config, self.report.say, rank)
+        lock_pages(weights.memories, self.report.say)
         try_largest_batch(config, self.learner, self.report.say)
-        self.batches = LockstepBatches(config, board) if config.lockstep else ReplayBatches(config)
-        self.resets = ReferenceResets(config, weights, self.learner)
+        self.buffer = self.make_buffer()
+        self.resets = None
+        if config.reference_reset_period:
+            resets = extra("reference_resets", "--reference_reset_period")
+            self.resets = resets.ReferenceResets(config, weights, self.learner)
         self.evaluations = EvaluationRequests(config, weights, board)
-        self.waits = Waits(config, board, self.report, self.timeline, not self.batches.is_exact)
-        self.metrics = StepMetrics(self.learner, weights, self.batches, rollout_queue, board)
+        self.waits = Waits(config, board, self.report, self.timeline, not self.is_exact)
+        self.metrics = StepMetrics(self.learner, weights, self.buffer, rollout_queue, board)
         self.checkpoints = CheckpointWriter(run_dir, self.waits, self.report.say)
-        parts = self.learner, weights, self.batches, board, self.metrics, self.evaluations
-        self.state = RunState(*parts, base_model)
+        parts = self.learner, weights, self.buffer, board, self.metrics, self.evaluations
+        self.state = RunState(*parts)
         if resume:
             self.state.load(resume)
             self.checkpoints.written_step = self.step
+
+    def make_buffer(self) -> ReplayBuffer:
+        """Make D_global, which draws a query's replayed responses by their rewards."""
+        config = self.config
+        rule = by_reward(config.reward_inverse_temperature)
+        growth_steps = config.buffer_growth_steps
+        return ReplayBuffer(config.capacity_per_query, rule, config.seed, growth_steps)
 
     @property
     def step(self) -> int:
@@ -91,7 +97,8 @@ class Trainer:
                 break
             self.metrics.first_look(self.report.say)  # before the first step alone
             with self.timeline.span("step"):
-                self.resets.renew(rows)  # after a reset: log pi_ref under the new reference
+                if self.resets:
+                    self.resets.renew(rows)  # after one: log pi_ref under the new reference
                 metrics = self.learner.update(rows)
             self.report.step(metrics | self.metrics.of(rows, self.waits.seconds))
             self.board.beat("trainer")
@@ -106,7 +113,7 @@ class Trainer:
             self.metrics.skipped_publishes += 1
 
     def receive(self) -> None:
-        """Drain the rollout queue: groups to `batches`, the rest to who watches the run."""
+        """Drain the rollout queue: groups to the buffer, evaluations to who watches the run."""
         groups: list[Group] = []
         with suppress(queue.Empty):
             # qsize() counts what the sender's thread still holds: hence the timeout.
@@ -114,13 +121,15 @@ class Trainer:
                 item = self.rollout_queue.get(timeout=1.0)
                 if isinstance(item, Group):
                     groups.append(item)
-                elif isinstance(item, Evaluation):
+                else:
                     self.evaluations.arrive(item)
                     self.report.evaluation(item)  # to the terminal and metrics.jsonl
-                else:
-                    self.report.say(item.text)
-        self.batches.add(groups, self.step)
-        self.metrics.observe()  # of what arrived: rewards, lengths, KL; now and then the mismatch
+        self.add(groups)
+
+    def add(self, groups: list[Group]) -> None:
+        """Put what has arrived into the buffer, as one sync."""
+        self.buffer.add(groups, self.step)
+        self.metrics.observe(groups)  # rewards, lengths, KL; now and then the mismatch
 
     def receive_until(self, is_done: Callable[[], bool], what: str) -> None:
         """Receive until is_done(). Any work of the searchers is progress towards `what`."""
@@ -137,14 +146,10 @@ class Trainer:
         Returns False if slow readers hold both copies but the newest. The next sync publishes newer
         weights; an evaluation stays due until then.
         """
-        newest = self.weights.version
-        if newest == self.step:
+        if self.weights.version == self.step:
             return True
-        # In lockstep each version makes a batch, so none may be passed over.
-        what = f"the searchers to take version {newest}"
-        self.receive_until(lambda: self.batches.is_taken(newest), what)
-        # First the reference: who finds a new version takes the reset first, if it could be made.
-        self.resets.publish_if_due(self.step)
+        if self.resets:  # first: who finds a new version takes the reset first, if it could be made
+            self.resets.publish_if_due(self.step)
         is_asked = self.evaluations.is_due(self.step)
         with self.timeline.span("publish"):
             return self.weights.publish(self.step, self.learner.weights(), is_asked)
@@ -152,16 +157,32 @@ class Trainer:
     def next_batch(self) -> list[Row]:
         """The next B x K rows. Waits while there are too few; [] if the run is to end meanwhile."""
         with self.timeline.span("sample"):
-            rows = self.batches.next(self.step)
-        wait = self.waits.until(lambda: bool(rows), lambda: self.batches.awaited(self.step))
+            rows = self.draw()
+        wait = self.waits.until(lambda: bool(rows), self.awaited)
         for _ in wait:
-            # Until there are rows, drawn anew below. What arrives may be too old still
-            # (--max_staleness): searchers then need newer weights than the last sync gave them.
+            # Publish in every round: with --max_staleness searchers may need newer weights than the
+            # last sync's before they can send anything young enough.
             self.publish()
             self.receive()
-            rows = self.batches.next(self.step)
-        self.metrics.observe()  # of lockstep's rows; the buffer's were observed when they arrived
+            rows = self.draw()
         return rows
+
+    def draw(self) -> list[Row]:
+        """Draw B x K rows from the buffer (section 4.2); [] while it holds too little."""
+        config = self.config
+        if self.buffer.received < config.initial_responses:
+            return []
+        limit = config.max_staleness
+        oldest_version = 0 if limit is None else max(0, self.step - limit)
+        sizes = config.queries_per_batch, config.responses_per_query
+        return self.buffer.sample(*sizes, config.most_on_policy_prob, oldest_version)
+
+    def awaited(self) -> str:
+        """Say what draw() lacks."""
+        wanted = max(1, self.config.initial_responses)
+        if self.buffer.received < wanted:
+            return f"the first {wanted} responses, {self.buffer.received} are here"
+        return f"responses at most {self.config.max_staleness} steps old (--max_staleness)"
 
     def save_checkpoint_if_due(self) -> None:
         self.checkpoints.note_written()  # the one before, if it has been
@@ -172,15 +193,16 @@ class Trainer:
     def save_checkpoint(self, is_last: bool = False) -> None:
         """Save all that a resumed run needs. A copy is written while the training goes on."""
         self.checkpoints.wait()
-        self.receive()  # a resumed searcher goes on after what it has sent
-        self.receive_until(
-            lambda: self.batches.is_settled(self.step, self.evaluations.is_pending),
-            "the searchers to finish what a checkpoint is to hold",
-        )
-        is_kept = is_last and self.learner.ranks.size == 1  # gathered tensors do not stay: a copy
+        self.receive_what_is_saved()
+        # Gathered tensors are temporary: they are copied.
+        may_alias = is_last and not self.learner.gathers_state
         with self.timeline.span("checkpoint"):
-            self.checkpoints.begin(self.step, *self.state.collect(), is_kept)
+            self.checkpoints.begin(self.step, *self.state.collect(), may_alias)
         self.board.beat("trainer")
+
+    def receive_what_is_saved(self) -> None:
+        """Receive: a resumed searcher goes on after what it has sent."""
+        self.receive()
 
     def finish(self) -> None:
         """Save the model and a checkpoint. At the last step the searchers stop searching."""
@@ -191,13 +213,13 @@ class Trainer:
             self.checkpoints.wait()
             self.checkpoints.hurry()
             # Where checkpoints are exact, step 0 needs none: version 0 makes all batches anew.
-            is_needed = self.step > 0 or not self.batches.is_exact
+            is_needed = self.step > 0 or not self.is_exact
             if self.step != self.checkpoints.written_step and is_needed:
                 self.save_checkpoint(is_last=True)
                 self.checkpoints.wait()
         if self.board.last_step_done:
             # One that has not ended. The last version's own is made from the saved model
-            # (runtime/responses/final_evaluation.py).
+            # (launch/final_evaluation.py).
             self.receive()
             self.receive_until(lambda: not self.evaluations.is_pending, "the evaluation asked for")
         self.board.stop = True
@@ -210,10 +232,21 @@ def run(
     weights: SharedWeights,
     rollout_queue: torch.multiprocessing.Queue,
     board: Board,
-    run_dir: str,
-    resume: str | None,
-    ranks: OneProcess | None = None,
+    *arguments: Any,
 ) -> None:
-    """The trainer process."""
+    """The trainer process. arguments: of Trainer."""
     with board.note_failure("trainer"):
-        Trainer(config, weights, rollout_queue, board, run_dir, resume, ranks).train()
+        trainer_of(config)(config, weights, rollout_queue, board, *arguments).train()
+
+
+def follow(config: Config, rank: Any, board: Board, row: str) -> None:
+    """A trainer process other than the first. row: its row of the board."""
+    with board.note_failure(row):
+        extra("sharding", "--trainer_processes").follow(config, rank, board, row)
+
+
+def trainer_of(config: Config) -> type[Trainer]:
+    """Find the trainer of the settings' mode."""
+    if config.lockstep:
+        return extra("lockstep", "--constant_staleness").LockstepTrainer
+    return Trainer

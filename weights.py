@@ -63,12 +63,10 @@ class SharedWeights:
         # Its version; WRITING while it is being written.
         self.reference_words = torch.zeros(1, dtype=torch.int64).share_memory_()
 
-    @staticmethod
-    def required_bytes(
-        shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, reference: bool = False
-    ) -> int:
-        per_element = SLOTS * dtype.itemsize + reference * torch.float32.itemsize
-        return per_element * num_elements(shapes)
+    @property
+    def memories(self) -> list[Tensor]:
+        """All shared memory of the weights."""
+        return [*self.slots, self.reference]
 
     @torch.no_grad()
     def publish(

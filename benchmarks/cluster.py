@@ -33,11 +33,11 @@ from overlap import copy_newest
 from ray.cluster_utils import Cluster as Nodes
 
 from buffer import Group
-from runtime.command_line import build_config
-from runtime.nodes import cluster, joining
-from runtime.processes.places import find_places, searchers_of
-from runtime.processes.supervisor import Supervisor
-from runtime.record.timeline import trainer_busy
+from extras.nodes import cluster, joining
+from launch.command_line import build_config
+from launch.files import trainer_busy
+from launch.places import find_places, searchers_of
+from launch.supervisor import Supervisor
 from runtime.transport.board import Board
 from weights import SharedWeights
 
@@ -109,12 +109,13 @@ def searching(
         places = find_places(config)
         names = [place.name for place in places]
         if is_far:
-            joining.connect(config)
+            joining.check(config)
             board = cluster.ClusterBoard(names)
-            supervisor = cluster.Cluster(config, [], weights, board, run_dir, target, config)
+            supervisor = cluster.Cluster(config, [], weights, board, run_dir, target, print, config)
         else:
             board = Board(names)
-            supervisor = Supervisor(config, searchers_of(places), weights, board, run_dir, target)
+            searchers = searchers_of(places)
+            supervisor = Supervisor(config, searchers, weights, board, run_dir, target, print)
         try:
             publish(weights, 0)
             deadline = time.monotonic() + 120

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from buffer import Group  # noqa: E402 (the project's root must be on sys.path)
 from config import UserError  # noqa: E402
-from runtime.record.timeline import read_lines, read_spans  # noqa: E402
+from launch.files import read_lines, read_spans  # noqa: E402
 from tasks.gsm8k import PROMPT  # noqa: E402
 from tasks.support.data import read_rows  # noqa: E402
 

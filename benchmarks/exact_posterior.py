@@ -19,8 +19,8 @@ import matplotlib.pyplot as plt
 import torch
 from common import arguments, results_dir, save, table
 
+from extras.objectives import LOSSES
 from loss import LossInputs
-from objectives import LOSSES
 
 LETTERS, LENGTH, QUERIES, K, BETA = 2, 4, 3, 16, 0.5
 EOS = LETTERS

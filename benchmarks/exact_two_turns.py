@@ -17,8 +17,8 @@ import torch
 from common import arguments, save, table
 from torch import Tensor
 
+from extras.objectives import LOSSES
 from loss import LossInputs
-from objectives import LOSSES
 
 LETTERS, ANSWERS, QUERIES, K, BETA = 3, 2, 4, 16, 0.5
 EPISODES = torch.tensor([*itertools.product(range(LETTERS), range(ANSWERS), range(LETTERS))])

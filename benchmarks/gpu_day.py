@@ -33,18 +33,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import models.policy
 from buffer import Group, Row
 from config import Config
-from learner import Learner
+from extras.sharding import Rank
+from launch.files import read_spans
+from launch.places import find_places, resolve
+from launch.planning.needs import CUDA_BYTES, GIB, Needs
+from learner import Learner, make_learner
 from loss import LossInputs
-from models.device import device
+from models.architecture import weight_shapes
+from models.device import device, lock_pages
 from models.logprobs import TOKENS_PER_FORWARD, response_logprobs
-from models.policy import weight_shapes
-from models.sharding import Rank
-from runtime.planning.memory_trial import try_largest_batch
-from runtime.planning.needs import CUDA_BYTES, GIB, Needs
-from runtime.processes.places import find_places, resolve
-from runtime.record.timeline import read_spans
+from runtime.memory_trial import try_largest_batch
 from runtime.transport.board import Board
-from runtime.transport.locked_pages import lock_pages
 from runtime.transport.messages import Evaluation
 from tasks.gsm8k import PRESETS
 from trainer import Trainer
@@ -261,7 +260,7 @@ def publishes(root: str, quick: bool, say: Say) -> None:
 
     for kind in ("pageable", "locked"):
         if kind == "locked":
-            lock_pages(weights, print)
+            lock_pages(weights.memories, print)
         times = {"publish": [], "without the cast first": []}
         for version in range(7):
             with timed(times["publish"]):
@@ -348,7 +347,7 @@ def lora_7b(root: str, quick: bool, say: Say) -> None:
     models.policy.load_model = lambda *_, **__: model
     models.policy.check_architecture = lambda model: None  # is for a CPU
     config, most = settings(root, model=f"{root}/7b", lora_rank=32), []
-    learner = Learner(config, print)
+    learner = make_learner(config, print)
     with peak(most):
         try_largest_batch(config, learner, print)
     passes = "two passes" if learner.low_memory else "one pass"
@@ -362,7 +361,8 @@ def sharded(root: str, quick: bool, say: Say) -> None:
     """FSDP2 on one rank against none: seconds of a step, and what two steps make of the weights."""
     rows, norms, seconds, ends = read_rows(root), {}, {}, {}
     for name, ranks in {"one process": None, "FSDP2, one rank": Rank(0, 1, [], 60.0)}.items():
-        learner, times, most = Learner(settings(root, master_dtype="float32"), print, ranks), [], []
+        learner = make_learner(settings(root, master_dtype="float32"), print, ranks)
+        times, most = [], []
         with peak(most):
             for step in range(2 if quick else 5):
                 with timed(times):

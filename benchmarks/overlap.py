@@ -40,13 +40,12 @@ from common import arguments, as_flags, make_group, mean_and_each, reached, save
 import tba
 from buffer import Group
 from config import Config
-from models.policy import weight_shapes
-from runtime import launch
-from runtime.command_line import build_config
-from runtime.processes import children
-from runtime.processes.places import Place, find_places
-from runtime.processes.supervisor import Supervisor
-from runtime.record.timeline import read_spans, trainer_busy
+from launch import children, launcher
+from launch.command_line import build_config
+from launch.files import read_spans, trainer_busy
+from launch.places import Place, find_places
+from launch.supervisor import Supervisor
+from models.architecture import weight_shapes
 from runtime.transport.board import Board
 from tasks import load_task
 from weights import SharedWeights
@@ -139,7 +138,7 @@ def start(
     places = find_places(config)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=config.searchers)
     board = Board([place.name for place in places])
-    supervisor = Supervisor(config, places[1:], weights, board, str(run_dir), target)
+    supervisor = Supervisor(config, places[1:], weights, board, str(run_dir), target, print)
     return places, weights, supervisor
 
 
@@ -167,7 +166,7 @@ def record(config: Config, run_dir: Path, count: int) -> tuple[list[Group], floa
 def overlap(quick: bool) -> None:
     """Compare the runs, and save the results."""
     seeds, steps, few = ((0,), 300, 80) if quick else ((0, 1, 2), 600, 80)
-    split, beside, alone = launch.find_places, [], []
+    split, beside, alone = launcher.find_places, [], []
     results = defaultdict(lambda: defaultdict(list))  # mode -> figure -> a value of each seed
 
     def on_all_cores(config: Config) -> list[Place]:
@@ -184,10 +183,10 @@ def overlap(quick: bool) -> None:
                 ("synchronous", split, synchronous),
                 ("synchronous, all cores", on_all_cores, synchronous),
             ):
-                launch.find_places = find
+                launcher.find_places = find
                 for figure, value in measure(run(directory, f"{mode} {seed}", *settings)).items():
                     results[mode][figure].append(value)
-            launch.find_places = split
+            launcher.find_places = split
             longer = [*flags, *as_flags(steps=1200)]
             beside.append(beside_a_searcher(directory / f"beside {seed}", *longer))
             config = build_config(["arithmetic", *as_flags(seed=seed)])

@@ -29,8 +29,9 @@ import numpy as np
 import psutil
 from common import ROOT, arguments, as_flags, first_right, mean_and_each, save, table_of, trained_on
 
-from runtime.record.timeline import read_spans
-from tasks import find_presets, load_task
+from launch.command_line import find_presets
+from launch.files import read_spans
+from tasks import load_task
 
 REQUIREMENTS = ["trl==1.16.0", "torch==2.13.0", "transformers>=5.16,<5.20", "numpy>=2.0"]
 LEARNING_RATES = (2e-5, 1e-5, 5e-6)

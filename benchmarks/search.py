@@ -37,12 +37,12 @@ import torch.multiprocessing
 from common import arguments, counting_model, gsm8k, save, table
 
 from config import Config
+from launch import children
+from launch.files import read_spans
+from launch.places import Place
+from models.architecture import weight_shapes
 from models.engine import ENGINE_ROWS
-from models.policy import weight_shapes
-from runtime.modes.reference import Reference
-from runtime.processes import children
-from runtime.processes.places import Place
-from runtime.record.timeline import read_spans
+from runtime.reference import Reference
 from runtime.transport.board import Board
 from searcher import Searcher
 from weights import SharedWeights, num_elements

@@ -34,10 +34,11 @@ import torch
 from common import arguments, processor, results_dir, save, table
 from study import base_model, key_of, number, recorded, run_all, small_config, spread
 
+from extras.objectives import WITHOUT_REFERENCE
 from models.hub import identify_weights
 from models.logprobs import response_logprobs
-from models.policy import load_policy, load_tokenizer
-from objectives import WITHOUT_REFERENCE
+from models.policy import load_policy
+from models.tokens import load_tokenizer
 from tasks import load_task
 
 OBJECTIVES = ("tb", "tba_prime", "kimi_k2", "proximal_rloo", "topr", "dppo")

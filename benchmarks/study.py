@@ -24,17 +24,20 @@ from common import processor, steps_of
 
 from buffer import Group
 from config import Config, settle
+from extras.lockstep import batches_of_version
+from launch.checks.settings import check
+from launch.command_line import find_presets
+from launch.files import read_lines
+from models.architecture import weight_shapes
 from models.hub import identify_weights
 from models.logprobs import response_logprobs
-from models.policy import load_policy, load_tokenizer, weight_shapes
-from runtime.check_settings import check
-from runtime.modes.lockstep import batches_of_version
-from runtime.record.timeline import read_lines
+from models.policy import load_policy
+from models.tokens import load_tokenizer
 from runtime.responses.scoring import score
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
-from tasks import Query, find_presets, load_task
-from trainer import Trainer
+from tasks import Query, load_task
+from trainer import trainer_of
 from weights import SharedWeights
 
 SHIPPED = {"addends": Path(__file__).parent / "addends"}  # base models, by task
@@ -47,7 +50,7 @@ class InlineSearcher:
     """A searcher and its queue in one, in the trainer's own process.
 
     Asked for groups, it generates a round of them with the newest weights. In lockstep a round is
-    what the version owes (runtime/modes/lockstep.py). Otherwise it is `groups_per_sync` groups, for
+    what the version owes (extras/lockstep.py). Otherwise it is `groups_per_sync` groups, for
     the trainer asks at each sync: the weights they are made with are those of the sync before.
     """
 
@@ -218,7 +221,7 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict:
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
         board = Board(["trainer", "searcher 0"])
         searcher = InlineSearcher(config, weights, board, groups_per_sync)
-        trainer = Trainer(config, weights, searcher, board, run_dir)
+        trainer = trainer_of(config)(config, weights, searcher, board, run_dir)
         trainer.train()
         lines = steps_of(run_dir)
         policy = trainer.learner.policy

@@ -41,15 +41,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import learner as learner_module
 from buffer import Row
 from config import Config
-from learner import Learner
+from extras.sharding import Rank, connect
+from launch import children
+from launch.places import Place, find_places
+from launch.planning.needs import GIB
+from learner import Learner, make_learner
+from models.architecture import weight_shapes
 from models.device import device
 from models.logprobs import response_logprobs
-from models.policy import weight_shapes
-from models.sharding import OneProcess, connect
-from runtime.planning.memory_trial import largest_micro_batch
-from runtime.planning.needs import GIB
-from runtime.processes import children
-from runtime.processes.places import Place, find_places
+from runtime.memory_trial import largest_micro_batch
 from weights import SharedWeights, num_elements
 
 QUERIES, RESPONSES, LIMIT, VOCABULARY = 7, 20, 512, 32_000
@@ -107,7 +107,7 @@ def measure(variant: str, directory: str, rows: list[Row]) -> dict:
     if variant in ("padded", "trimmed", A_QUERY):
         learner_module.micro_batches = a_query_at_a_time
     learner = Learner(config, print)
-    learner.policy_logprobs = partial(VARIANTS[variant], learner.policy)
+    learner.response_logprobs = partial(VARIANTS[variant], learner.policy)
     learner.update(rows[:RESPONSES])  # warms up, and makes gradients and moments
     start = time.perf_counter()
     learner.update(rows)
@@ -212,15 +212,15 @@ def compare_variants(quick: bool, data_dir: str) -> None:
 
 
 def compete(
-    config: Config, ranks: OneProcess, turns: list, results: torch.multiprocessing.Queue
+    config: Config, rank: Rank | None, turns: list, results: torch.multiprocessing.Queue
 ) -> None:
     """Make steps in turn with the other size, and send the seconds of each and of a publish.
 
     A process. turns: semaphores, of one process and of two. The other ranks do as rank 0 says.
     """
-    learner, mine = Learner(config, print, ranks), ranks.size - 1
-    if ranks.rank:
-        ranks.follow(learner, beat=lambda: None)
+    learner, mine = make_learner(config, print, rank), config.trainer_processes - 1
+    if rank and rank.rank:
+        rank.follow(learner, beat=lambda: None)
         return
     slots = SharedWeights(weight_shapes(config), torch.float32, readers=1)
     for step in range(STEPS):
@@ -242,8 +242,8 @@ def start(config: Config, turns: list, results: torch.multiprocessing.Queue, run
     """Start as many processes as the configuration says. Returns them."""
     size, cores = config.trainer_processes, sorted(os.sched_getaffinity(0))[:2]
     started = []
-    for rank in connect(size, TIMEOUT):
-        place = Place(f"{size} {rank.rank}", None, cores[rank.rank :: size])
+    for i, rank in enumerate(connect(size, TIMEOUT) if size > 1 else [None]):
+        place = Place(f"{size} {i}", None, cores[i::size])
         its_arguments = config, rank, turns, results
         started.append(children.start(place, "trainer_step:compete", its_arguments, run_dir))
     return started

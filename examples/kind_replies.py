@@ -42,12 +42,12 @@ class KindReplies(Task):
         return [Query(id=i, prompt=text, answer=None) for i, text in enumerate(texts)]
 
     def prepare(self) -> None:
-        from models.classifier import prepare_classifier
+        from tasks.support.classifier import prepare_classifier
 
         prepare_classifier("--classifier", self.classifier, label=self.label)
 
     def load(self) -> None:
-        from models.classifier import Classifier
+        from tasks.support.classifier import Classifier
 
         self.model = Classifier(self.classifier)
 

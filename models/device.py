@@ -1,5 +1,8 @@
 """The device of a process, and what is computed in there."""
 
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
 import torch
 
 from config import Config
@@ -30,3 +33,21 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def lock_pages(memories: Iterable[torch.Tensor], say: Callable[[str], None]) -> None:
+    """Lock the pages of shared tensors, if this process has a GPU, which then makes copies itself.
+
+    Where the machine does not allow it copies are slower, and `say` reports that.
+    """
+    if device().type != "cuda":
+        return
+    cuda = torch.cuda.cudart()
+    try:
+        for memory in filter(torch.numel, memories):
+            torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    except torch.cuda.CudaError as error:
+        # It stays CUDA's last error, and the next launch of a kernel would raise it.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+        say(f"copies of the weights will be slower, their memory cannot be locked: {error}")

@@ -15,10 +15,8 @@ from vllm.model_executor.models.transformers.base import Base
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor import uniproc_executor
 
-from config import Config
+from config import ENGINE_ROWS, Config
 from models.device import compute_dtype, device, onednn_multiplies
-from models.hub import cached_model
-from models.sizes import ENGINE_ROWS, policy_size, vllm_bytes
 
 CPU_BLOCK = 32  # tokens in a block of the prefix cache: the fewest that vLLM takes on a CPU
 CPU_BATCHED_TOKENS = 4096
@@ -41,7 +39,7 @@ class Engine:
         gc.freeze()  # vLLM collects garbage five times while it starts: leave out what is imported
         on_gpu = device().type == "cuda"
         self.llm = LLM(
-            cached_model("--model", config.model),
+            config.model,
             seed=seed,
             dtype=str(compute_dtype(config)).removeprefix("torch."),
             trust_remote_code=config.trust_remote_code,
@@ -98,28 +96,26 @@ def request_parameters(sampling: dict) -> SamplingParams:
 
 
 def gpu_settings(config: Config) -> dict:
-    """What vLLM is told with a GPU besides."""
+    """Return vLLM's further settings on a GPU."""
     # Autotuning would only delay the start: FlashInfer's kernels are not used.
-    settings, share = {"enable_flashinfer_autotune": False}, config.gpu_memory_utilization
-    if not config.shares_gpu:
-        return settings | {"gpu_memory_utilization": share}
+    settings = {"enable_flashinfer_autotune": False}
+    if config.kv_cache_bytes is None:
+        return settings | {"gpu_memory_utilization": config.gpu_memory_utilization}
     # vLLM's profiling would count what the trainer allocates meanwhile. And it refuses to start
     # where less than its share is free: so it gets a token one.
-    card = torch.cuda.get_device_properties(0).total_memory
-    size = policy_size(config.model, config.trust_remote_code)
-    room = int(share * card) - vllm_bytes(size, compute_dtype(config), card)
-    return settings | {"kv_cache_memory_bytes": room, "gpu_memory_utilization": 0.01}
+    room = {"kv_cache_memory_bytes": config.kv_cache_bytes}
+    return settings | room | {"gpu_memory_utilization": 0.01}
 
 
 def cpu_settings(config: Config) -> dict:
-    """What vLLM is told without a GPU besides."""
+    """Switch off vLLM's packing of weights, and return its further settings on a CPU."""
     # vLLM's CPU build would pack each matrix, for oneDNN or for the matrix tiles that some
     # processors have (AMX), and free it. Then a load would pack all of them anew, which takes ten
     # times as long as a copy.
     _custom_ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *shape: False
-    # vLLM's attention in bf16 uses those tiles. The kernel must be asked for them first, and
-    # nobody does where oneDNN may not.
+    # vLLM's attention in bf16 uses those tiles. The operating system must grant them first; oneDNN,
+    # which is switched off here, would have asked.
     torch.cpu._init_amx()
     return {
         "enforce_eager": True,

@@ -1,12 +1,8 @@
-"""What a model's folder holds, asked before anything starts: files, names, shapes, tokenizer.
+"""What a model's folder holds, asked before anything starts: files, names and shapes.
 
-Trainer and vLLM must read the same files, and all of them: from_pretrained makes up weights that
-are missing. Only the headers of the weights are read here.
+Only the headers of the weights are read here. Each load is checked again (models/loading.py).
 """
 
-import os
-import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,32 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from huggingface_hub.utils import filter_repo_objects
-from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
 from config import UserError, first_line
-from models.hub import cached_model, fetch_model, shards_of, weight_files
+from models.hub import fetch_model, shards_of, weight_files
+from models.loading import save_model
+from models.misfit import explain, list_names, refuse_misfit
 
-SAMPLE = "What is 2 + 3?\n\n  Naïve: 12,345 "  # on which tokenizers differ
-SHOWN = 3  # names in a message
 NOT_WEIGHTS = ("training_args.bin", "optimizer.bin")  # for vLLM
-# What is saved with a model as it came: tokenizer, chat template, code.
-COMPANIONS = (
-    "*token* vocab* merges* *bpe* *.model *.tiktoken tekken.json chat_template* *.py "
-    "generation_config.json"
-).split()
-TEMPLATES = "additional_chat_templates"
 
 
 def fetch_weights(
@@ -118,52 +99,6 @@ def load_headers(
     return type(empty).from_pretrained(None, state_dict=headers, output_loading_info=True, **how)
 
 
-def load_model(flag: str, model: str, kind: type = AutoModelForCausalLM, **how) -> torch.nn.Module:
-    """Load a model that was fetched, in evaluation mode. kind, how: as of from_pretrained.
-
-    Raises UserError for weights that would be made up or left out.
-    """
-    how |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
-    made, info = kind.from_pretrained(cached_model(flag, model), **how)
-    refuse_misfit(f"{flag} {model!r}", made, info)
-    return made.eval()
-
-
-def refuse_misfit(name: str, made: torch.nn.Module, info: dict[str, set]) -> None:
-    """Raise UserError for weights that a model lacks, has in another shape, or has no place for.
-
-    info: what from_pretrained says of the loading, after its renaming, tying and ignoring.
-    """
-    unknown, kind = sorted(info["unexpected_keys"]), type(made).__name__
-    # Of an encoder (AutoModel) the hidden states are read, and no pooler.
-    if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
-        ends = [key for key in missing if unknown and unknown[0].endswith(f".{key}")]
-        prefix = unknown[0].removesuffix(ends[0]) if ends else ""
-        advice = f"take {prefix!r} off the names in it" if ends else "save it whole"
-        raise UserError(f"{name} lacks {list_names(missing)} of its {kind}: {advice}")
-    for key, in_file, expected in sorted(info["mismatched_keys"]):
-        shapes = f"{tuple(in_file)}, and by its config.json {tuple(expected)}"
-        raise UserError(f"{name}: {key} has the shape {shapes}: use the config.json of its own")
-    if left_out := [key for key in unknown if is_of_layer(made, key)]:
-        problem = f"its config.json, of a {kind}, has no place for {list_names(left_out)}"
-        raise UserError(f"{name}: {problem}: use the config.json of its own")
-
-
-def is_of_layer(made: torch.nn.Module, key: str) -> bool:
-    """Whether a key without a place is a weight of a layer, or of one more than there are.
-
-    Buffers of old files (GPT-2's masked_bias) and unused heads are not.
-    """
-    modules = dict(made.named_modules())
-    for name in (key, f"{made.base_model_prefix}.{key}"):
-        layer, (owner, _, own) = re.match(r"(.+?)\.\d+(?=\.)", name), name.rpartition(".")
-        if layer and layer[1] in modules:
-            # A bias that is None is listed there too.
-            slots = getattr(modules.get(owner), "_parameters", {})
-            return layer[0] not in modules or own == "weight" or own in slots
-    return False
-
-
 def refuse_strays(name: str, directory: Path) -> None:
     """Raise UserError for files that vLLM would read for weights, and transformers does not."""
     own, index = weight_files(directory), directory / "model.safetensors.index.json"
@@ -174,73 +109,3 @@ def refuse_strays(name: str, directory: Path) -> None:
     if strays := sorted(read - {*own}):
         problem = f"vLLM would read {list_names(strays)}, the trainer {list_names(own)}"
         raise UserError(f"{name}: {problem}: move what vLLM reads elsewhere, or remove it")
-
-
-def list_names(names: list[str]) -> str:
-    """Write the first few of some names."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
-def explain(file: Path, error: Exception) -> str:
-    """Say in one line why a file cannot be read."""
-    if file.is_file():
-        with open(file, "rb") as opened:
-            if opened.read(23) == b"version https://git-lfs":
-                return f"{file.name} is git-lfs's pointer to it: run git lfs pull there"
-    return f"{first_line(error)}: download it again"
-
-
-def read_tokenizer(
-    flag: str, model: str, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer, so that it gives the ids of tokenizer.json. Raises UserError.
-
-    Of some classes transformers rebuilds parts of that file. Where a repository has no files of a
-    tokenizer, it makes an empty one up for some architectures: it reads every text alike.
-    """
-    directory = Path(cached_model(flag, model, weights=False))
-    file, how = directory / "tokenizer.json", dict(trust_remote_code=trust_remote_code)
-    try:
-        if not file.exists() and (directory / "tekken.json").exists():  # Mistral's own format
-            raise ValueError("it has tekken.json alone: use one that has tokenizer.json too")
-        tokenizer = AutoTokenizer.from_pretrained(directory, mistral_format=False, **how)
-        if file.exists() and not encodes_as(tokenizer, file):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-            if not encodes_as(tokenizer, file):
-                raise ValueError("it does not give the ids of its tokenizer.json")
-    except Exception as error:  # the library tokenizers has no other
-        problem = f"the tokenizer of {flag} {model!r} cannot be used"
-        raise UserError(f"{problem}: {explain(file, error)}") from error
-    if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens}:
-        raise UserError(
-            f"{flag} {model!r} has no files of a tokenizer, and the one made up for it knows no "
-            "ordinary token: use a model that brings them"
-        )
-    return tokenizer
-
-
-def encodes_as(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
-    """Whether a tokenizer gives the ids that a tokenizer.json does."""
-    plain = Tokenizer.from_file(str(file))
-    plain.no_truncation()
-    plain.no_padding()
-    ids = plain.encode(SAMPLE, add_special_tokens=False).ids
-    return ids == tokenizer(SAMPLE, add_special_tokens=False).input_ids
-
-
-def save_model(
-    model: torch.nn.Module, weights: dict[str, Tensor] | None, came_from: str, to: Path
-) -> None:
-    """Save a model, and with it as they came tokenizer, chat template and generation_config.
-
-    weights: None for its own.
-    """
-    model.generation_config = GenerationConfig()  # not every one that can be read can be written
-    model.save_pretrained(to, state_dict=weights)
-    (to / "generation_config.json").unlink(missing_ok=True)
-    for name in filter_repo_objects(os.listdir(came_from), allow_patterns=COMPANIONS):
-        if (file := Path(came_from, name)).is_file():
-            shutil.copyfile(file, to / name)
-    if (templates := Path(came_from, TEMPLATES)).is_dir():
-        shutil.copytree(templates, to / TEMPLATES, dirs_exist_ok=True)

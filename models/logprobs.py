@@ -4,8 +4,6 @@ Trainer and searchers both take them from here, the one for the policy, the othe
 policy, so that the two come from the same framework, dtype and temperature.
 """
 
-from collections.abc import Callable, Iterable
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -23,18 +21,12 @@ TOKENS_IN_LOW_MEMORY = 1024
 POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 512}
 
 
-def all_counted(parts: list) -> list[tuple]:
-    """Pair each part with a 1: it counts. Ranks add parts that do not (models/sharding.py)."""
-    return [(part, 1) for part in parts]
-
-
 def response_logprobs(
     model: torch.nn.Module,
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
     temperature: float,
     dtype: torch.dtype = torch.float32,
-    keep_step: Callable[[list], Iterable[tuple]] = all_counted,
 ) -> Tensor:
     """Return log pi of each response token, in fp32: (N, T), T the longest response; 0 as padding.
 
@@ -42,7 +34,6 @@ def response_logprobs(
     logits are fp32 all the same. Equal rows run once, and rows of similar length together. Logits
     exist for a slice of the response positions at a time (TokenLogprobs): memory grows with the
     tokens of these N rows, a prompt counted for each, never with N x T x vocabulary.
-    keep_step: may add passes after the last. What those give is used nowhere, so its gradient is 0.
     """
     device = next(model.parameters()).device
     pairs = [(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)]
@@ -55,7 +46,7 @@ def response_logprobs(
     is_cast = dtype != next(model.parameters()).dtype
     # One autocast for all chunks: within it each weight is cast once.
     with torch.autocast(device.type, dtype, enabled=is_cast):
-        for rows, _ in keep_step(chunked_rows):  # M of them
+        for rows in chunked_rows:  # M of them
             # (M, chunk's T). Two columns at least: so each chunk makes a pass after the prompts'.
             ids, mask = right_padded([responses[row] for row in rows], device, columns=2)
             states = response_states(model, [prompts[row] for row in rows], ids)[mask]
@@ -104,8 +95,8 @@ def micro_batches(
 ) -> list[list[Row]]:
     """Split rows into what is computed at once: whole queries, those of similar length together.
 
-    most_tokens: that run in the passes of a micro-batch, of tokens_per_pass each, unless one query
-    has more.
+    most_tokens: of a micro-batch, summed over its passes of tokens_per_pass each; a single query
+    may exceed it.
     """
     groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
     groups.sort(key=lambda group: max(len(row.tokens) for row in group), reverse=True)
@@ -241,17 +232,6 @@ def right_padded(
     ids = np.zeros(mask.shape, np.int64)
     ids[mask] = np.concatenate(rows)
     return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
-
-
-class PolicyLogprobs(torch.nn.Module):
-    """response_logprobs as the forward pass of a module, which is what can be sharded."""
-
-    def __init__(self, model: torch.nn.Module, keep_step: Callable[[list], Iterable[tuple]]):
-        super().__init__()
-        self.model, self.keep_step = model, keep_step
-
-    def forward(self, *arguments) -> Tensor:
-        return response_logprobs(self.model, *arguments, keep_step=self.keep_step)
 
 
 def mismatch(group: Group, ours: list[np.ndarray]) -> float:

@@ -1,1 +1,1 @@
-"""What keeps a run alive: processes, signs of life, checkpoints, evaluation, what a person sees."""
+"""What trainer and searcher have besides their loops: scores, evaluations, records, checkpoints."""

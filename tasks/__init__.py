@@ -49,20 +49,8 @@ class LazyQueries(Sequence):
         return self.make(range(self.size)[index])
 
 
-def is_chat(prompt: object) -> bool:
-    """Whether a prompt is a list of messages."""
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return all(
-        isinstance(message, dict)
-        and set(message) == {"role", "content"}
-        and all(isinstance(value, str) for value in message.values())
-        for message in prompt
-    )
-
-
 class Task:
-    """What a task may have; queries and score it must have.
+    """Base class of all tasks. Override queries() and score(); the rest is optional.
 
     A task with options of its own is a dataclass: its fields, each with its help in a string under
     it, are flags, as those of Config are. A task is made in every process, and by the command line
@@ -194,11 +182,6 @@ def find_task(name_or_path: str) -> type[Task]:
         if getattr(classes[0], method) is getattr(Task, method):
             raise UserError(f"task {name_or_path!r} has no method {method}")
     return classes[0]
-
-
-def find_presets(name_or_path: str) -> dict[str, dict]:
-    """Find the presets in a task's file; a single one without a name where there are none."""
-    return getattr(import_task(name_or_path), "PRESETS", {}) or {"": {}}
 
 
 def import_task(name_or_path: str) -> ModuleType:

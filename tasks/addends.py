@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tasks import Query, Task
-from tasks.support.presets import DEMO
+from tasks.arithmetic import DEMO
 from tasks.support.pupil import pupil
 
 # Probability that the pupil borrows 0, 1 or 2 tens, whether one is needed or not.

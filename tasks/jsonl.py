@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 
 from config import UserError
-from tasks import Messages, Query, Task, is_chat
+from tasks import Messages, Query, Task
 from tasks.competition_math import is_correct, last_boxed
-from tasks.support.data import read_jsonl
+from tasks.support.data import is_chat, read_jsonl
 from tasks.support.numbers import last_number, read_number
 
 # How to read a row's answer, and whether a response matches it.

@@ -11,7 +11,7 @@ from functools import reduce
 import numpy as np
 
 from tasks import Query, Task
-from tasks.support.presets import DEMO
+from tasks.arithmetic import DEMO
 from tasks.support.pupil import pupil
 
 MOVES = {"+1": lambda n: n + 1, "*2": lambda n: 2 * n, "-3": lambda n: n - 3}

@@ -111,8 +111,8 @@ class TLDR(Task):
         ]
 
     def prepare(self) -> None:
-        from models.classifier import prepare_classifier
         from models.folder import fetch_weights
+        from tasks.support.classifier import prepare_classifier
 
         fetch_weights("--reference_model", self.reference_model)
         prepare_classifier("--reward_model", self.reward_model, tokenizer=self.reward_tokenizer)
@@ -122,7 +122,7 @@ class TLDR(Task):
         return [self.reward_model, self.gold_model]
 
     def load(self) -> None:
-        from models.classifier import Classifier
+        from tasks.support.classifier import Classifier
 
         self.reward = Classifier(self.reward_model, self.reward_tokenizer)
 
@@ -142,7 +142,7 @@ class TLDR(Task):
         win_rate: gold model, generated against reference summary. perplexity: under the reference
         policy, prompt tokens in the denominator.
         """
-        from models.classifier import Classifier
+        from tasks.support.classifier import Classifier
 
         gold = Classifier(self.gold_model, self.gold_tokenizer)
         prompts = [query.prompt for query in queries]
@@ -177,7 +177,8 @@ def perplexities(
 
     from models.device import compute_dtype, device
     from models.logprobs import response_logprobs
-    from models.policy import load_policy, load_tokenizer
+    from models.policy import load_policy
+    from models.tokens import load_tokenizer
 
     config = Config(model=model)
     policy, tokenizer = load_policy(config, device()), load_tokenizer(config)

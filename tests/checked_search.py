@@ -10,8 +10,8 @@ import zlib
 import numpy as np
 
 from buffer import Group
-from runtime.modes.free_running import Workload
-from runtime.processes.children import GIVE_UP
+from rollouts import Workload
+from runtime.child import GIVE_UP
 from tasks import load_task
 
 SECONDS = 0.01  # a group

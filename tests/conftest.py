@@ -26,10 +26,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from buffer import Group
 from config import UserError
-from objectives import LOSSES, find_objective
-from runtime.processes import children
-from runtime.processes.places import Place
-from runtime.record import timeline
+from extras.objectives import LOSSES
+from launch import children, files
+from launch.places import Place
+from learner import find_objective
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -306,7 +306,7 @@ class Run:
         return found
 
     def steps(self) -> list[dict]:
-        lines = timeline.read_lines(self.run_dir / "metrics.jsonl")
+        lines = files.read_lines(self.run_dir / "metrics.jsonl")
         return [line for line in lines if "loss" in line]
 
     def step(self) -> int:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 # The tests that are run for a file, until one fails.
 TESTS = {
     "loss.py": "loss objectives exact_posterior",
-    "objectives.py": "objectives",
+    "extras/objectives.py": "objectives",
     "buffer.py": "buffer",
     "weights.py": "weights",
     "learner.py": "trainer low_memory lora checkpoint dtype",

@@ -9,10 +9,10 @@ from conftest import make_model
 from safetensors.torch import load_file, save_file
 from test_trainer import make_trainer
 
+from launch.files import read_lines
 from models import hub
 from models.hub import identify_weights
 from runtime.checkpoints import checkpoint
-from runtime.record.timeline import read_lines
 from runtime.transport.messages import Evaluation
 from tba import main
 
@@ -44,7 +44,7 @@ def test_the_name_of_weights_changes_with_them_and_not_with_their_place_but_in_a
 def test_a_run_names_its_base_model_and_is_not_resumed_on_another(tmp_path, capsys):
     model = make_model(tmp_path / "model", tied=True)
     run_dir, name = tmp_path / "run", identify_weights(str(model))
-    trainer = make_trainer(model, run_dir)
+    trainer = make_trainer(model, run_dir, base_model=name)
     trainer.rollout_queue.put(Evaluation(0, 0.5, 10, 0, 0))
     trainer.receive()
     trainer.save_checkpoint()

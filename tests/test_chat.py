@@ -7,8 +7,9 @@ from conftest import CHAT_TEMPLATE, byte_tokenizer, flags, read, steps_of, tba
 from tokenizers import processors
 
 from config import Config, UserError
-from models.policy import encode_prompt, encode_reply, load_tokenizer, tokens_left_out
-from runtime.preflight import check_tokenizer, load_data
+from extras.episodes import encode_reply
+from launch.checks.preflight import check_tokenizer, load_data
+from models.tokens import encode_prompt, load_tokenizer, tokens_left_out
 from tasks import load_task
 
 CHAT = [{"role": "user", "content": "1+1?"}]

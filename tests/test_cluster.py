@@ -26,12 +26,11 @@ import torch
 from conftest import PATIENCE, ROOT, Run, flags, living, read, shared_files, steps_of, tba, wait_for
 
 from config import UserError
-from runtime.command_line import build_config
-from runtime.processes.places import find_places
-from runtime.processes.supervisor import QUEUE_GROUPS, RunFailed
-from runtime.record.live import RATE_WINDOW
-from runtime.record.timeline import read_lines, read_spans
-from runtime.transport.messages import Notice
+from launch.command_line import build_config
+from launch.display.live import RATE_WINDOW
+from launch.files import read_lines, read_spans
+from launch.places import find_places
+from launch.supervisor import QUEUE_GROUPS, RunFailed
 from weights import SharedWeights
 
 # Clusters and runs of these tests have a token. Ray reads this when it is imported.
@@ -39,7 +38,7 @@ os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 ray = pytest.importorskip("ray", reason="pip install -r requirements-ray.txt")
 from ray.cluster_utils import Cluster  # noqa: E402 (only where it is installed)
 
-from runtime.nodes import cluster, joining  # noqa: E402 (they import it)
+from extras.nodes import cluster, joining  # noqa: E402 (they import it)
 
 ALONE = [name for _, name in socket.if_nameindex()] == ["lo"]
 skip = pytest.mark.skipif(not ALONE, reason="wants a network namespace: make test-cluster")
@@ -289,14 +288,16 @@ class Driver:
         (run_dir / "logs").mkdir(parents=True)
         settings |= dict(searchers=0, output_dir=run_dir)
         config = build_config(["arithmetic", *nodes.flags, *flags(**settings)])
-        joining.connect(config)
+        joining.check(config)
         self.weights = SharedWeights(self.SHAPES, torch.float32, readers=1)
         self.board = cluster.ClusterBoard([place.name for place in find_places(config)])
         here = dataclasses.replace(config, searchers=0), [], self.weights, self.board, str(run_dir)
-        self.cluster = cluster.Cluster(*here, f"tests.checked_search:{target}", config)
+        self.notices: list[str] = []
+        own = f"tests.checked_search:{target}", self.notices.append, config
+        self.cluster = cluster.Cluster(*here, *own)
         self.version, self.published_at = -1, 0.0
         self.visits: Counter[tuple[int, int, int]] = Counter()  # of (seed of a node, query, epoch)
-        self.versions, self.notices = set(), []
+        self.versions = set()
 
     def work(self, seconds: float) -> None:
         """Be the trainer for so long."""
@@ -316,9 +317,6 @@ class Driver:
         assert self.weights.publish(self.version, tensors)
 
     def take(self, item) -> None:
-        if isinstance(item, Notice):
-            self.notices.append(item.text)
-            return
         seed, visit, were_whole, checksum = item.prompt.tolist()
         assert were_whole, f"a version was seen in part before version {item.version}"
         assert checksum == checked_search.checksum(item.tokens), "a group is torn"

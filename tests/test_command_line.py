@@ -11,12 +11,12 @@ import pytest
 from conftest import ROOT, flags, read, tba
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import runtime.nodes
+import config
+import extras.nodes
 from config import Config
-from runtime import launch
-from runtime.command_line import build_config
-from runtime.display import html_report
-from tasks import find_presets
+from launch import launcher
+from launch.command_line import build_config, find_presets
+from launch.display import html_report
 from tba import main
 
 OWN = """
@@ -55,8 +55,8 @@ def refused(arguments: list, expected: str, capfd) -> None:
 def files(tmp_path, gsm8k_data, untied_model, chat_model, monkeypatch):
     """Make files that a command line can name. Ray is not installed."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "runtime.nodes.joining", raising=False)
-    monkeypatch.delattr(runtime.nodes, "joining", raising=False)
+    monkeypatch.delitem(sys.modules, "extras.nodes.joining", raising=False)
+    monkeypatch.delattr(extras.nodes, "joining", raising=False)
     chat = "[dict(role='{}', content='Hi')]"
     row = json.dumps({"query": "q", "reference_response": "r", "query_reference_response": "qr"})
     for name, text in {
@@ -273,8 +273,8 @@ def test_a_tasks_secret_is_in_no_file_and_a_resumed_run_needs_it_anew(
     arguments += flags(model=untied_model, max_tokens=5, output_dir=run_dir)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(sys, "orig_argv", arguments)
-    monkeypatch.setattr(launch, "Run", lambda *_: None)  # up to the start of the processes
-    monkeypatch.setattr(launch, "supervise", lambda *_: html_report.write(str(run_dir)))
+    monkeypatch.setattr(launcher, "Run", lambda *_: None)  # up to the start of the processes
+    monkeypatch.setattr(launcher, "supervise", lambda *_: html_report.write(str(run_dir)))
     main(arguments)
     written = [path.read_text() for path in run_dir.rglob("*") if path.is_file()]
     assert len(written) == 3 and not any("0123" in text for text in written)
@@ -300,7 +300,7 @@ def test_a_start_on_another_kind_of_processor_says_that_it_was_never_tried(monke
 @pytest.mark.parametrize(
     "modules, absent",
     [
-        ("runtime.launch, trainer", {"ray", "wandb", "tensorboard"}),
+        ("launch.launcher, trainer", {"ray", "wandb", "tensorboard"}),
         ("tba, config", {"torch", "vllm", "transformers"}),
     ],
 )
@@ -308,6 +308,31 @@ def test_nothing_optional_and_for_the_command_line_nothing_slow_is_imported(modu
     """Keep torch out of tba.py: spawned children import it before their target sets anything."""
     code = f"import sys, {modules}; assert not {absent} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        "lockstep: arithmetic --synchronous",
+        "lockstep: sums",  # its preset has a constant staleness
+        "objectives: arithmetic --loss grpo",
+        "episodes: reach",
+        "score_workers: competition_math",
+        "reference_resets: arithmetic --reference_reset_period 2",
+        "low_memory: arithmetic --low_memory on",
+        "lora: arithmetic --lora_rank 4",
+        "sharding: arithmetic --trainer_processes 2",
+        "tracking: arithmetic --track wandb",
+        "nodes/joining: arithmetic --ray auto",
+    ],
+)
+def test_without_extras_what_wants_one_is_refused_by_name_and_the_demo_is_not(
+    wanted, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(config, "__file__", str(tmp_path / "config.py"))
+    name, arguments = wanted.split(": ")
+    refused(arguments.split(), f"needs extras/{name}, which this copy of the project lacks", capfd)
+    assert build_config(["arithmetic"]).loss == "tb"
 
 
 @pytest.mark.parametrize(
@@ -385,7 +410,7 @@ def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on():
 def test_help_names_every_setting_with_its_meaning(capsys):
     assert main(["--help"]) == 0
     out, _ = capsys.readouterr()
-    hidden = "task", "options", "data_digest", "search_ahead", "shares_gpu"
+    hidden = "task", "options", "data_digest", "search_ahead", "kv_cache_bytes", "base_model"
     for name in Config.__dataclass_fields__:
         assert name in hidden or re.search(rf"--{name}[ ,]", out), name
     text = re.sub(r"[│\s]+", " ", out)  # out of tyro's box

@@ -6,8 +6,8 @@ import pytest
 from conftest import wait_for
 
 from config import Config
-from runtime.modes.free_running import Rollout
-from runtime.responses.scoring import RewardScorer
+from rollouts import Rollout
+from runtime.responses.scoring import make_scorer
 from tasks import Query, load_task
 from tasks.competition_math import is_correct, last_boxed
 
@@ -100,7 +100,7 @@ def test_no_answer_of_a_group_costs_another_its_score():
         return rollout.rewards.tolist()
 
     config, task = Config(task="competition_math"), load_task("competition_math")
-    with closing(RewardScorer(config, task)) as scorer:
+    with closing(make_scorer(config, task)) as scorer:
         assert rewards_of("2", "2") == [1.0, 1.0], "its workers have started"
         assert rewards_of(*HOSTILE, "2") == [0.0] * len(HOSTILE) + [1.0]
 

@@ -11,12 +11,13 @@ from test_engine import changed, logprobs_of, sample_group, take_over
 from test_trainer import gradient, make_rows
 
 from config import Config
+from launch.checks.preflight import fetch
 from learner import Learner
+from models.architecture import weight_shapes
 from models.device import onednn_multiplies
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
-from models.policy import hold_as_multiplied, load_policy, weight_shapes
-from runtime.preflight import fetch
+from models.policy import hold_as_multiplied, load_policy
 from tasks import load_task
 from weights import SharedWeights
 

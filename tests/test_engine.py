@@ -15,13 +15,14 @@ from test_preset_starts import make
 
 from buffer import Group, rows_of
 from config import Config
+from models.architecture import weight_shapes
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
-from models.policy import load_policy, load_tokenizer, weight_shapes
-from runtime.modes.free_running import Rollout
+from models.policy import load_policy
+from models.tokens import load_tokenizer
+from rollouts import Generation, Rollout, make_generation
 from runtime.record.metrics import describe
-from runtime.responses.generation import Generation
-from runtime.responses.scoring import RewardScorer
+from runtime.responses.scoring import make_scorer
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
 from searcher import Searcher
@@ -81,10 +82,10 @@ def drain(engine) -> dict:
 
 def generate(engine: Engine, prompt: list[int], version: int, task=None, **sampling) -> Rollout:
     """Generate one query's responses as a searcher does. task: what differs from Task."""
-    scorer, tokenizer = RewardScorer(Config(), Task()), byte_tokenizer()
-    vars(scorer.task).update(task or {})
+    own_task, tokenizer = Task(), byte_tokenizer()
+    vars(own_task).update(task or {})
     tokenizer.pad_token = sampling.pop("pad_token", tokenizer.pad_token)
-    generation = Generation(Config(), tokenizer, engine, scorer)
+    generation = Generation(Config(), tokenizer, engine, own_task)
     own = dict(prompt=prompt, version=version, sampling=sampling)
     generation.start(Rollout(Query(0, "", ""), "group", **own))
     while not (generated := generation.step(version)):
@@ -318,8 +319,8 @@ def play(engine, version, tied_model):
     def play(task: Task, /, queries: int = 1, ends: int = 64, **settings) -> list[Rollout]:
         limits = dict(max_prompt_tokens=20, max_response_tokens=12, max_episode_tokens=200)
         config = Config(model=str(tied_model), **limits | settings)
-        tokenizer, scorer = load_tokenizer(config), RewardScorer(config, task)
-        episodes, rollouts = Generation(config, tokenizer, engine, scorer), []
+        tokenizer, scorer = load_tokenizer(config), make_scorer(config, task)
+        episodes, rollouts = make_generation(config, tokenizer, engine, scorer), []
         sampling = dict(n=4, temperature=1.0, max_tokens=12, seed=5)
         for number in range(queries):
             rollout = Rollout(Query(number, "ab", None), f"q{number}", prompt=[70, 71 + number])

@@ -11,11 +11,12 @@ from transformers import AutoTokenizer
 
 from buffer import Pool, rows_of
 from config import Config, UserError
+from extras.episodes import encode_reply
+from extras.objectives import LOSSES
+from launch.checks.preflight import check_tokenizer
 from learner import Learner
 from models.importance import log_weights
-from models.policy import encode_prompt, encode_reply
-from objectives import LOSSES
-from runtime.preflight import check_tokenizer
+from models.tokens import encode_prompt
 from tba import main
 
 CHAT = [{"role": "user", "content": "Where to?"}]

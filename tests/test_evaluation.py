@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from config import Config, UserError
-from runtime.preflight import check_sampling
+from launch.checks.preflight import check_sampling
+from launch.evaluate import FinalEvaluation
+from launch.final_evaluation import measure
 from runtime.record.answers import look_at
 from runtime.responses.evaluation import mean_and_interval, weighted_means
-from runtime.responses.final_evaluation import measure
 from runtime.responses.scoring import score
-from runtime.transport.messages import Answers, FinalEvaluation
+from runtime.transport.messages import Answers
 from tasks import Query, Task, sampling_for_tests
 
 

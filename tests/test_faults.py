@@ -22,8 +22,9 @@ from safetensors.numpy import load_file, save_file
 from test_runs import metrics_of, own_task
 
 from buffer import ReplayBuffer, uniformly
+from launch import resuming
+from launch.run import in_words
 from runtime.checkpoints import checkpoint
-from runtime.run import in_words
 from tasks import load_task
 from tba import main
 
@@ -45,7 +46,7 @@ def test_a_nan_weight_ends_a_run_or_an_evaluation_in_one_line(flag, untied_model
 
 def newest(run: Run) -> Path | None:
     """Its newest checkpoint that is whole."""
-    return checkpoint.newest_whole(str(run.run_dir))[0]
+    return resuming.newest_whole(str(run.run_dir))[0]
 
 
 # Searchers
@@ -72,7 +73,7 @@ def visits(task: Path) -> tuple[set[str], set[int]]:
 
 
 def share(ids: list[int], rank: int, searchers: int) -> list[int]:
-    """A searcher's first epoch of query ids, in order (runtime/modes/free_running.py), seed 0."""
+    """A searcher's first epoch of query ids, in order (rollouts.py), seed 0."""
     own = np.random.default_rng(0).permutation(len(ids))[rank::searchers]
     return [ids[i] for i in np.random.default_rng((0, rank, 0)).permutation(own)]
 
@@ -145,8 +146,8 @@ from pathlib import Path
 import numpy as np
 from buffer import Group
 from config import Config
-from runtime.processes.places import Place
-from runtime.processes.supervisor import Supervisor
+from launch.places import Place
+from launch.supervisor import Supervisor
 from runtime.transport.board import Board
 
 class Weights:
@@ -164,7 +165,7 @@ def write(config, share, pin, row, weights, rollout_queue, board, run_dir):
 if __name__ == "__main__":
     board, run_dir = Board(["trainer", "searcher 0"]), str(Path(__file__).parent)
     place = Place("searcher 0", None, [0, 1])
-    run = Supervisor(Config(), [place], Weights(), board, run_dir, "survive:write")
+    run = Supervisor(Config(), [place], Weights(), board, run_dir, "survive:write", print)
     for kill in range(30):
         deadline = time.monotonic() + float(sys.argv[1])
         fresh = 0
@@ -359,7 +360,7 @@ def check_end(run: Run, cause: str, record_property) -> str:
     _, err = run.ends_with(1)
     record_property("seconds to the end", round(time.monotonic() - start, 1))
     assert cause in err and "to go on: python tba.py --resume" in err, err
-    whole, complaints = checkpoint.newest_whole(str(run.run_dir))
+    whole, complaints = resuming.newest_whole(str(run.run_dir))
     assert complaints == [] and checkpoint.load_state(whole)["step"] >= 10
     run.nothing_is_left()
     return err
@@ -456,7 +457,7 @@ def test_a_run_killed_at_twenty_random_moments_goes_on_from_its_last_whole_check
     run_dir = tmp_path / "run"
     metrics, writing = run_dir / "metrics.jsonl", run_dir / "checkpoints" / "unfinished"
     for attempt in range(21):
-        whole = checkpoint.newest_whole(str(run_dir))[0]
+        whole = resuming.newest_whole(str(run_dir))[0]
         saved, arrays, inode = {"step": 0}, {}, 0
         if whole:
             saved, arrays = checkpoint.load_state(whole), checkpoint.load_arrays(whole, "buffer")
@@ -528,7 +529,7 @@ def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(
             time.sleep(15)
             assert all(pids), "both were there"
             assert pids == [run.pid(name) for name in ("trainer", "searcher 0")], "and go on"
-            _, complaints = checkpoint.newest_whole(str(run.run_dir))
+            _, complaints = resuming.newest_whole(str(run.run_dir))
             assert newest(run) and complaints == [], "the previous checkpoint is intact"
             at = run.step()
             os.remove(disk / "other")

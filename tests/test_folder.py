@@ -14,9 +14,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from config import Config, UserError
-from models.folder import fetch_weights, load_model, read_tokenizer, save_model
+from launch.checks.preflight import check_tokenizer
+from models.folder import fetch_weights, save_model
+from models.loading import load_model, read_tokenizer
 from models.policy import load_policy
-from runtime.preflight import check_tokenizer
 
 SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-00001-of-00001.safetensors"

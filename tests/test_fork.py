@@ -11,7 +11,8 @@ from conftest import PATIENCE, ROOT, flags, make_group, read, tba
 from test_objectives import make_example, to_inputs, value_and_gradient
 
 import buffer
-from objectives import LOSSES, find_objective
+from extras.objectives import LOSSES
+from learner import find_objective
 from tasks import load_task
 from tba import main
 

@@ -11,14 +11,14 @@ from test_engine import changed, logprobs_of, sample_group, take_over
 from test_trainer import gradient, make_rows
 
 from config import Config
+from launch.planning.sizes import Pass, pass_bytes
 from learner import Learner
-from models.device import device
+from models.architecture import weight_shapes
+from models.device import device, lock_pages
 from models.engine import Engine
 from models.logprobs import TOKENS_PER_FORWARD, mismatch
-from models.policy import load_policy, weight_shapes
-from models.sizes import Pass, pass_bytes
-from runtime.planning.memory_trial import largest_micro_batch
-from runtime.transport.locked_pages import lock_pages
+from models.policy import load_policy
+from runtime.memory_trial import largest_micro_batch
 from weights import SharedWeights
 
 why = "the CPU build of vLLM is installed here: make test-gpu on a machine with a GPU"
@@ -85,7 +85,7 @@ def test_weights_are_published_from_a_gpu_into_locked_pages(tied_model):
     config = Config(model=str(tied_model))
     model = load_policy(config, device())
     weights = SharedWeights(weight_shapes(config), torch.bfloat16, readers=1)
-    lock_pages(weights, pytest.fail)
+    lock_pages(weights.memories, pytest.fail)
     assert weights.publish(1, model.named_parameters())
     with weights.read(0) as (_, tensors):
         for name, parameter in model.named_parameters():

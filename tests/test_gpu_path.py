@@ -15,11 +15,10 @@ import torch
 from conftest import ROOT, WHOLE_RUN, flags, read, steps_of
 
 from config import Config, UserError
-from runtime import evaluate
-from runtime.command_line import build_config
-from runtime.modes.free_running import Workload
-from runtime.processes import children
-from runtime.processes.places import Place, find_places, gpu_memory, resolve
+from launch import children, evaluate
+from launch.command_line import build_config
+from launch.places import Place, find_places, gpu_memory, resolve
+from rollouts import Workload
 from tasks import Query
 from weights import SharedWeights
 
@@ -176,7 +175,7 @@ def test_a_throttled_search_waits_when_it_is_ahead_and_goes_on_as_the_trainer_st
 @pytest.mark.runs
 def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     run_dir = tmp_path / "run"
-    code = "import sys, tba; from runtime.processes import places\n"
+    code = "import sys, tba; from launch import places\n"
     code += "places.search_ahead = lambda *_: 10; sys.exit(tba.main(sys.argv[1:]))"
     small = flags(steps=150, initial_responses=240, queries_per_batch=1, eval_every=0)
     command = [sys.executable, "-c", code, *small, *flags(output_dir=run_dir)]

@@ -22,15 +22,15 @@ from transformers import ByT5Tokenizer
 
 from buffer import Group
 from config import Config, UserError
-from models.policy import token_texts
-from runtime import launch, provenance
-from runtime.command_line import MASK, build_config, mask
-from runtime.display import html_report
-from runtime.display.shown_samples import GROUPS
-from runtime.display.tracking import grouped
-from runtime.modes.free_running import Rollout
-from runtime.processes.supervisor import RunFailed
-from runtime.record import report, timeline
+from extras.tracking import grouped
+from launch import files, launcher, provenance
+from launch.command_line import MASK, build_config, mask
+from launch.display import html_report
+from launch.display.shown_samples import GROUPS
+from launch.supervisor import RunFailed
+from models.tokens import token_texts
+from rollouts import Rollout
+from runtime.record import timeline
 from runtime.responses.evaluation import EvaluationRun
 from runtime.responses.samples import SampleLog
 from tasks import Query, Task, load_task
@@ -236,7 +236,7 @@ def test_a_malformed_line_of_metrics_or_one_cut_off_in_samples_costs_that_line_a
     (run / "samples.jsonl").write_bytes(samples + samples[:-9])
     assert report_of(run).text == expected
     assert html_report.show(str(run)) == 0, "with pictures"
-    report.rewind(str(run), 5)
+    files.rewind(str(run), 5)
     assert (run / "metrics.jsonl").read_bytes() == whole
 
 
@@ -246,7 +246,7 @@ def test_what_is_not_finite_is_null_in_a_file_and_shown_as_such(run_dir):
     lines.write({"step": 5, "loss": nan, "reward": math.inf, "beta": nan, "seconds": nan})
     lines.write({"step": 5, "accuracy": nan, "accuracy_interval": (nan, -math.inf)})
     text = (run / "metrics.jsonl").read_text()
-    *_, step, evaluation = timeline.read_metrics(str(run))
+    *_, step, evaluation = files.read_metrics(str(run))
     assert step == {"step": 5} | dict.fromkeys(("loss", "reward", "beta", "seconds"))
     assert evaluation == {"step": 5, "accuracy": None, "accuracy_interval": [None, None]}
     assert "NaN" not in text and "Infinity" not in text
@@ -301,7 +301,7 @@ def test_a_run_that_failed_has_pictures_and_a_report_before_its_tracker_ends(run
     failed.train.side_effect, failed.interrupt.signal = RunFailed("a searcher died"), 0
     # It may hang, and a second Ctrl-C may end it: all is on disk before.
     failed.tracking.finish = lambda code: Page(run / "report.html").check()
-    assert launch.supervise(failed) == 1
+    assert launcher.supervise(failed) == 1
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -312,7 +312,7 @@ WRITTEN = [("report.html", "report.html"), ("timeline.json", "the pictures")]
 def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_run(taken, what, run_dir, capsys):
     run = run_dir()
     (run / taken).mkdir()
-    launch.report(str(run))
+    launcher.report(str(run))
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{what} could not be written: IsADirectoryError" in line
     assert all((run / name).is_file() for name, _ in WRITTEN if name != taken)

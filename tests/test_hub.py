@@ -20,10 +20,11 @@ from test_preset_starts import CUT, make
 from transformers import AutoTokenizer
 
 from config import UserError
-from models.classifier import Classifier, prepare_classifier
+from launch import children
 from models.hub import explain, needed_files
-from runtime.processes import children
+from runtime.child import log_path
 from tasks.gsm8k import PROMPT
+from tasks.support.classifier import Classifier, prepare_classifier
 
 RHO = "realtreetune/rho-1b-sft-GSM8K"
 TLDR = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
@@ -270,7 +271,8 @@ def test_a_resumed_run_keeps_the_revision_it_began_with_where_its_branch_moved(h
     now, before = repositories / "models" / RHO, repositories / "models" / f"{RHO}@before"
     shutil.copytree(now, before)
     result = python(
-        "from config import Config; from tasks import load_task; from runtime import preflight",
+        "from config import Config; from tasks import load_task",
+        "from launch.checks import preflight",
         "from models.hub import identify_weights",
         f"config = Config(model={RHO!r}); task = load_task('arithmetic')",
         f"config = preflight.check_model(config, task, {commit_of(before)!r})",
@@ -347,7 +349,7 @@ def test_a_reward_model_may_have_the_tokenizer_of_another_but_no_code_of_its_own
 
 
 def test_the_end_of_a_log_is_shown_without_what_says_nothing(tmp_path):
-    path, cause = children.log_path(str(tmp_path), "searcher 0"), "ValueError: what went wrong"
+    path, cause = log_path(str(tmp_path), "searcher 0"), "ValueError: what went wrong"
     path.parent.mkdir()
     noise = 'nanobind: leaked 2 functions!\n - leaked function "add"\n - ... skipped remainder\n'
     path.write_text(f"{cause}\n{noise * 20}")

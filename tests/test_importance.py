@@ -13,10 +13,10 @@ from test_trainer import make_rows, make_trainer
 from transformers import LlamaConfig
 
 from config import Config
+from extras.objectives import WITHOUT_REFERENCE
+from launch.places import find_places, resolve
 from models.importance import effective_share, importance_figures, log_weights
-from objectives import WITHOUT_REFERENCE
-from runtime.modes.reference import Reference
-from runtime.processes.places import find_places, resolve
+from runtime.reference import Reference
 
 
 def test_the_effective_share_is_1_in_n_where_one_weight_outweighs_all_however_large_it_is():

@@ -1,13 +1,19 @@
-"""The live view on a terminal."""
+"""What a person sees of a run: the live view on a terminal, plain lines elsewhere."""
 
+import os
 from collections import deque
 from io import StringIO
+from multiprocessing import Pipe
 
 import numpy as np
 import rich
 from rich.console import Console
 
-from runtime.record.live import RATE_WINDOW, LiveView, rate_of
+from config import Config
+from launch.display.live import LiveView
+from launch.display.terminal import Terminal
+from runtime.record.metrics import RATE_WINDOW, rate_of
+from runtime.record.report import Report
 from runtime.transport.board import Board
 
 
@@ -45,3 +51,22 @@ def test_a_rate_follows_the_latest_seconds_and_is_zero_at_first():
     counts = {0.0: [0, 0], 100.0: [1, 1], 105.0: [30, 1], 111.0: [34, 1]}
     slow_then_fast = deque((time, np.array(count)) for time, count in counts.items())
     assert rate_of(slow_then_fast, RATE_WINDOW).tolist() == [3.0, 0.0]
+
+
+def test_plain_lines_show_what_the_trainer_says_and_the_figures_that_an_objective_has(
+    tmp_path, capsys
+):
+    # There is no log Z: only trajectory balance has one.
+    config = Config(task="arithmetic", steps=1, output_dir=str(tmp_path))
+    board, (said, stdout) = Board(["trainer"]), Pipe(duplex=False)
+    terminal = Terminal(config, board, said)
+    report = Report(str(tmp_path), config, board, "accuracy")
+    report.step({"step": 1, "reward": 0.5, "loss": 2.0, "received": 8})
+    os.write(stdout.fileno(), b"a line\nhalf of")
+    terminal.look()
+    line, progress = capsys.readouterr().out.splitlines()
+    assert progress.startswith("step 1/1  reward 0.5  loss 2  ") and line == "a line"
+    os.write(stdout.fileno(), b" a line")
+    stdout.close()
+    terminal.close()
+    assert capsys.readouterr().out == "half of a line\n"

@@ -15,17 +15,18 @@ from test_trainer import make_rows, make_trainer
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from config import Config, UserError
-from models import lora, sizes
+from extras import lora
+from launch.command_line import build_config
+from launch.launcher import launch
+from launch.places import find_places
+from launch.planning import sizes
+from launch.planning.needs import Needs
+from launch.planning.plan import show_plan
+from launch.planning.sizes import Pass
+from models.architecture import trained_shapes, weight_shapes
 from models.logprobs import response_logprobs
-from models.lora import merged
-from models.policy import hold_as_multiplied, load_policy, weight_shapes
-from models.sizes import Pass
-from runtime.command_line import build_config
-from runtime.launch import run
-from runtime.planning.memory_trial import largest_micro_batch, try_largest_batch
-from runtime.planning.needs import Needs
-from runtime.planning.plan import show_plan
-from runtime.processes.places import find_places
+from models.policy import hold_as_multiplied, load_policy, trained_parameters
+from runtime.memory_trial import largest_micro_batch, try_largest_batch
 from tba import main
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
@@ -84,7 +85,7 @@ def test_the_base_never_changes_and_only_adapters_have_gradients_and_moments(mod
     torch.testing.assert_close({name: now[name] for name in frozen}, frozen, rtol=0, atol=0)
     assert all("lora" in name for name in trainer.learner.trained)
     assert len(trainer.learner.optimizer.state) == len(trainer.learner.trained)
-    assert trainer.learner.trained.keys() == lora.trained_shapes(trainer.config).keys()
+    assert trainer.learner.trained.keys() == trained_shapes(trainer.config).keys()
 
 
 @pytest.mark.parametrize("alpha, factor", [(None, 2.0), (6.0, 1.5)])
@@ -95,7 +96,7 @@ def test_the_gradient_is_that_of_the_whole_policy_on_its_way_to_the_adapters(
     settings = dict(beta=1.0, lora_alpha=alpha)
     with_adapters = trained(untied_model, tmp_path / "adapters", **settings).learner
     whole = make_trainer(untied_model, tmp_path / "whole", beta=1.0).learner
-    whole.policy.load_state_dict(dict(merged(with_adapters.policy)))
+    whole.policy.load_state_dict(dict(with_adapters.weights()))
     rows = make_rows(4, 3, seed=9)
     for learner in (with_adapters, whole):
         learner.backward(rows, beta=1.0)
@@ -119,7 +120,7 @@ def test_weights_of_another_version_are_scored_without_the_adapters(model, tmp_p
 
 def test_a_reference_reset_takes_the_merged_policy_of_that_moment(model, tmp_path):
     trainer = trained(model, tmp_path, steps=2, reference_reset_period=2)
-    expected = {name: value.clone() for name, value in merged(trainer.learner.policy)}
+    expected = {name: value.clone() for name, value in trainer.learner.weights()}
     trainer.sync()
     assert trainer.weights.reference_version == 2
     reference = trainer.weights.reference_tensors()
@@ -142,7 +143,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(model, tmp_path):
     again.state.load(str(tmp_path / "checkpoints" / "step-00000003"))
     for learner in (trainer.learner, again.learner):
         learner.update(make_rows(4, 3, seed=5))
-    resumed, expected = (dict(merged(one.learner.policy)) for one in (again, trainer))
+    resumed, expected = (dict(one.learner.weights()) for one in (again, trainer))
     torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
 
 
@@ -202,7 +203,7 @@ def test_in_bf16_part_of_a_small_update_is_lost_on_its_way_to_the_searchers(
             base, update = layer.base_layer.weight.float(), layer.get_delta_weight("default")
             arrived = (base + update).to(torch.bfloat16) - base
             kept[step] = round(float((arrived * update).sum() / update.square().sum()), 2)
-    published = {name: value.to(torch.bfloat16) for name, value in merged(learner.policy)}
+    published = {name: value.to(torch.bfloat16) for name, value in learner.weights()}
     found = np.concatenate(learner.logprobs_under(published, rows))
     apart = float(np.abs(found - scored(learner.policy, rows, torch.bfloat16)).mean())
     record_property("share of the update that is published, by step", kept)
@@ -239,7 +240,7 @@ def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(dtype, t
     expected = counted.kept + max(needs.head(5 * 50, passes=1), counted.beyond)
     assert 0.9 < expected / peak_bytes(policy, *inputs) < 1.35
 
-    numbers = sum(parameter.numel() for parameter in lora.trained_parameters(policy).values())
+    numbers = sum(parameter.numel() for parameter in trained_parameters(policy).values())
     parts, (written,) = dict(needs.trainer()), needs.loading_or_written()
     assert parts["base policy"] == sum(p.nbytes for p in policy.parameters() if not p.requires_grad)
     assert (parts["gradients"], parts["AdamW's two moments"]) == (4 * numbers, 8 * numbers)
@@ -254,9 +255,9 @@ def test_what_cannot_be_had_is_one_line(tied_model, monkeypatch):
     config = Config(model=str(tied_model), lora_rank=8)
     with monkeypatch.context() as patch:
         patch.setattr(lora, "find_spec", lambda name: None)
-        for start in (run, show_plan):  # before data or models are looked for
+        for start in (launch, show_plan):  # before data or models are looked for
             with pytest.raises(UserError, match=r"^--lora_rank 8 needs peft: pip install -r req"):
-                start(replace(config, task="no such task"))
+                start(replace(config, model="absent"))
     no_linear = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.LayerNorm(4))
     with pytest.raises(UserError, match="a Sequential, has no linear layer besides its head"):
         lora.add_adapters(no_linear, config)

@@ -6,10 +6,10 @@ from conftest import FOREVER, Run, flags
 from test_trainer import SHORT, gradient, make_rows
 
 from config import Config, UserError
+from extras.objectives import LOSSES
 from learner import Learner
 from models import logprobs
-from objectives import LOSSES
-from runtime.planning.memory_trial import try_largest_batch
+from runtime.memory_trial import try_largest_batch
 
 ROWS = make_rows(queries=4, per_query=3)
 SETTINGS = dict(responses_per_query=3, queries_per_batch=4, tokens_per_micro_batch=160, beta=0.3)
@@ -20,7 +20,7 @@ SETTINGS |= SHORT
 def small_passes(monkeypatch):
     """Several forward passes for a micro-batch, of several rows each."""
     monkeypatch.setitem(logprobs.TOKENS_PER_FORWARD, "cpu", 60)
-    monkeypatch.setattr("learner.TOKENS_IN_LOW_MEMORY", 60)
+    monkeypatch.setattr("extras.low_memory.TOKENS_IN_LOW_MEMORY", 60)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from extras.objectives import LOSSES, WITHOUT_REFERENCE
 from loss import LossInputs
-from objectives import LOSSES, WITHOUT_REFERENCE
 
 K = 4
 BETA = 0.3

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 TALKS = r"""
 import sys
-from runtime.processes.output import tolerate_failed_prints
+from runtime.child import tolerate_failed_prints
 tolerate_failed_prints()
 for stream in (sys.stdout, sys.stderr):
     print("π" * 100_000, file=stream)

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from runtime.display import pictures
+from launch.display import pictures
 
 
 @pytest.fixture

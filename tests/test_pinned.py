@@ -17,12 +17,13 @@ from conftest import make_group
 from buffer import Group, ReplayBuffer
 from config import Config
 from learner import Learner
+from models.architecture import weight_shapes
 from models.engine import Engine
-from models.policy import load_policy, weight_shapes
+from models.policy import load_policy
 from runtime.checkpoints.writer import CheckpointWriter
 from runtime.record.report import Report
 from runtime.transport.board import Board
-from runtime.transport.messages import Evaluation, Notice
+from runtime.transport.messages import Evaluation
 from searcher import Searcher
 from trainer import Trainer
 from weights import SharedWeights
@@ -167,7 +168,7 @@ class ScriptedSearcher:
 
     def __init__(self, weights: SharedWeights):
         self.weights, self.rng = weights, np.random.default_rng(0)
-        self.waiting: list = [Notice("a line for the user")]
+        self.waiting: list = []
         self.step, self.asked, self.groups, self.evaluated = -1, 0, 0, -1
 
     def qsize(self) -> int:
@@ -234,7 +235,7 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
     def updated(metrics, self, rows) -> str:
         return f"update {len(rows)} rows, references {[row.reference_version for row in rows]}"
 
-    def saved(result, self, step, tensors, arrays, state, is_last) -> str:
+    def saved(result, self, step, tensors, arrays, state, may_alias) -> str:
         due, reference = state["evaluation_due"], state["reference_version"]
         own = f"evaluation_due {due}, received {state['received']}, reference {reference}"
         return f"checkpoint at step {step}: {own}"

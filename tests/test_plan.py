@@ -10,16 +10,17 @@ from conftest import byte_tokenizer, flags
 from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen2Config
 
 from config import Config
-from models import logprobs, sizes
+from launch.command_line import find_presets
+from launch.places import find_places, resolve
+from launch.planning import plan, sizes
+from launch.planning.needs import DISK, GIB, MEMORY, SHARED, Needs
+from launch.planning.plan import Plan, check_plan, find_problem, make_plan
+from launch.planning.sizes import Pass
+from models import logprobs
 from models.logprobs import response_logprobs, split_rows
 from models.policy import hold_as_multiplied
-from models.sizes import Pass
-from runtime.planning import plan
-from runtime.planning.memory_trial import largest_micro_batch
-from runtime.planning.needs import DISK, GIB, MEMORY, SHARED, Needs
-from runtime.planning.plan import Plan, check_plan, find_problem, make_plan
-from runtime.processes.places import find_places, resolve
-from tasks import find_presets, load_task
+from runtime.memory_trial import largest_micro_batch
+from tasks import load_task
 from tba import main
 
 # The shapes of RhoMath-1B (TinyLlama's), Qwen2.5-0.5B and -7B: no weights are needed.
@@ -146,6 +147,21 @@ def test_the_reference_policys_pass_is_counted_without_casts_of_what_is_held_as_
     ratio = needs.forward(Pass(5, 1, 70, 50)) / peak_bytes(policy, *inputs)
     record_property("counted / measured", round(ratio, 3))
     assert 0.85 < ratio < 1.35
+
+
+def test_beside_the_trainer_vllm_gets_what_its_share_leaves_for_keys_and_values(
+    shapes, monkeypatch
+):
+    config = Config(**GSM8K | dict(model=shapes["rho"], gpu_memory_utilization=0.5))
+    places, task = find_places(config, ["0"]), load_task("gsm8k")
+    monkeypatch.setattr(plan, "this_machine", lambda *_: {"GPU 0": 79 * GIB})
+    checked = check_plan(resolve(config, places), task, places)
+    needs = Needs(checked, places, {"GPU 0": 79 * GIB})
+    assert sum(needs.vllm(places[1])) == 0.5 * 79 * GIB
+    assert checked.kv_cache_bytes == int(needs.vllm(places[1])[1]) > 30 * GIB
+    two = find_places(config, ["0", "1"])
+    monkeypatch.setattr(plan, "this_machine", lambda *_: {f"GPU {i}": 79 * GIB for i in (0, 1)})
+    assert check_plan(resolve(config, two), task, two).kv_cache_bytes is None
 
 
 def test_the_plan_of_gsm8k_on_four_cards_has_every_part_in_its_place(shapes):

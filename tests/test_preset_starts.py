@@ -7,7 +7,7 @@ import torch
 import transformers
 from conftest import CHAT_TEMPLATE, PATIENCE, Run, byte_tokenizer, flags, read
 
-from tasks import find_presets
+from launch.command_line import find_presets
 
 TASKS = ("gsm8k", "competition_math", "tldr", "redteam", "arithmetic", "addends", "reach")
 PRESETS = [(task, preset) for task in TASKS for preset in find_presets(task)]

@@ -15,10 +15,10 @@ import torch
 from conftest import ROOT, flags
 
 from config import Config
+from extras.objectives import LOSSES
+from launch.command_line import build_config, find_presets
 from models.schedules import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
-from objectives import LOSSES
-from runtime.command_line import build_config
-from tasks import find_presets, load_task, redteam, tldr
+from tasks import load_task, redteam, tldr
 
 
 def says(source: str, **values) -> dict:

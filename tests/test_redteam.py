@@ -10,7 +10,7 @@ from test_buffer import filled, many
 from test_trainer import make_rows, make_trainer
 
 from buffer import TOKEN_ARRAYS
-from runtime.command_line import build_config
+from launch.command_line import build_config
 from tasks import load_task
 from tasks.redteam import cosine_distances, toxic
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FOREVER, SMALL, Run, flags, living, read, steps_of, tba
+from conftest import FOREVER, ROOT, SMALL, Run, flags, living, read, steps_of, tba
 from test_fork import FILES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import UserError
+from launch import files, resuming
+from launch.command_line import build_config
+from launch.display.pictures import PANELS
 from runtime.checkpoints import checkpoint
-from runtime.command_line import build_config
-from runtime.display.pictures import PANELS
-from runtime.record import timeline
 from tba import main
 
 OUTPUTS = (
@@ -49,14 +49,63 @@ def check_outputs(run_dir: Path, steps: int) -> None:
     assert model(input_ids=torch.tensor([tokenizer("1+2=").input_ids])).logits.isfinite().all()
 
 
+# Has each process write down which files of the project it has imported, until its end.
+IMPORTED = """
+import atexit, json, os, sys, threading, time
+from pathlib import Path
+
+def write():
+    files = {{str(getattr(module, "__file__", "")) for module in list(sys.modules.values())}}
+    own = [file for file in files if file.startswith({root!r}) and "site-packages" not in file]
+    name = Path("/proc/self/comm").read_text().strip()
+    unfinished = Path({folder!r}, str(os.getpid()))
+    unfinished.write_text(json.dumps(own))
+    unfinished.rename(Path({folder!r}, name))
+
+def keep_writing():
+    while True:
+        time.sleep(0.5)
+        write()
+
+atexit.register(write)
+threading.Thread(target=keep_writing, daemon=True).start()
+"""
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> tuple[Path, str]:
+def imported(tmp_path_factory) -> Path:
+    """The folder with what the processes of `finished` have imported."""
+    return tmp_path_factory.mktemp("imported")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, imported) -> tuple[Path, str]:
     """The directory of a run of 250 steps that has ended, and what it said."""
-    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run_dir, site = tmp_path_factory.mktemp("finished") / "run", tmp_path_factory.mktemp("site")
+    script = IMPORTED.format(root=f"{ROOT}/", folder=str(imported))
+    (site / "sitecustomize.py").write_text(script)
     settings = flags(steps=250, eval_every=100, output_dir=run_dir)
-    result = tba("arithmetic", *SMALL, *settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(site))
+        result = tba("arithmetic", *SMALL, *settings)
     assert result.returncode == 0, result.stderr
     return run_dir, result.stdout
+
+
+def test_what_a_run_imports_of_the_project_can_be_read_in_an_afternoon(finished, imported):
+    """The core: what trainer and searcher of an ordinary run had imported when they ended."""
+    lines: dict[str, int] = {}
+    for process in ("trainer", "searcher 0"):
+        own = {
+            str(Path(file).relative_to(ROOT)): len(Path(file).read_text().splitlines())
+            for file in json.loads((imported / f"tba {process}").read_text())
+        }
+        assert {"tba.py", "buffer.py", "weights.py"} <= own.keys(), "they were seen"
+        assert not [file for file in own if file.startswith(("launch", "extras"))]
+        assert sum(own.values()) <= 4100, process
+        lines |= own
+    assert {"trainer.py", "searcher.py"} <= lines.keys()
+    assert len(lines) <= 45 and sum(lines.values()) <= 4900, lines
 
 
 def test_an_arithmetic_run_learns_and_its_last_version_is_evaluated(finished):
@@ -93,7 +142,7 @@ def test_a_run_leaves_all_outputs_replays_and_samples_from_what_its_busy_trainer
     assert 0 < mismatch < 1e-4, "what was published is what vLLM samples from"
     assert max(line["mismatch_version"] for line in lines) > 0, "and not only of the base model"
     assert lines[-1]["staleness_max"] > 2, "replay"
-    busy = timeline.trainer_busy(run_dir)
+    busy = files.trainer_busy(run_dir)
     assert busy >= 0.90
     assert f"trainer busy: {busy:.3f}" in out
 
@@ -342,10 +391,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_and_without_on
         middle = len(data) // 2
         (newest / name).write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
         complaints = [f"{newest} cannot be used: {name} is damaged"]
-        assert checkpoint.newest_whole(str(copied)) == (previous, complaints)
+        assert resuming.newest_whole(str(copied)) == (previous, complaints)
         (newest / name).write_bytes(data)
     (newest / name).unlink()
-    complaints = checkpoint.newest_whole(str(copied))[1]
+    complaints = resuming.newest_whole(str(copied))[1]
     assert f"{newest} cannot be used: FileNotFoundError" in complaints[0]
 
     (previous / "buffer.npz").write_bytes((previous / "buffer.npz").read_bytes()[:-1])

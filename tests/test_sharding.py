@@ -8,6 +8,7 @@ import faulthandler
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,12 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from buffer import Row
 from config import Config
-from learner import Learner
+from extras.objectives import LOSSES
+from extras.sharding import Rank, ShardedLearner, connect
+from learner import make_learner
+from models.architecture import weight_shapes
 from models.logprobs import TOKENS_PER_FORWARD
-from models.policy import weight_shapes
-from models.sharding import OneProcess, connect
-from objectives import LOSSES
-from runtime.planning.memory_trial import try_largest_batch
+from runtime.memory_trial import try_largest_batch
 from weights import SharedWeights
 
 FEW, STEPS = 3, 10
@@ -38,31 +39,38 @@ spawn = torch.multiprocessing.get_context("spawn")
 
 
 class Laboratory:
-    """What a rank has: one learner after the other. Rank 0 says which, the others follow."""
+    """What a rank has: one learner after the other. Rank 0 says which, the others follow.
 
-    def __init__(self, ranks: OneProcess):
-        self.ranks, self.learner = ranks, None
+    rank: None for the one process that there is.
+    """
+
+    def __init__(self, rank: Rank | None = None):
+        self.rank, self.learner = rank, None
+
+    def call(self, name: str, *arguments) -> None:
+        if self.rank:
+            self.rank.send((name, arguments))
 
     def begin(self, model: str, settings: dict, tokens: int = 1024) -> None:
         """Load a policy. tokens: of a forward pass."""
-        self.ranks.call("begin", model, settings, tokens)
+        self.call("begin", model, settings, tokens)
         TOKENS_PER_FORWARD["cpu"] = tokens
-        if self.learner:
-            self.ranks.join = lambda: None  # they have met
-        self.learner = Learner(Config(model=model, **SETTINGS | settings), print, self.ranks)
+        if self.learner and self.rank:
+            self.rank.join = lambda: None  # they have met
+        self.learner = make_learner(Config(model=model, **SETTINGS | settings), print, self.rank)
 
     def __getattr__(self, name: str):
         return getattr(self.learner, name)
 
     def parts(self) -> list[dict[str, np.ndarray]]:
         """The part of each parameter that each rank holds."""
-        self.ranks.call("parts")
+        self.call("parts")
         held = self.learner.trained.items()
-        return self.ranks.gather({name: p.detach().to_local().numpy() for name, p in held})
+        return self.rank.gather({name: p.detach().to_local().numpy() for name, p in held})
 
     def trial(self, low_memory: str = "off", runs_out: bool = False) -> None:
         """The trial. runs_out: of memory, in the first backward pass on each rank, half-way."""
-        self.ranks.call("trial", low_memory, runs_out)
+        self.call("trial", low_memory, runs_out)
         self.learner.low_memory = low_memory == "on"
 
         def fail(*_) -> None:
@@ -75,12 +83,12 @@ class Laboratory:
         try_largest_batch(self.learner.config, self.learner, print)
 
 
-def rank_main(ranks: OneProcess, experiment: Callable, arguments: tuple, connection) -> None:
+def rank_main(rank: Rank, experiment: Callable, arguments: tuple, connection) -> None:
     faulthandler.enable()
-    if ranks.rank:
-        return ranks.follow(Laboratory(ranks), beat=lambda: None)
+    if rank.rank:
+        return rank.follow(Laboratory(rank), beat=lambda: None)
     try:
-        connection.send(experiment(Laboratory(ranks), *arguments))
+        connection.send(experiment(Laboratory(rank), *arguments))
     except Exception as error:
         connection.send(error)
 
@@ -90,7 +98,7 @@ def on_ranks(size: int, experiment: Callable, *arguments):
     if size == 1:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(TOKENS_PER_FORWARD, "cpu", TOKENS_PER_FORWARD["cpu"])
-            result = experiment(Laboratory(OneProcess()), *arguments)
+            result = experiment(Laboratory(), *arguments)
         assert not torch.distributed.is_initialized(), "one process makes no process group"
         return result
     ours, theirs = spawn.Pipe(duplex=False)
@@ -171,7 +179,8 @@ def train_all(laboratory: Laboratory, models: dict[str, str], steps: int) -> dic
 
 def everything(laboratory: Laboratory, models: dict[str, str], folder: str) -> dict:
     """All that the tests compare, of one number of processes: they start once for it."""
-    size, found = laboratory.ranks.size, train_all(laboratory, models, FEW)
+    size = laboratory.rank.size if laboratory.rank else 1
+    found = train_all(laboratory, models, FEW)
     for loss in LOSSES:
         found[f"step of {loss}"] = train(laboratory, models["tied"], dict(loss=loss), even_rows, 1)
     # Half of the weights that it has, and its own again.
@@ -221,7 +230,7 @@ def everything(laboratory: Laboratory, models: dict[str, str], folder: str) -> d
 def resumed(laboratory: Laboratory, model: str, path: str) -> tuple[int, list[dict]]:
     """The step of a checkpoint, and the metrics of the three steps after it."""
     laboratory.begin(model, {})
-    laboratory.load_state(load_file(path) if laboratory.ranks.rank == 0 else None)
+    laboratory.load_state(load_file(path))
     return laboratory.step, [laboratory.update(even_rows(seed)) for seed in range(3, 6)]
 
 
@@ -277,13 +286,11 @@ def test_four_processes_learn_what_one_does_over_ten_steps(models):
 def test_a_rank_that_fills_up_makes_the_smallest_passes():
     """A whole one more, with its graph, would take memory that the largest-batch trial did not."""
 
-    class Second(OneProcess):
-        def gather(self, value):
-            return [3, value]
-
+    learner = object.__new__(ShardedLearner)
+    learner.rank = SimpleNamespace(gather=lambda value: [3, value])
     group = ["a", "b", "c", "d"]
-    assert Second().keep_step([group]) == [(group, 1), (["a"], 0), (["a"], 0)]
-    assert Second().keep_step([group], least=2) == [(group, 1), (["a", "b"], 0), (["a", "b"], 0)]
+    assert learner.in_step([group]) == [(group, 1), (["a"], 0), (["a"], 0)]
+    assert learner.in_step([group], least=2) == [(group, 1), (["a", "b"], 0), (["a", "b"], 0)]
 
 
 def test_what_is_published_and_becomes_the_reference_is_what_the_ranks_hold_bit_by_bit(found):

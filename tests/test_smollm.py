@@ -14,16 +14,18 @@ from test_engine import changed, logprobs_of, sample_group, take_over
 from test_plan import DTYPES, peak_bytes
 
 from config import Config, UserError
-from models import sizes
+from extras.episodes import encode_reply
+from launch.display.alarms import NORMAL_MISMATCH
+from launch.places import find_places
+from launch.planning import sizes
+from launch.planning.needs import Needs
+from launch.planning.sizes import Pass
 from models.engine import Engine
 from models.logprobs import TOKENS_PER_FORWARD, mismatch, split_rows
-from models.policy import encode_prompt, encode_reply, load_policy, load_tokenizer
-from models.sizes import Pass
+from models.policy import load_policy
+from models.tokens import encode_prompt, load_tokenizer
 from runtime.checkpoints import checkpoint
-from runtime.planning.memory_trial import largest_micro_batch
-from runtime.planning.needs import Needs
-from runtime.processes.places import find_places
-from runtime.record.alarms import NORMAL_MISMATCH
+from runtime.memory_trial import largest_micro_batch
 from tasks import load_task
 from tasks.sums import PRESETS
 from tasks.support.smollm import FILE, HUB, PACKAGE, smollm

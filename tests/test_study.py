@@ -10,9 +10,9 @@ import pytest
 import staleness
 import study
 
+from launch.files import read_lines
 from learner import Learner
 from models.hub import identify_weights
-from runtime.record.timeline import read_lines
 from tasks import load_task
 
 SIZES = dict(queries_per_batch=4, tokens_per_micro_batch=400, responses_per_query=4)

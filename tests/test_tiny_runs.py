@@ -15,11 +15,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from config import UserError
-from models.classifier import Judge, judged_texts, prepare_judge
 from models.hub import find_model
 from tasks import load_task
 from tasks.redteam import VICTIM_PROMPT
 from tasks.support import tiny_redteam
+from tasks.support.classifier import Judge, judged_texts, prepare_judge
 from tasks.support.pretraining import train_policy, word_tokenizer
 
 EXAMPLES = ROOT / "examples"

@@ -11,8 +11,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from models.classifier import Classifier
 from tasks import Query, load_task
+from tasks.support.classifier import Classifier
 from tasks.tldr import perplexities, wins
 
 

@@ -20,10 +20,10 @@ from conftest import SMALL, Run, flags, read, steps_of, tba, wait_for
 from test_command_line import refused
 
 from config import Config
-from runtime.command_line import build_config
-from runtime.display import tracking
-from runtime.display.tracking import Tracking, as_code, follow, grouped
-from runtime.record.report import rewind
+from extras import tracking
+from extras.tracking import Tracking, as_code, follow, grouped
+from launch.command_line import build_config
+from launch.files import rewind
 from runtime.record.timeline import Lines
 
 NAMES = ("wandb", "tensorboard")

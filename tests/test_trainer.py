@@ -12,20 +12,19 @@ from conftest import make_group
 
 from buffer import Group, Row
 from config import Config
+from extras.lockstep import Arrived, LockstepTrainer
+from launch.command_line import find_presets
 from learner import Learner
 from loss import trajectory_balance
+from models.architecture import weight_shapes
 from models.logprobs import micro_batches, response_logprobs
-from models.policy import weight_shapes
 from models.schedules import beta_at, lr_schedule
-from runtime.modes.lockstep import LockstepBatches
-from runtime.planning.memory_trial import try_largest_batch
+from runtime.evaluation_requests import EvaluationRequests
+from runtime.memory_trial import try_largest_batch
 from runtime.record.metrics import describe
-from runtime.record.report import Report
-from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
-from tasks import find_presets
-from trainer import Trainer
+from trainer import Trainer, trainer_of
 from weights import SharedWeights
 
 # Of a run with these bounds a query of full length is small: make_rows() makes longer ones.
@@ -38,7 +37,8 @@ def make_trainer(model, run_dir, **settings) -> Trainer:
     own = dict(searchers=1, steps=10, responses_per_query=3, samples_per_query=3)
     config = Config(model=str(model), **own, **settings)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
-    return Trainer(config, weights, queue.Queue(), Board(["trainer", "searcher 0"]), str(run_dir))
+    board = Board(["trainer", "searcher 0"])
+    return trainer_of(config)(config, weights, queue.Queue(), board, str(run_dir))
 
 
 @pytest.fixture
@@ -220,14 +220,6 @@ def test_a_learner_that_takes_over_a_state_goes_on_with_the_learning_rate_of_tha
     assert metrics[0] == metrics[1] and metrics[0]["learning_rate"] > 0
 
 
-def test_the_progress_line_shows_the_figures_that_an_objective_has(tmp_path, capsys):
-    # There is no log Z: only trajectory balance has one.
-    config = Config(task="arithmetic", steps=1)
-    report = Report(str(tmp_path), config, Board(["trainer"]), "accuracy", "")
-    report.step({"step": 1, "reward": 0.5, "loss": 2.0, "received": 8, "seconds": 1.0})
-    assert capsys.readouterr().out.startswith("step 1/1  reward 0.5  loss 2  ")
-
-
 def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
     reference, behavior = np.array([-1.0, -2.0, -3.0]), np.array([-0.5, -1.0, -1.5])
     logprobs = dict(ref_logprobs=reference, behavior_logprobs=behavior)
@@ -300,7 +292,7 @@ def test_a_sync_takes_all_that_waits_however_small_the_pipe(make):
         trainer.rollout_queue.put(make_large_group(query))
     trainer.metrics.mismatch_due = 10**9  # no policy sampled these groups
     trainer.receive()
-    assert trainer.batches.received == 60 * 24
+    assert trainer.buffer.received == 60 * 24
 
 
 def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what_it_had_to(make):
@@ -319,15 +311,26 @@ def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what
 
 
 def test_a_lockstep_checkpoint_waits_for_all_batches_that_no_later_version_makes():
-    config = Config(**SHORT, constant_staleness=2, queries_per_batch=1, steps=9)
-    batches = LockstepBatches(config, Board(["trainer", "searcher 0"]))
-    assert not batches.is_settled(4, is_evaluation_pending=False)
-    for step, is_settled in (5, False), (4, True):
-        batches.add([make_group(0, 2, [1], [7], batch=step)], step=4)
-        assert batches.is_settled(4, is_evaluation_pending=False) == is_settled
-    assert not batches.is_settled(4, is_evaluation_pending=True)
-    batches.add([make_group(0, 6, [1], [7], batch=8)], step=8)
-    assert batches.is_settled(8, is_evaluation_pending=False), "there are nine steps"
+    def is_settled() -> bool:
+        found = []
+        trainer.receive_until = lambda is_done, what: found.append(is_done())
+        trainer.receive_what_is_saved()
+        return found == [True]
+
+    trainer = object.__new__(LockstepTrainer)
+    trainer.config = Config(**SHORT, constant_staleness=2, queries_per_batch=1, steps=9)
+    trainer.buffer, trainer.receive = Arrived(), lambda: None
+    trainer.evaluations = SimpleNamespace(is_pending=False)
+    trainer.learner = SimpleNamespace(step=4)
+    assert not is_settled()
+    for step, expected in (5, False), (4, True):
+        trainer.add([make_group(0, 2, [1], [7], batch=step)])
+        assert is_settled() == expected
+    trainer.evaluations.is_pending = True
+    assert not is_settled()
+    trainer.evaluations.is_pending, trainer.learner.step = False, 8
+    trainer.add([make_group(0, 6, [1], [7], batch=8)])
+    assert is_settled(), "there are nine steps"
 
 
 def test_a_resume_between_a_multiple_of_eval_every_and_the_next_sync_asks_at_that_sync():

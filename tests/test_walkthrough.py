@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import ROOT, flags, read, tba
 
+from launch.command_line import build_config
 from loss import LossInputs, trajectory_balance
-from runtime.command_line import build_config
 from tasks import Query
 from tasks.arithmetic import FORGETS, Arithmetic, homework
 

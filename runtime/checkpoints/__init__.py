@@ -1,1 +1,1 @@
-"""How is a run saved, and found again?"""
+"""Checkpoints: what is in one, and how it is written."""

@@ -7,12 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from buffer import ReplayBuffer
 from learner import Learner
 from runtime.checkpoints import checkpoint
-from runtime.modes.free_running import ReplayBatches
-from runtime.modes.lockstep import LockstepBatches
+from runtime.evaluation_requests import EvaluationRequests
 from runtime.record.metrics import StepMetrics
-from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.board import Board
 from weights import SharedWeights
 
@@ -26,11 +25,10 @@ class RunState:
 
     learner: Learner
     weights: SharedWeights
-    batches: ReplayBatches | LockstepBatches
+    buffer: ReplayBuffer
     board: Board
     metrics: StepMetrics
     evaluations: EvaluationRequests
-    base_model: str  # what the run began with
 
     def collect(self) -> tuple[Tensors, Arrays, dict]:
         """Return the tensors of each file of them, one at a time, its arrays, and plain values."""
@@ -38,12 +36,12 @@ class RunState:
         if self.weights.reference_version:
             tensors["reference"] = self.weights.reference_tensors().items()
         rng = {"rng": torch.get_rng_state().numpy()}
-        arrays = {"buffer": self.batches.state_dict(), "torch": rng}
+        arrays = {"buffer": self.buffer.state_dict(), "torch": rng}
         values = {
             "step": self.learner.step,
-            "base_model": self.base_model,
+            "base_model": self.learner.config.base_model,
             "data_digest": self.learner.config.data_digest,
-            "received": self.batches.received,
+            "received": self.buffer.received,
             "reference_version": self.weights.reference_version,
             **self.metrics.state_dict(),
             **self.evaluations.state_dict(self.learner.step),
@@ -58,8 +56,8 @@ class RunState:
         if values["reference_version"]:
             reference = checkpoint.load_tensors(directory, "reference")
             self.weights.publish_reference(values["reference_version"], reference.items())
-        self.batches.load_state_dict(checkpoint.load_arrays(directory, "buffer"))
-        self.batches.received = values["received"]
+        self.buffer.load_state_dict(checkpoint.load_arrays(directory, "buffer"))
+        self.buffer.received = values["received"]
         self.metrics.load_state_dict(values)
         self.evaluations.load_state_dict(values, self.learner.step)
         rng = checkpoint.load_arrays(directory, "torch")["rng"]

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from runtime.checkpoints.checkpoint import KEPT, checksum, list_checkpoints
-from runtime.processes.children import NOT_SAVED
-from runtime.processes.waiting import Waits
+from runtime.child import NOT_SAVED
+from runtime.waiting import Waits
 
 NICENESS = 14  # of the thread: where the trainer keeps its cores busy, it takes 4 % of one
 
@@ -52,17 +52,17 @@ class CheckpointWriter:
         tensors: dict[str, Iterable[tuple[str, Tensor]]],
         arrays: dict[str, dict[str, np.ndarray]],
         state: dict,
-        is_last: bool = False,
+        may_alias: bool = False,
     ) -> None:
         """Copy the named tensors and plain values, and have them written, with the named arrays.
 
         Tensors come one at a time: what makes them need not hold two of them.
 
         Call wait() before: the copies are those of the checkpoint before. The arrays must not
-        change afterwards. is_last: nor do the tensors, so what can be written is not copied.
+        change afterwards. may_alias: nor do the tensors, so what can be written is not copied.
         """
         taken = {
-            part: {name: self.take(part, name, tensor, is_last) for name, tensor in named}
+            part: {name: self.take(part, name, tensor, may_alias) for name, tensor in named}
             for part, named in tensors.items()
         }
         self.begun_step = step
@@ -70,13 +70,13 @@ class CheckpointWriter:
             write_checkpoint, self.run_dir, step, taken, arrays, json.dumps(state)
         )
 
-    def take(self, part: str, name: str, tensor: Tensor, is_last: bool) -> Tensor:
+    def take(self, part: str, name: str, tensor: Tensor, may_alias: bool) -> Tensor:
         """Copy a tensor to host memory, in which its copy for the checkpoint before was.
 
         The last time the library may write it as it is. But tensors on a GPU it would copy, all of
         them at once, and it refuses transposed ones.
         """
-        if is_last and tensor.is_cpu and tensor.is_contiguous():
+        if may_alias and tensor.is_cpu and tensor.is_contiguous():
             return tensor
         if (part, name) not in self.copies:
             self.copies[part, name] = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,1 +1,1 @@
-"""What is written down while a run goes on, and what does the terminal show?"""
+"""What is written down while a run goes on."""

@@ -5,27 +5,21 @@ And the mismatch between vLLM's log-probabilities and the trainer's, which is me
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch.multiprocessing
-from transformers import PreTrainedTokenizerBase
 
-from buffer import Group, Row, rows_of
+from buffer import Group, ReplayBuffer, Row, rows_of
 from learner import Learner
 from loss import Metrics
 from models.logprobs import mismatch
-from models.policy import load_tokenizer, tokens_left_out
-from runtime.modes.free_running import ReplayBatches
-from runtime.modes.lockstep import LockstepBatches
-from runtime.record.alarms import first_look
-from runtime.record.answers import look_at
-from runtime.record.live import RATE_WINDOW, rate_of
+from runtime.record.first_look import first_look
 from runtime.transport.board import Board
-from runtime.transport.messages import Answers
-from tasks import Task, load_task
 from weights import SharedWeights
 
+RATE_WINDOW = 10.0  # seconds over which rates and busy shares are taken
 MISMATCH_PERIOD = 50  # steps between two measurements of the mismatch with vLLM
 
 
@@ -39,11 +33,11 @@ class StepMetrics:
         self,
         learner: Learner,
         weights: SharedWeights,
-        batches: ReplayBatches | LockstepBatches,
+        buffer: ReplayBuffer,
         rollout_queue: torch.multiprocessing.Queue,
         board: Board,
     ):
-        self.learner, self.weights, self.batches = learner, weights, batches
+        self.learner, self.weights, self.buffer = learner, weights, buffer
         self.rollout_queue, self.board = rollout_queue, board
         self.figures: dict[str, float] = {}
         self.first: list[Group] = []  # that arrive before the first step
@@ -63,21 +57,21 @@ class StepMetrics:
         self.figures, self.mismatch_due = state["fresh"], state["mismatch_due"]
         self.skipped_publishes = state["skipped_publishes"]
 
-    def observe(self) -> None:
-        """Look at the groups that have arrived since the last look, as they were generated.
+    def observe(self, groups: list[Group], later: Sequence[Group] = ()) -> None:
+        """Look at groups as they were generated: the buffer drops duplicates, which would distort.
 
-        The buffer drops duplicates, which would distort.
+        later: groups for later steps, which may show the mismatch sooner.
         """
-        groups, self.batches.unobserved = self.batches.unobserved, []
         if not groups:
             return
         self.figures |= describe(groups)
         if self.learner.step == 0:
             self.first += groups
-        # After the base model's the first of published weights, whenever they come: have they?
+        # Once for the base model and once for the first published weights, in case they never
+        # arrived.
         is_due = self.learner.step >= self.mismatch_due
         if is_due or self.figures.get("mismatch_version") == 0:
-            self.measure_mismatch(groups + self.batches.waiting(), 0 if is_due else 1)
+            self.measure_mismatch([*groups, *later], 0 if is_due else 1)
 
     def measure_mismatch(self, groups: list[Group], least: int) -> None:
         """Compare log-probabilities of a group of one version, `least` or later, that is held."""
@@ -96,14 +90,8 @@ class StepMetrics:
         """Before the first step, say what a user would ask of the first responses."""
         groups, self.first = self.first, []
         if groups:
-            config, left_out = self.learner.config, int(self.board.total("long_prompts"))
-            tokenizer, task = load_tokenizer(config), load_task(config.task, **config.options)
-            hidden = tokens_left_out(tokenizer, task.keep_special_tokens)
-            unseen, answers = find_unseen(tokenizer, hidden, groups), None
-            if config.max_episode_tokens is None:  # else a response is more than one text
-                answers = answers_of(tokenizer, hidden, task, groups)
-            figures = describe(groups)
-            for line in first_look(config, figures, len(groups), left_out, unseen, answers):
+            left_out = int(self.board.total("long_prompts"))
+            for line in first_look(self.learner.config, groups, describe(groups), left_out):
                 say(line)
 
     def of(self, rows: list[Row], waited: float) -> Metrics:
@@ -122,7 +110,9 @@ class StepMetrics:
             "staleness_in_buffer": float(in_buffer.mean()),
             **self.rates(waited),
             "queue_depth": self.rollout_queue.qsize(),
-            **self.batches.figures(),
+            "received": self.buffer.received,
+            "buffer_responses": self.buffer.responses,
+            "buffer_queries": self.buffer.queries,
             "long_prompts": int(self.board.total("long_prompts")),
             "unscored_groups": int(self.board.total("unscored_groups")),
             "bad_steps": self.learner.bad_steps,
@@ -167,26 +157,9 @@ def describe(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def answers_of(
-    tokenizer: PreTrainedTokenizerBase, hidden: dict[int, str], task: Task, groups: list[Group]
-) -> Answers:
-    """Look at the responses of groups, as texts that score() saw. hidden: from it, by id."""
-    rows = [row for group in groups for row in rows_of(group)]
-    tokens = [[token for token in row.tokens.tolist() if token not in hidden] for row in rows]
-    finished = np.concatenate([group.finished for group in groups]).tolist()
-    return look_at(task, tokenizer.batch_decode(tokens), [row.reward for row in rows], finished)
-
-
-def find_unseen(
-    tokenizer: PreTrainedTokenizerBase, hidden: dict[int, str], groups: list[Group]
-) -> list[str]:
-    """Name the special tokens within the sampled responses that are hidden from score()."""
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    # The last token of a turn may be another end, of several that a model has.
-    rows = [
-        row.tokens[:-1][row.sampled[:-1] & row.sampled[1:]]
-        for group in groups
-        for row in rows_of(group)
-    ]
-    found = {*np.concatenate(rows).tolist()} - ends
-    return sorted(hidden[token] for token in found & hidden.keys())
+def rate_of(seen: deque[tuple[float, Any]], seconds: float) -> Any:
+    """Per second, over the latest so many seconds of (time, count or array); 0 of a single one."""
+    while len(seen) > 2 and seen[1][0] < seen[-1][0] - seconds:
+        seen.popleft()
+    (start, before), (end, after) = seen[0], seen[-1]
+    return (after - before) / ((end - start) or 1.0)

@@ -1,1 +1,1 @@
-"""What becomes of a response: scores, samples, evaluations?"""
+"""Scores, samples and evaluations of responses."""

@@ -1,7 +1,7 @@
-"""Evaluation: the trainer asks for one, a searcher makes it beside its search.
+"""Evaluation: a searcher makes one beside its search when the trainer asks for it.
 
 It is a response to each test query. The final evaluation has a process of its own
-(final_evaluation.py).
+(launch/final_evaluation.py).
 """
 
 import logging
@@ -11,55 +11,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from models.policy import encode_prompt
-from runtime.modes.free_running import Rollout
+from models.tokens import encode_prompt
+from rollouts import Rollout
 from runtime.record.answers import look_at
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
 from tasks import Query, Task, sampling_for_tests
 from weights import SharedWeights
 
 RESAMPLES = 1000  # of the bootstrap
-
-
-class EvaluationRequests:
-    """The trainer's side: which version is to be evaluated, and which evaluation has arrived.
-
-    A request travels with a version: SharedWeights.publish(..., evaluate=True). Version 0, the base
-    model, is evaluated without one.
-    """
-
-    def __init__(self, config: Config, weights: SharedWeights, board: Board):
-        self.config, self.weights, self.board = config, weights, board
-        self.asked_step = 0  # of the latest request before this start; -1: one is due in any case
-        self.arrived_version = -1
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a sync was at or after a multiple of --eval_every since the latest one."""
-        period, k = self.config.eval_every, self.config.sync_period
-        latest = max(self.asked_step, self.weights.evaluation_version)
-        step, latest = step - step % k, latest - latest % k  # of the latest syncs by then
-        return step // period > latest // period if period else latest < 0
-
-    def arrive(self, evaluation: Evaluation) -> None:
-        """Take note of an evaluation."""
-        self.arrived_version = max(self.arrived_version, evaluation.version)
-        # Not before: a searcher that dies with it unsent is replaced by one that repeats it.
-        self.board.set(self.board.searchers[0], "evaluated", evaluation.version)
-
-    @property
-    def is_pending(self) -> bool:
-        """Return whether an evaluation was asked for and has not arrived: of version 0 always."""
-        return self.arrived_version < max(0, self.weights.evaluation_version)
-
-    def state_dict(self, step: int) -> dict:
-        """Return what a run resumed at this step needs: it asks again for what has not arrived."""
-        is_due = self.is_pending or self.is_due(step - 1)
-        return {"evaluation_due": is_due, "evaluated": self.arrived_version}
-
-    def load_state_dict(self, state: dict, step: int) -> None:
-        self.arrived_version = state["evaluated"]
-        self.asked_step = -1 if state["evaluation_due"] else step - 1
 
 
 class EvaluationService:

@@ -9,10 +9,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from buffer import Group, rows_of
-from models.policy import token_texts
-from runtime.display.shown_samples import RESPONSES
-from runtime.modes.free_running import Rollout
-from runtime.record.timeline import Lines
+from models.tokens import token_texts
+from rollouts import Rollout
+from runtime.record.timeline import SAMPLES, Lines
 from runtime.transport.messages import Notice
 from tasks import Task
 
@@ -37,7 +36,7 @@ class SampleLog:
         now = time.monotonic()
         if now < self.is_due_at:
             return
-        rows = rows_of(group)[:RESPONSES]
+        rows = rows_of(group)[:SAMPLES]
         num_tokens = sum(len(row.tokens) for row in rows)
         self.is_due_at = now + max(PERIOD, num_tokens / TOKENS_PER_SECOND)
         try:

@@ -1,1 +1,1 @@
-"""What do the processes of a run share, beside the weights?"""
+"""What the processes of a run share, beside the weights."""

@@ -49,8 +49,8 @@ class Flag:
 class Board:
     """A row of numbers per process, and the flags that end the run.
 
-    A word has one writer at a time: its process while that lives, but for `evaluated`, and the
-    supervisor between two incarnations. All read it.
+    A word has one writer at a time: its process, or the supervisor while that is restarted. Only
+    `evaluated` is written by the trainer. All processes read all words.
     """
 
     COLUMNS = (
@@ -76,7 +76,7 @@ class Board:
     last_step_done = Flag(2)
 
     def __init__(self, names: list[str]):
-        """names: of the processes (runtime/processes/places.py)."""
+        """names: of the processes (launch/places.py)."""
         self.names = names
         # The rows of the searchers. Further processes of the trainer have theirs behind them.
         self.searching = [i for i, name in enumerate(names) if name.startswith("searcher")]
@@ -106,7 +106,7 @@ class Board:
         return float(self.words[self.searching, self.COLUMNS.index(column)].sum())
 
     def figures(self, version: int) -> dict[str, float]:
-        """What metrics.jsonl says of further nodes (runtime/nodes/cluster.py): here are none.
+        """What metrics.jsonl says of further nodes (extras/nodes/cluster.py): here are none.
 
         version: the newest.
         """

@@ -46,35 +46,8 @@ class Evaluation:
 
 
 @dataclass
-class FinalEvaluation:
-    """All metrics of the task; from the process of the final evaluation."""
-
-    metrics: dict[str, tuple[float, float, float]]  # name -> value, ends of its 95 % interval
-    queries: int
-    samples: int  # responses to each
-    long_prompts: int
-    unscored: int
-    answers: Answers
-
-    def __str__(self) -> str:
-        """A table, and a look at the responses."""
-        width = max(map(len, self.metrics))
-        lines = [f"{'metric':{width}}     value   95 % interval"]
-        for name, (value, low, high) in self.metrics.items():
-            lines.append(f"{name:{width}}  {value:8.4f}   {low:.4f} to {high:.4f}")
-        left_out = describe_left_out(self.long_prompts, self.unscored)
-        return "\n".join([*lines, f"on {self.counted}{left_out}", str(self.answers)])
-
-    @property
-    def counted(self) -> str:
-        """Say what the metrics are means over."""
-        samples = f", {self.samples} samples each" if self.samples > 1 else ""
-        return f"{self.queries} test queries{samples}"
-
-
-@dataclass
 class Notice:
-    """A line for the user; from the supervisor, as the trainer has the terminal."""
+    """A line for the user, from a searcher: the supervisor shows it."""
 
     text: str
 

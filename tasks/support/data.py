@@ -79,3 +79,15 @@ def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
     if not rows:
         raise UserError(f"data file {path} is empty")
     return rows
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether a prompt is a list of messages."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(
+        isinstance(message, dict)
+        and set(message) == {"role", "content"}
+        and all(isinstance(value, str) for value in message.values())
+        for message in prompt
+    )

@@ -14,18 +14,18 @@ from test_trainer import SHORT, make_rows, make_trainer
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from config import Config
+from extras.objectives import LOSSES
+from launch import children
+from launch.places import find_places
+from launch.planning.sizes import Pass, pass_bytes
 from learner import Learner
-from models.classifier import Classifier, Sampler
-from models.device import compute_dtype, device
+from models.architecture import weight_shapes
+from models.device import compute_dtype, device, lock_pages
 from models.logprobs import TokenLogprobs, response_logprobs
-from models.policy import load_policy, weight_shapes
-from models.sizes import Pass, pass_bytes
-from objectives import LOSSES
+from models.policy import load_policy
 from runtime.checkpoints.writer import CheckpointWriter
-from runtime.modes.reference import Reference
-from runtime.processes import children
-from runtime.processes.places import find_places
-from runtime.transport.locked_pages import lock_pages
+from runtime.reference import Reference
+from tasks.support.classifier import Classifier, Sampler
 from weights import SharedWeights
 
 ROWS = make_rows(queries=4, per_query=3)
@@ -154,7 +154,7 @@ def test_all_that_is_published_is_locked_whole_or_cuda_forgets_the_failure(code,
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *a, **b: launched.append(b) or ones(*a, **b))
-    lock_pages(weights, said.append)
+    lock_pages(weights.memories, said.append)
     parts = [*weights.slots, weights.reference]
     wanted = [(part.data_ptr(), 2000 + 2000 * (part is parts[-1])) for part in parts]
     assert [arguments[:2] for arguments in asked] == (wanted[:1] if code else wanted)

@@ -1,0 +1,98 @@
+"""Scoring in worker processes, for a task that sets score_timeout.
+
+If score() hangs or crashes, its query is dropped; with late_score only that response is affected.
+"""
+
+import logging
+import multiprocessing
+import signal
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pebble import ProcessExpired, ProcessPool
+
+from config import Config
+from runtime.child import die_with_parent
+from runtime.responses.scoring import RewardScorer, score
+from tasks import Query, Task, load_task
+
+if TYPE_CHECKING:  # transformers come with it
+    from rollouts import Rollout
+
+WORKERS = 2  # processes per searcher
+LATE = TimeoutError, ProcessExpired, MemoryError  # too long, or its worker died, or nearly
+
+
+class ScoreWorkers(RewardScorer):
+    """Has each response scored by one of a few processes, each within its limit of time."""
+
+    def __init__(self, config: Config, task: Task):
+        super().__init__(task)
+        # Forked from a server that has imported all this: a killed one is replaced at once.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        arguments = config.task, config.options
+        self.pool = ProcessPool(WORKERS, context=context, initializer=_begin, initargs=arguments)
+
+    def add(self, rollouts: list["Rollout"]) -> None:
+        for rollout in rollouts:
+            futures = [
+                self._schedule(_score, rollout.query, *response)
+                for response in zip(rollout.texts, rollout.finished)
+            ]
+            self.waiting.append((rollout, futures))
+
+    def _schedule(self, function, *arguments) -> Future:
+        return self.pool.schedule(function, args=arguments, timeout=self.task.score_timeout)
+
+    def reply(self, query: Query, turns: list[str]) -> Future:
+        return self._schedule(_reply, query, turns)
+
+    def take(self) -> list["Rollout"]:
+        scored, waiting, self.waiting = super().take(), self.waiting, []
+        for rollout, futures in waiting:
+            if all(future.done() for future in futures):  # once: another thread completes them
+                self._reward(rollout, futures)
+                scored.append(rollout)
+            else:
+                self.waiting.append((rollout, futures))
+        return scored
+
+    def _reward(self, rollout: "Rollout", futures: list[Future]) -> None:
+        """Give a rollout its rewards, or the error of the first response without one."""
+        rewards = []
+        for future in futures:
+            error = future.exception()
+            if isinstance(error, LATE) and self.task.late_score is not None:
+                logging.warning("late score of a response to query %d: %r", rollout.query.id, error)
+                rewards.append(self.task.late_score)
+            elif error:
+                rollout.error = error
+                return
+            else:
+                rewards.append(future.result())
+        rollout.rewards = np.array(rewards, np.float32)
+
+    def close(self) -> None:
+        """End the worker processes. Their locks go with this process, unless it is killed."""
+        self.pool.stop()
+        self.pool.join()
+
+
+def _begin(task: str, options: dict) -> None:
+    """Start a worker."""
+    global _task
+    die_with_parent()
+    # The searcher has these blocked; SIGTERM is how a worker is stopped.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    _task = load_task(task, **options)
+    _task.load()
+
+
+def _score(query: Query, text: str, finished: bool) -> float:
+    return float(score(_task, [query], [text], [finished])[0])
+
+
+def _reply(query: Query, turns: list[str]) -> str | None:
+    return _task.reply(query, turns)

@@ -1,0 +1,258 @@
+"""The policy sharded over several trainer processes by FSDP2 (--trainer_processes).
+
+Rank 0 has the Trainer. Each other rank has a learner of its own and makes the calls that rank 0
+makes on its (follow). A rank holds 1 / N of each weight, its gradient and its moments; a layer's
+weights are gathered while it is computed, so every forward pass is made by all ranks at once.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import GeneratorType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from buffer import Row
+from config import LOAD_SECONDS, Config
+from learner import Learner
+from loss import Metrics
+from models.architecture import decoder_layers
+from models.device import device
+from models.importance import importance_figures
+from models.logprobs import TOKENS_PER_FORWARD, response_logprobs, split_rows
+from models.policy import load_policy
+from runtime.memory_trial import try_largest_batch
+from runtime.transport.board import Board
+
+POLL_SECONDS = 1.0  # between two signs of life of a rank that waits for a call
+
+
+class Rank:
+    """One of several trainer processes, on one machine, and its ways to the others.
+
+    connections: of rank 0, its ends of pipes to the others; of another, its end of that pipe.
+    timeout: seconds after which a rank gives up on the others.
+    """
+
+    def __init__(self, rank: int, size: int, connections: list[Connection], timeout: float):
+        self.rank, self.size, self.connections = rank, size, tuple(connections)
+        self.timeout = timedelta(seconds=timeout)
+
+    def join(self) -> None:
+        """Meet the other ranks, once each has loaded."""
+        for interface in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(interface, "lo")
+        host, loading = "127.0.0.1", timedelta(seconds=LOAD_SECONDS)
+        if self.rank == 0:
+            listener = socket.create_server((host, 0))  # the store itself would listen to all hosts
+            port = listener.getsockname()[1]
+            self.send(port)
+            at = dict(is_master=True, master_listen_fd=listener.detach())
+        else:  # once rank 0 has loaded: who started both watches over that
+            port, at = self.connections[0].recv(), {}
+        store = dist.TCPStore(host, port, self.size, timeout=loading, wait_for_workers=False, **at)
+        store.set(f"loaded {self.rank}", "")
+        store.wait([f"loaded {rank}" for rank in range(self.size)], loading)
+        backend = "cpu:gloo,cuda:nccl" if device().type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
+        )
+
+    def send(self, message: Any) -> None:
+        """Send something to the other ranks, on rank 0; on another do nothing."""
+        for connection in self.connections if self.rank == 0 else ():
+            connection.send(message)
+
+    def gather(self, value: Any) -> list:
+        """Return the value that each rank has here, on every rank."""
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def follow(self, learner: object, beat: Callable[[], None]) -> None:
+        """Call what rank 0 calls, until it ends. beat: gives a sign of life."""
+        while True:
+            beat()
+            if not self.connections[0].poll(POLL_SECONDS):
+                continue
+            try:
+                name, arguments = self.connections[0].recv()
+            except EOFError:
+                return
+            result = getattr(learner, name)(*arguments)
+            if isinstance(result, GeneratorType):
+                for _ in result:
+                    pass
+
+    def share(self, rows: list, group_size: int) -> list:
+        """Return the rows of this rank: whole groups of so many."""
+        queries, rest = divmod(len(rows) // group_size, self.size)
+        first = self.rank * queries + min(self.rank, rest)
+        last = first + queries + (self.rank < rest)
+        return rows[first * group_size : last * group_size]
+
+
+def connect(size: int, timeout: float) -> list[Rank]:
+    """Make the trainer's processes, by rank. timeout: seconds that one waits for the others."""
+    pipes = [torch.multiprocessing.Pipe(duplex=False) for _ in range(size - 1)]
+    leader = Rank(0, size, [sender for _, sender in pipes], timeout)
+    return [leader, *(Rank(i, size, [end], timeout) for i, (end, _) in enumerate(pipes, start=1))]
+
+
+class PolicyLogprobs(torch.nn.Module):
+    """response_logprobs as the forward pass of a module, which is what FSDP2 shards.
+
+    All ranks must run equally many passes, so a rank with fewer appends passes over one short row.
+    """
+
+    def __init__(self, policy: torch.nn.Module, rank: Rank):
+        super().__init__()
+        self.policy, self.rank = policy, rank
+
+    def forward(
+        self, prompts: list[np.ndarray], responses: list[np.ndarray], *arguments: Any
+    ) -> Tensor:
+        rows = {(a.tobytes(), b.tobytes()): (a, b) for a, b in zip(prompts, responses)}
+        own = len(split_rows(*zip(*rows.values()), TOKENS_PER_FORWARD[device().type]))
+        lacking = max(self.rank.gather(own)) - own
+        logprobs = response_logprobs(self.policy, prompts, responses, *arguments)
+        for _ in range(lacking):
+            more = response_logprobs(self.policy, prompts[-1:], [responses[-1][:2]], *arguments)
+            # In the graph, as all ranks go backward through as many passes. Its gradient is 0.
+            both = torch.cat([logprobs.flatten(), more.flatten()])
+            logprobs = both[: logprobs.numel()].view(logprobs.shape)
+        return logprobs
+
+
+class ShardedLearner(Learner):
+    """The learner of one rank. Call methods on rank 0 only: it has the others call them too."""
+
+    gathers_state = True
+
+    def __init__(self, config: Config, say: Callable[[str], None], rank: Rank):
+        self.rank = rank
+        super().__init__(config, say)
+
+    def load_policy(self) -> torch.nn.Module:
+        """Load the policy, and leave this rank its share of it on its device.
+
+        As under autocast in one process, layers compute in dtype, and what is outside of them,
+        embeddings and head, is read in the dtype of the masters.
+        """
+        policy = load_policy(self.config, torch.device("cpu"))
+        self.rank.join()
+        mesh = init_device_mesh(device().type, (self.rank.size,))
+        layers = decoder_layers(policy)
+        precision = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        self.policy_logprobs = PolicyLogprobs(policy, self.rank)
+        # Not left gathered: the weights may change before the next forward pass.
+        fully_shard(self.policy_logprobs, mesh=mesh, reshard_after_forward=True)
+        for module in (*layers, self.policy_logprobs):
+            module.set_gradient_divide_factor(1.0)  # the sum over ranks, not the mean
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        return policy
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Have the other ranks call this method of their learners, as rank 0 does now."""
+        self.rank.send((name, arguments))
+
+    def update(self, rows: list[Row]) -> Metrics:
+        self.call("update", rows)
+        return super().update(rows)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.call("weights")
+        for name, tensor in super().weights():
+            yield name, self.whole(tensor)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        self.call("state")
+        yield from super().state()
+
+    def load_state(self, state: dict[str, Tensor] | None) -> None:
+        """Take over what state() gave, of any number of ranks. Only rank 0 has it."""
+        self.call("load_state", None)
+        # The others get what is small, and of the rest the names.
+        small = {
+            name: value if value.ndim == 0 or name == "counters" else None
+            for name, value in (state or {}).items()
+        }
+        of_rank_0 = self.rank.gather(small)[0]
+        super().load_state(state or of_rank_0)
+
+    @torch.no_grad()
+    def logprobs_under(
+        self, weights: dict[str, Tensor] | None, rows: list[Row], temperature: float | None = None
+    ) -> list[np.ndarray]:
+        self.call("logprobs_under", None, rows, temperature)
+        own = self.rank.share(rows, group_size=1)
+        # A rank without rows keeps step.
+        found = super().logprobs_under(weights, own or rows[:1], temperature)[: len(own)]
+        return [one for part in self.rank.gather(found) for one in part]
+
+    def response_logprobs(self, *arguments: Any) -> Tensor:
+        return self.policy_logprobs(*arguments)
+
+    def micro_batches(self, rows: list[Row]) -> list[tuple[list[Row], float]]:
+        """Split this rank's share of a batch; the fewest rows with a share of 0 keep step."""
+        own = self.rank.share(rows, self.config.responses_per_query)
+        parts = [part for part, _ in super().micro_batches(own)]
+        self.num_parts = len(parts)
+        in_step = self.in_step(parts, self.config.responses_per_query)
+        return [(part, is_counted * len(part) / len(rows)) for part, is_counted in in_step]
+
+    def in_step(self, parts: list, least: int = 1) -> list[tuple[Any, int]]:
+        """Pair each part with a 1. Ranks with fewer parts append small dummies of weight 0.
+
+        least: rows of a dummy, the fewest that it may have: every pass's graph stays in memory.
+        """
+        lacking = max(self.rank.gather(len(parts))) - len(parts)
+        return super().in_step(parts) + [(parts[-1][:least], 0)] * lacking
+
+    def total(self, metrics: Metrics) -> Metrics:
+        of_ranks = self.rank.gather((metrics, self.log_weights[: self.num_parts]))
+        sums = {name: sum(others[name] for others, _ in of_ranks) for name in metrics}
+        return sums | importance_figures([part for _, parts in of_ranks for part in parts])
+
+    def fill_policy(self, weights: dict[str, Tensor] | None) -> None:
+        for name, parameter in self.policy.named_parameters():
+            self.fill(parameter, weights[name] if self.rank.rank == 0 else None)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def fill(self, parameter: Tensor, value: Tensor | None) -> None:
+        """Copy a whole tensor, which only rank 0 needs to have, into a parameter or moment."""
+        if isinstance(parameter, DTensor):
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            if value is not None:
+                whole.copy_(value)
+            value = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        parameter.copy_(value)
+
+    def all_fit(self, fits: bool) -> bool:
+        if not fits:
+            # Or FSDP2 takes the next backward pass for the rest of this one. Gradients that are
+            # left go into those of the next pass, which the trial drops.
+            self.policy_logprobs.reset_iter_state()
+        return all(self.rank.gather(fits))
+
+
+def follow(config: Config, rank: Rank, board: Board, row: str) -> None:
+    """A trainer process other than the first."""
+    learner = ShardedLearner(config, print, rank)
+    try_largest_batch(config, learner, print)
+    board.loaded(row)
+    rank.follow(learner, beat=lambda: board.beat(row))

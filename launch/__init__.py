@@ -1,0 +1,1 @@
+"""What happens in the launching process, before, during and after a run."""

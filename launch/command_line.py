@@ -1,0 +1,264 @@
+"""The command line as a checked Config, read by tyro: the fields of Config are the flags.
+
+Under the flags lie the settings of --config, of the run to --resume or of the task's preset, and
+under those Config's defaults.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from config import SECTIONS, Config, UserError, settle
+from launch.checks.settings import check, check_types
+from tasks import Task, find_task, import_task, task_names
+
+# What a run that is resumed may change: how long, how often, how fast. Everything else is part of
+# what has been learnt.
+CHANGEABLE = (
+    "steps",
+    "learning_rate",
+    "max_grad_norm",
+    "eval_every",
+    "evaluation_samples",
+    "evaluation_temperature",
+    "checkpoint_every",
+    "track",
+    "output_dir",
+    "searcher_timeout",
+    "gpu_memory_utilization",
+    "tokens_per_micro_batch",
+    "trainer_processes",
+    "low_memory",
+    "plan",
+    "plan_gpus",
+)
+# A text among a task's settings whose name has such a word is not written down: MASK is instead.
+SECRET = re.compile(r"(key|token|secret|password)s?(_|$)", re.IGNORECASE)
+MASK = "***"
+DESCRIPTION = "Trajectory Balance with Asynchrony on one machine. TASK comes first."
+TASK_HELP = f"One of {', '.join(task_names())}, or the path of a .py file with a task of your own."
+TASK = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TASK", help=TASK_HELP)]
+
+
+def build_config(arguments: list[str]) -> Config:
+    """Make a checked Config of a command line. Raises UserError.
+
+    What tyro finds itself (an unknown flag, a wrong type, --help) it prints, and raises SystemExit.
+    """
+    first = parse_first(arguments)
+    if first.resume and first.config:
+        raise UserError("--resume and --config are both given: give one of the two")
+    if first.resume:
+        return resumed(arguments, first.resume)
+    base = earlier_config(arguments, first) if first.config else preset_config(arguments, first)
+    config = parse(arguments, base)
+    is_stale = config.constant_staleness and is_given(arguments, "constant_staleness")
+    if config.synchronous and is_stale:  # a preset's staleness gives way
+        raise UserError(
+            f"--constant_staleness is {config.constant_staleness}, but --synchronous makes it 0: "
+            "give one of the two"
+        )
+    config = settle(config)
+    check(config)
+    return config
+
+
+def earlier_config(arguments: list[str], first: Config) -> Config:
+    """The settings in the config.json of --config. Raises UserError."""
+    for name in ("preset", "tiny"):
+        if is_given(arguments, name):
+            raise UserError(f"--{name} and --config are both given: give one of the two")
+    return replace(read_config("--config", first.config), output_dir="", resume="")
+
+
+def preset_config(arguments: list[str], first: Config) -> Config:
+    """The settings of the task's preset: --preset, --tiny, or the first of its file."""
+    presets, preset = find_presets(first.task), first.preset
+    if is_given(arguments, "tiny"):
+        if preset not in ("", "tiny"):
+            raise UserError(
+                f"--preset is {preset!r}, but --tiny is a preset of its own: give one of the two"
+            )
+        preset = "tiny" if "tiny" in presets else preset
+    preset = preset or next(iter(presets))
+    if preset not in presets:
+        choices = "this task has none" if "" in presets else f"it is one of {', '.join(presets)}"
+        raise UserError(f"--preset is {preset!r}: {choices}")
+    try:
+        return Config(**{**presets[preset], "task": first.task, "preset": preset})
+    except TypeError as error:  # a setting that Config does not have
+        raise UserError(f"preset {preset!r} of task {first.task!r}: {error}") from error
+
+
+def find_presets(name_or_path: str) -> dict[str, dict]:
+    """Find the presets in a task's file; a single one without a name where there are none."""
+    return getattr(import_task(name_or_path), "PRESETS", {}) or {"": {}}
+
+
+def resumed(arguments: list[str], directory: str) -> Config:
+    """The settings of the run in that directory, changed by the flags. Raises UserError."""
+    saved = read_config("--resume", directory, "config.json")
+    saved = replace(saved, output_dir=directory, resume=directory)
+    config = parse(arguments, saved)
+    if config.model and Path(config.model).is_dir():
+        config = replace(config, model=str(Path(config.model).resolve()))
+    before, after = (asdict(c) | mask(c.options) for c in (saved, config))
+    for name, value in after.items():
+        # On a cluster a run goes on with as many searchers as there are.
+        is_moved = name in ("ray", "searchers", "searchers_per_node") and saved.ray and config.ray
+        if name in (*CHANGEABLE, "options") or value == before.get(name) or is_moved:
+            continue
+        raise UserError(
+            f"--{name} is {value!r}, but the run to resume has {before.get(name)!r}: "
+            f"only {', '.join(CHANGEABLE)} may change"
+        )
+    if config.steps != saved.steps and config.constant_staleness:
+        raise UserError(
+            f"--steps is {config.steps}, but the run to resume has {saved.steps}: with "
+            "--constant_staleness its last batches are made for that"
+        )
+    # A share of the steps stays one of those that the run began with: beta must not go back.
+    steps, stop = saved.in_steps(saved.beta_steps), saved.beta_stop_step
+    stop = None if stop is None else saved.in_steps(stop)
+    config = replace(config, beta_steps=steps, beta_stop_step=stop)
+    check(config)
+    return config
+
+
+def read_config(flag: str, path: str, file: str = "") -> Config:
+    """Make a Config of a config.json: the path, or that file in it. Raises UserError."""
+    try:
+        settings = json.loads(Path(path, file).read_text())
+        if not isinstance(settings, dict):
+            raise ValueError("it is no object")
+        if flag == "--config" and not isinstance(settings.get("task"), str):
+            raise ValueError("it names no task")
+        # Earlier versions had such flags.
+        for name in ("json", "search_ahead", "shares_gpu", "queries_per_micro_batch"):
+            settings.pop(name, None)
+        return Config(**settings)
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a field that Config has not
+        purpose = "no run that can be resumed" if flag == "--resume" else "no settings of a run"
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{flag} {path!r} holds {purpose}: {problem}") from error
+
+
+def is_given(arguments: list[str], name: str) -> bool:
+    """Whether a flag stands on the command line."""
+    flags = [argument.split("=")[0].replace("-", "_") for argument in arguments]
+    return f"__{name}" in flags
+
+
+def parse_first(arguments: list[str]) -> Config:
+    """Read which task and which settings it is about; the task's own flags are not known yet.
+
+    Behind a flag that is not known stands that flag's value: only a first argument is surely TASK.
+    """
+    begins_with_task = bool(arguments) and not arguments[0].startswith("-")
+    deciding = ("preset", "config", "resume")
+    if begins_with_task and not any(is_given(arguments, name) for name in deciding):
+        return Config(task=arguments[0])  # to spare tyro's time
+    without_help = [argument for argument in arguments if argument not in ("-h", "--help")]
+    settings, unknown = run_tyro(without_help, Config(), task=None)
+    if begins_with_task:
+        return replace(settings, task=arguments[0])
+    return replace(settings, task=Config.task) if unknown else settings
+
+
+def parse(arguments: list[str], base: Config) -> Config:
+    """Read the flags of Config and of the task over the settings in `base`. Raises UserError."""
+    check_types(vars(base), Config)
+    task = find_task(base.task)
+    if clash := set(field_names(task)) & set(field_names(Config)):
+        raise UserError(
+            f"task {base.task!r} has a setting {min(clash)!r}, which is one of every run: "
+            "give it another name"
+        )
+    if unknown := set(base.options) - set(field_names(task)):
+        raise UserError(f"task {base.task!r} has no setting {min(unknown)!r}")
+    check_types(base.options, task)
+    config, _ = run_tyro(arguments, base, task)
+    if config.task != base.task and not base.resume:  # resumed() has its own words for that
+        raise UserError(f"the task is {config.task!r}, but the settings are for {base.task!r}")
+    masked = [name for name, value in config.options.items() if value == MASK]
+    secrets = {name: os.environ.get(name.upper()) for name in masked}
+    for name, value in secrets.items():
+        if not value:
+            raise UserError(f"--{name} is not written down: give it, or set {name.upper()}")
+    return replace(config, options=config.options | secrets)
+
+
+def mask(options: dict[str, object]) -> dict[str, object]:
+    """Replace what looks like a secret among a task's settings. A number of tokens is none."""
+    texts = {name for name, value in options.items() if value and isinstance(value, str)}
+    return options | {name: MASK for name in texts if SECRET.search(name)}
+
+
+def run_tyro(
+    arguments: list[str], base: Config, task: type[Task] | None
+) -> tuple[Config, list[str]]:
+    """Have tyro read the command line. Returns the settings, and the arguments it does not know.
+
+    For tyro each section of Config is a group of flags, and so are the task's own. An argument that
+    it does not know ends the program, unless the task is None: its flags are still to come.
+    """
+    groups: dict[str, object] = {}
+    for section in SECTIONS:  # ObjectiveSettings is the group "objective"
+        values = {name: getattr(base, name) for name in field_names(section)}
+        groups[section.__name__.removesuffix("Settings").lower()] = section(**values)
+    own = own_settings(task) if field_names(task) else None
+    if own:
+        groups["task"] = own(**base.options)
+    types = [(name, type(group)) for name, group in groups.items()]
+    wrapper = make_dataclass("CommandLine", [("name", TASK), *types])
+    parsed = tyro.cli(
+        wrapper,
+        args=arguments,
+        default=wrapper(base.task, **groups),
+        prog="python tba.py",
+        description=DESCRIPTION + (f" Presets of {base.task}: {presets_of(base)}." if task else ""),
+        use_underscores=True,
+        return_unknown_args=task is None,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    parsed, unknown = (parsed, []) if task else parsed
+    settings, options = {"task": parsed.name}, dict(base.options)
+    for name in groups.keys() - {"task"}:
+        settings |= vars(getattr(parsed, name))
+    if own:
+        plain = own()
+        for name in field_names(task):
+            value = getattr(parsed.task, name)
+            if name in options or value != getattr(plain, name):
+                options[name] = value
+    return replace(base, **settings, options=options), unknown
+
+
+def presets_of(config: Config) -> str:
+    """The names of the presets of its task, for --help."""
+    return ", ".join(filter(None, find_presets(config.task))) or "none"
+
+
+def field_names(settings: type | None) -> list[str]:
+    """The fields of a dataclass, [] of anything else."""
+    return [field.name for field in fields(settings)] if is_dataclass(settings) else []
+
+
+def own_settings(task: type[Task]) -> Callable[..., object]:
+    """Return what makes a task's settings, without what the task does when it is made.
+
+    A setting without a default is tyro.MISSING until it is given: tyro asks for it.
+    """
+    members = {"__post_init__": lambda self: None, "__doc__": task.__doc__}
+    is_frozen = task.__dataclass_params__.frozen
+    own = dataclass(frozen=is_frozen)(type(task.__name__, (task,), members))
+    # Where there is a default or a way to make one, only the other is dataclasses.MISSING.
+    required = [field.name for field in fields(task) if field.default is field.default_factory]
+    return partial(own, **dict.fromkeys(required, tyro.MISSING))

@@ -1,0 +1,159 @@
+"""Where the processes of a run go: which GPU or cores each gets, and what follows from that."""
+
+import dataclasses
+import importlib.metadata
+import os
+from dataclasses import dataclass
+
+import torch
+
+from config import Config, UserError
+
+# Of a GPU's memory, for vLLM. Alone it has the reference policy beside it, and a task's models.
+MEMORY_ALONE, MEMORY_BESIDE_TRAINER = 0.55, 0.15
+SHARED_AHEAD = 2  # syncs that a searcher may be ahead of the trainer whose GPU it shares
+
+
+@dataclass
+class Place:
+    """Where a process runs: one GPU, or some cores."""
+
+    name: str  # "trainer", "searcher 0"; "trainer 1" with --trainer_processes
+    gpu: str | None  # for CUDA_VISIBLE_DEVICES
+    cores: list[int]
+    threads: int | None = None  # of OpenMP; None: one for each core
+
+    def __str__(self) -> str:
+        if self.gpu is not None:
+            return f"GPU {self.gpu}"
+        plural = "s" if len(self.cores) > 1 else ""
+        return f"CPU core{plural} {', '.join(map(str, self.cores))}"
+
+
+def find_gpus() -> list[str]:
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, as it names them.
+
+    Raises UserError for GPUs that CUDA cannot use, and for none with a vLLM that needs one.
+    """
+    count = torch.cuda.device_count()
+    if count and not torch.cuda.is_available():  # the one asks the driver, the other CUDA
+        raise UserError(
+            f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, but CUDA "
+            f"{torch.version.cuda} cannot use them: see nvidia-smi (CUDA 13 needs driver 580 or "
+            "newer), or hide them with CUDA_VISIBLE_DEVICES="
+        )
+    all_gpus = ",".join(map(str, range(count)))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
+    gpus = [gpu.strip() for gpu in named][:count]
+    if not gpus and any(package.name == "vllm" for package in importlib.metadata.distributions()):
+        raise UserError(
+            "no GPU is visible, but the vLLM that is installed is the one for GPUs: "
+            "install requirements-cpu.txt instead"
+        )
+    return gpus
+
+
+def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
+    """The trainer's place, one per searcher, and one per further trainer process.
+
+    gpus: to take for this machine's. A GPU each where there are several, the one GPU shared, or the
+    cores split. Raises UserError for more processes than fit.
+    """
+    gpus = find_gpus() if gpus is None else gpus
+    cores = sorted(os.sched_getaffinity(0))
+    trainers = config.trainer_processes
+    searchers = config.searchers
+    if searchers is None:  # on a cluster others search: none here shares the trainer's GPU
+        searchers = max(0 if gpus and config.ray else 1, len(gpus) - trainers)
+    names = ["trainer", *(f"searcher {rank}" for rank in range(searchers))]
+    names += [f"trainer {rank}" for rank in range(1, trainers)]
+    if not gpus:
+        split = split_cores(cores, trainers, searchers)
+        return [Place(name, None, own) for name, own in zip(names, split)]
+    check_gpus(len(gpus), trainers, searchers, may_share=not config.ray)
+    threads = max(1, len(cores) // len(names))
+    # The first GPUs are the trainer's.
+    numbers = [0, *(trainers + rank for rank in range(searchers)), *range(1, trainers)]
+    return [
+        Place(name, gpus[number % len(gpus)], cores, threads)
+        for name, number in zip(names, numbers)
+    ]
+
+
+def check_gpus(gpus: int, trainers: int, searchers: int, may_share: bool) -> None:
+    """Raise UserError where so many GPUs do not hold so many processes.
+
+    may_share: whether a searcher may be on the one GPU beside the trainer.
+    """
+    there_are = "there is one GPU" if gpus == 1 else f"there are {gpus} GPUs"
+    if trainers > 1 and trainers >= gpus:
+        raise UserError(
+            f"--trainer_processes is {trainers}, but {there_are}: each takes one, a searcher "
+            f"another; give at most {max(1, gpus - 1)}"
+        )
+    room = max(1 if may_share else 0, gpus - trainers)
+    if searchers > room:
+        beside = "the trainer" if trainers == 1 else f"{trainers} trainer processes"
+        raise UserError(
+            f"--searchers is {searchers}, but {there_are}: room for {room} beside {beside}"
+        )
+
+
+def split_cores(cores: list[int], trainers: int, searchers: int) -> list[list[int]]:
+    """Half of the cores for the trainer, the rest dealt out; with too few, some share one.
+
+    In the order of find_places.
+    """
+    half = max(1, len(cores) // 2) if searchers else len(cores)
+    first, *others = deal(cores[:half], trainers)
+    return [first, *deal(cores[half:] or cores, searchers), *others]
+
+
+def deal(cores: list[int], processes: int) -> list[list[int]]:
+    return [cores[i::processes] or [cores[i % len(cores)]] for i in range(processes)]
+
+
+def searchers_of(places: list[Place]) -> list[Place]:
+    return [place for place in places if place.name.startswith("searcher")]
+
+
+def trainers_of(places: list[Place]) -> list[Place]:
+    """Return the places of the trainer's processes, by rank."""
+    return [place for place in places if place.name.startswith("trainer")]
+
+
+def evaluation_place(places: list[Place]) -> Place:
+    """Return where the final evaluation runs: a searcher's place, or the trainer's if none is."""
+    return [*searchers_of(places), places[0]][0]
+
+
+def resolve(config: Config, places: list[Place]) -> Config:
+    """Fill in what these places decide, and leave out resets of a reference that is not read."""
+    resets = config.reference_reset_period if config.reads_reference else 0
+    return dataclasses.replace(
+        config,
+        reference_reset_period=resets,
+        searchers=len(searchers_of(places)),
+        gpu_memory_utilization=gpu_memory(config, places),
+        search_ahead=search_ahead(config, places),
+    )
+
+
+def gpu_memory(config: Config, places: list[Place]) -> float | None:
+    """The share of its GPU's memory for a searcher's vLLM; None without a GPU."""
+    if places[0].gpu is None or config.gpu_memory_utilization is not None:
+        return config.gpu_memory_utilization
+    return MEMORY_BESIDE_TRAINER if is_gpu_shared(places) else MEMORY_ALONE
+
+
+def search_ahead(config: Config, places: list[Place]) -> int | None:
+    """How many steps searchers may be ahead: two syncs where one shares the trainer's GPU."""
+    may_limit = not config.lockstep and config.max_staleness is None  # else the trainer may wait
+    is_limited = may_limit and is_gpu_shared(places)
+    return SHARED_AHEAD * config.sync_period if is_limited else None
+
+
+def is_gpu_shared(places: list[Place]) -> bool:
+    """Whether trainer and searcher have one GPU between them."""
+    searchers = [place.gpu for place in searchers_of(places)]
+    return places[0].gpu is not None and places[0].gpu in searchers

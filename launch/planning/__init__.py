@@ -1,0 +1,1 @@
+"""Whether a run fits into the memory of a machine."""

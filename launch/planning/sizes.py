@@ -1,0 +1,252 @@
+"""How much memory a model takes, from its architecture alone: nothing is loaded or computed."""
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+from weakref import WeakSet, finalize
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AutoConfig, AutoModel
+
+from config import ENGINE_ROWS, Config, UserError, extra, first_line
+from models.architecture import decoder_layers, policy_without_weights
+from models.hub import fetch_model
+from models.logprobs import response_states
+from models.policy import hold_as_multiplied, linear_layers, trained_parameters
+
+# Estimated: fp32 copies of a step's logits, while vLLM samples; what it captures on a GPU; what it
+# reads at a time there, and on a large one.
+VLLM_LOGITS, CUDA_GRAPHS, VLLM_TOKENS, VLLM_TOKENS_LARGE = 4, 2**29, 8192, 16384
+LARGE_GPU = 70 * 2**30
+
+
+class Pass(NamedTuple):
+    """A forward pass: over how many responses, to how many queries, and of how many tokens each."""
+
+    rows: int
+    queries: int
+    prompt: int
+    response: int
+
+
+@dataclass(frozen=True)
+class PolicySize:
+    """How many numbers the parts of a policy have."""
+
+    parameters: int
+    linear: int  # of the linear layers, a tied output embedding aside
+    output_embedding: int
+    is_tied: bool  # the output embedding is the input's
+    vocabulary: int
+    layers: int
+    layer: int  # of the largest layer
+    outside: int  # of what is in no layer: embeddings and head, mostly
+    layer_values_per_token: int  # states on the way through a layer, and inside its MLP
+    cached_per_token: int  # keys and values of all layers
+
+
+class PassBytes(NamedTuple):
+    """What forward passes and their backward pass take, beside weights and gradients, in bytes."""
+
+    kept: int  # after the forward passes, for the backward pass
+    beyond: int  # what is kept, at the peak
+    is_counted: bool  # or estimated, for a model that fake tensors cannot go through
+
+
+@cache
+def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
+    """Return the size of a policy. Raises UserError for a model without attention."""
+    policy = policy_without_weights(Config(model=model, trust_remote_code=trust_remote_code))
+    text = policy.config.get_text_config()
+    head, embedding = policy.get_output_embeddings(), policy.get_input_embeddings()
+    heads = getattr(text, "num_attention_heads", None)
+    if head is None or heads is None:
+        raise UserError(
+            f"--model {model!r} is a {type(policy).__name__}, without attention or without an "
+            "output embedding: use another architecture"
+        )
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(policy)]
+    return PolicySize(
+        parameters=parameters,
+        linear=sum(layer.weight.numel() for layer in linear_layers(policy)),
+        output_embedding=head.weight.numel(),
+        is_tied=head.weight is embedding.weight,
+        vocabulary=embedding.num_embeddings,
+        layers=text.num_hidden_layers,
+        layer=max(layers, default=0),
+        outside=parameters - sum(layers),
+        layer_values_per_token=4 * text.hidden_size + 3 * inner,
+        cached_per_token=cached_per_token(policy),
+    )
+
+
+def cached_per_token(policy: torch.nn.Module) -> int:
+    """Count the keys and values that all layers keep of a token."""
+    try:
+        token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+        layers = policy.base_model(input_ids=token, use_cache=True).past_key_values.layers
+        return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
+    except Exception:  # the model looks at numbers, and here are none
+        text = policy.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * heads * size
+
+
+def vllm_bytes(size: PolicySize, dtype: torch.dtype, card: float = 0) -> int:
+    """Count what vLLM takes beside keys and values: weights, temporary memory. card: of its GPU."""
+    taken = VLLM_LOGITS * ENGINE_ROWS * size.vocabulary * torch.float32.itemsize
+    if card:
+        tokens = VLLM_TOKENS_LARGE if card >= LARGE_GPU else VLLM_TOKENS
+        taken += tokens * size.layer_values_per_token * dtype.itemsize + CUDA_GRAPHS
+    return size.parameters * dtype.itemsize + taken
+
+
+@cache
+def loaded_bytes(model: str) -> int:
+    """Count the bytes of a model as transformers loads it with dtype="auto", a head aside.
+
+    Raises UserError for one that cannot be had.
+    """
+    try:
+        directory = fetch_model("the task's model", model, weights=False)
+        architecture = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        with torch.device("meta"):
+            parameters = AutoModel.from_config(architecture).num_parameters()
+    except (OSError, ValueError) as error:
+        problem = first_line(error)
+        raise UserError(f"the task's model {model!r} cannot be used: {problem}") from error
+    return parameters * (architecture.dtype or torch.float32).itemsize
+
+
+def pass_bytes(
+    config: Config,
+    passes: list[Pass],
+    dtype: torch.dtype,
+    has_gradient: bool,
+    on_gpu: bool = False,
+) -> PassBytes:
+    """Count what response_logprobs keeps and needs, up to the last hidden states.
+
+    dtype: what is computed in; has_gradient: whether a backward pass follows, and with LoRA there
+    are adapters; on_gpu: whether autocast is CUDA's. With a gradient autocast's copies of the
+    weights are part of it; gradients are not. A policy that is not trained has no such copies
+    (hold_as_multiplied), nor has a sharded one.
+    """
+    if not has_gradient:
+        config = replace(config, lora_rank=0)
+    size = policy_size(config.model, config.trust_remote_code)
+    settings = tuple((name, getattr(config, name)) for name in DECISIVE)
+    is_counted = True
+    try:
+        kept, beyond = _count(settings, tuple(passes), dtype, has_gradient, on_gpu)
+    except Exception:  # a model may look at numbers, and here are none: that must not stop a run
+        is_counted = False
+        tokens = sum(one.rows * one.response + one.queries * one.prompt for one in passes)
+        layers = size.layers if has_gradient else 1
+        kept, beyond = 2 * tokens * layers * size.layer_values_per_token * dtype.itemsize, 0
+    is_plain = not config.lora_rank and config.trainer_processes == 1
+    if has_gradient and is_plain and dtype != getattr(torch, config.master_dtype):
+        kept += (size.parameters - size.outside) * dtype.itemsize
+    return PassBytes(kept, beyond, is_counted)
+
+
+# The settings that decide what is counted.
+DECISIVE = "model", "trust_remote_code", "master_dtype", "lora_rank"
+
+
+@cache
+def _count(
+    settings: tuple[tuple[str, Any], ...],
+    passes: tuple[Pass, ...],
+    dtype: torch.dtype,
+    has_gradient: bool,
+    on_gpu: bool,
+) -> tuple[int, int]:
+    """Run the passes on fake tensors, which have shapes and storages and no numbers.
+
+    Passes of one shape are alike, so each shape runs once. Returns the bytes that all passes keep,
+    without autocast's copies of a layer's weights, and what their peak is beyond that.
+    """
+    config = Config(**dict(settings))
+    policy, masters = policy_without_weights(config).eval(), getattr(torch, config.master_dtype)
+    policy.to(masters)
+    if has_gradient and not config.lora_rank:
+        for layer in decoder_layers(policy):
+            for parameter in layer.parameters():
+                if parameter.ndim > 1:  # autocast has nothing left to copy
+                    parameter.data = parameter.data.to(dtype)
+    else:
+        hold_as_multiplied(policy, dtype)
+    if config.lora_rank:
+        extra("lora", f"--lora_rank {config.lora_rank}").add_adapters(policy, config)
+    kept = peak = 0
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        policy.to_empty(device="cpu")
+        policy.tie_weights()  # to_empty makes two of a tied one
+        for parameter in trained_parameters(policy).values():
+            parameter.grad = torch.zeros_like(parameter)
+        for shape, count in Counter(passes).items():
+            before = live.peak = live.now
+            prompt = np.arange(shape.prompt)
+            prompts = [prompt + row % shape.queries for row in range(shape.rows)]
+            ids = torch.zeros(shape.rows, max(2, shape.response), dtype=torch.long)
+            autocast = torch.autocast("cpu", dtype, enabled=masters != dtype)
+            as_cuda = CudaAutocast() if on_gpu and masters != dtype else nullcontext()
+            with torch.set_grad_enabled(has_gradient), autocast, as_cuda:
+                states = response_states(policy, prompts, ids).to(dtype)
+            after = live.now
+            if has_gradient:
+                states.backward(torch.zeros_like(states))
+            del states
+            kept += count * (after - before)
+            # The backward pass takes the last one first: those before it are there meanwhile.
+            peak = max(peak, kept + live.peak - after)
+    return kept, peak - kept
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Computes a policy's operations in fp32 where CUDA's autocast does and a CPU's does not."""
+
+    IN_FP32 = {F.layer_norm, F.rms_norm, torch.pow, Tensor.pow, Tensor.__pow__}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        given = args, kwargs or {}
+        if function in self.IN_FP32:
+            given = tree_map_only(Tensor, Tensor.float, given)
+        return function(*given[0], **given[1])
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that are made in it and live, now and at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            storage = value.untyped_storage() if isinstance(value, torch.Tensor) else None
+            if storage is not None and storage not in self.known:  # else a view, or in place
+                self.known.add(storage)
+                self.add(storage.nbytes())
+                finalize(storage, self.add, -storage.nbytes())
+        return out
+
+    def add(self, nbytes: int) -> None:
+        """Take note that so many bytes come, or go."""
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)

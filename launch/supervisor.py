@@ -1,0 +1,159 @@
+"""The Supervisor: starts the searchers, restarts those that die, and forwards what they send.
+
+Each incarnation of a searcher has a queue of its own, read by a thread of its own: a process that
+is killed may leave its queue locked, or half a group in it. All threads put into the one rollout
+queue that the trainer drains.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch.multiprocessing
+
+from buffer import Group
+from config import Config
+from launch import children
+from launch.places import Place
+from runtime.child import GIVE_UP, log_path
+from runtime.transport.board import Board
+from runtime.transport.messages import Evaluation, Notice
+from weights import SharedWeights
+
+QUEUE_GROUPS = 256  # groups that may wait for the trainer before searchers wait too
+POLL_SECONDS = 1.0  # after which a forwarding thread looks again whether the run is over
+STOP_SECONDS = 2.0  # grace period for a process that is told to stop
+DEATHS = 3  # in a row, without a group between them, that end the run
+
+spawn = torch.multiprocessing.get_context("spawn")
+
+
+class RunFailed(Exception):
+    """The run cannot go on. The message says why, and shows the end of the log of the process."""
+
+
+class Supervisor:
+    """Searcher i has share i of the queries, pin i of the weights, and a row of the board.
+
+    rollout_queue: of Group and Evaluation, for the trainer. target: the "module:function" that is a
+    searcher. say: shows the user a line.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        places: list[Place],
+        weights: SharedWeights,
+        board: Board,
+        run_dir: str,
+        target: str,
+        say: Callable[[str], None],
+    ):
+        self.config, self.places, self.weights, self.target = config, places, weights, target
+        self.say = say
+        self.board, self.run_dir = board, run_dir
+        self.rollout_queue = spawn.Queue(QUEUE_GROUPS)
+        # At the end nobody reads what is still in it: this process must not wait for that.
+        self.rollout_queue.cancel_join_thread()
+        self.deaths = [0] * len(places)  # of each searcher, since its last group
+        self.threads: list[threading.Thread] = []
+        self.searchers = [self.start(rank) for rank in range(len(places))]
+
+    def start(self, rank: int) -> torch.multiprocessing.Process:
+        """Start searcher `rank` with a new queue, and the thread that reads it."""
+        row, groups = self.places[rank].name, spawn.Queue(QUEUE_GROUPS)
+        self.board.set(row, "ready", 0)
+        self.board.beat(row)  # being started is a sign of life
+        share = pin = rank
+        arguments = self.config, share, pin, row, self.weights, groups, self.board, self.run_dir
+        process = children.start(self.places[rank], self.target, arguments, self.run_dir)
+        # Now the searcher alone holds the writing end: its death ends the reading of half a group.
+        groups._writer.close()
+        self.start_thread(self.forward, rank, groups)
+        return process
+
+    def start_thread(self, target: Callable[..., None], *arguments) -> None:
+        """Start a thread that ends by itself when the board says stop."""
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
+        thread.start()
+        self.threads.append(thread)
+
+    def forward(self, rank: int, groups: torch.multiprocessing.Queue) -> None:
+        """Forward what a searcher sends, in a thread, until it is dead and its queue is empty."""
+        while not self.board.stop:
+            try:
+                item = groups.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                continue
+            except (EOFError, OSError):
+                break
+            if isinstance(item, Notice):
+                self.say(item.text)
+                continue
+            if isinstance(item, Group):
+                self.deaths[rank] = 0
+            self.put(item)
+        groups.close()
+
+    def put(self, item: Group | Evaluation) -> None:
+        """Put into the rollout queue once it has room, unless the run is over by then."""
+        while not self.board.stop:
+            try:
+                return self.rollout_queue.put(item, timeout=POLL_SECONDS)
+            except queue.Full:  # the searcher will wait too, on its own queue
+                pass
+
+    def check(self) -> None:
+        """Restart searchers that died or fell silent.
+
+        Raises RunFailed when one dies again and again, or asks to end the run. Once the board says
+        stop, they may end.
+        """
+        for rank, (process, place) in enumerate(zip(self.searchers, self.places)):
+            if process.exitcode is not None:
+                fault = f"{place.name} ended with exit code {process.exitcode}"
+            elif self.board.is_silent(place.name, self.config.searcher_timeout):
+                silence = f"{self.board.silence(place.name):.0f} s (--searcher_timeout)"
+                fault = f"{place.name} gave no sign of life for {silence}"
+            else:
+                continue
+            if self.board.stop:
+                return
+            children.kill(process)
+            self.deaths[rank] += 1
+            is_repeated = self.deaths[rank] == DEATHS
+            # In lockstep every group is waited for, and those that died with the searcher will not
+            # come.
+            if process.exitcode == GIVE_UP or self.config.lockstep or is_repeated:
+                repeated = f", {DEATHS} times without a group" if is_repeated else ""
+                log = children.log_tail(self.run_dir, place.name)
+                raise RunFailed(f"{fault}{repeated}\n{log}")
+            self.restart(rank, fault)
+
+    def restart(self, rank: int, fault: str) -> None:
+        """Start a dead searcher again, and say so."""
+        row = self.places[rank].name
+        self.weights.unpin(rank)
+        self.board.add(row, "restarts", 1)
+        self.searchers[rank] = self.start(rank)
+        log = log_path(self.run_dir, row)
+        self.say(f"{fault}: it is started again; its log is {log}")
+
+    def stop(self) -> None:
+        """Join the searchers, which end by themselves when the board says stop.
+
+        One that is loading, or has not ended after STOP_SECONDS, is killed.
+        """
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in self.searchers:
+            if self.board.get(process.name, "ready"):
+                process.join(max(0.0, deadline - time.monotonic()))
+            children.kill(process)
+        # Each thread frees its queue's semaphores. One that this process's end cuts short in that
+        # leaves a warning on stderr that they leaked.
+        for thread in self.threads:
+            thread.join(2 * POLL_SECONDS)
+        self.rollout_queue.close()
+        if feeder := self.rollout_queue._thread:
+            feeder.join(POLL_SECONDS / 2)

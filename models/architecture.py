@@ -1,0 +1,59 @@
+"""What is known of a policy before it is loaded: layers, and names and shapes of its weights."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from config import Config, UserError, extra, first_line
+from models.loading import directory_of
+from models.policy import trained_parameters
+
+
+def policy_without_weights(config: Config) -> torch.nn.Module:
+    """Make config.model on the meta device: names and shapes, nothing loaded.
+
+    Raises UserError for a model that cannot be had.
+    """
+    try:
+        architecture = AutoConfig.from_pretrained(
+            directory_of("--model", config.model, weights=False),
+            trust_remote_code=config.trust_remote_code,
+        )
+        if getattr(architecture, "quantization_config", None):
+            raise ValueError("it is quantized, and the trainer needs plain weights")
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                architecture, trust_remote_code=config.trust_remote_code
+            )
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {config.model!r} cannot be used: {first_line(error)}") from error
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """List the layers of a model: what transformers would not split between two devices."""
+    kinds = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, a tied one once, with nothing loaded.
+
+    Raises UserError for a model that cannot be had, or has fewer positions than the run needs.
+    """
+    model = policy_without_weights(config)
+    tokens = sum(config.longest_row)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        flags = "--max_prompt_tokens {} + --max_response_tokens {}".format(*config.longest_row)
+        flags = "--max_episode_tokens" if config.max_episode_tokens else flags
+        raise UserError(
+            f"{flags} is {tokens}, more than the {limit} positions of --model {config.model!r}"
+        )
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the parameters to train. Nothing is loaded. Raises UserError."""
+    policy = policy_without_weights(config)
+    if config.lora_rank:
+        extra("lora", f"--lora_rank {config.lora_rank}").add_adapters(policy, config)
+    return {name: tuple(value.shape) for name, value in trained_parameters(policy).items()}

@@ -1,1 +1,0 @@
-"""How is what a run has written shown: report.html, pictures, trackers?"""

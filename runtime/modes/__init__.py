@@ -1,1 +1,0 @@
-"""What is searched next, what is trained on next: free-running, or in lockstep?"""

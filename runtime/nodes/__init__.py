@@ -1,1 +1,0 @@
-"""How do searchers on other machines take part (--ray)?"""

@@ -1,1 +1,0 @@
-"""Does the run fit into this machine's memory?"""

@@ -1,0 +1,72 @@
+"""The first look: what a user would ask of the first responses, said before the first step."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from buffer import Group, rows_of
+from config import Config
+from models.tokens import load_tokenizer, tokens_left_out
+from runtime.record.answers import look_at
+from runtime.transport.messages import Answers
+from tasks import Task, load_task
+
+
+def first_look(
+    config: Config, groups: list[Group], figures: dict[str, float], left_out: int
+) -> Iterator[str]:
+    """Say what a user would ask of the first groups, a line each.
+
+    figures: of them, as in metrics.py. left_out: queries whose prompts are empty or too long.
+    """
+    tokenizer, task = load_tokenizer(config), load_task(config.task, **config.options)
+    hidden = tokens_left_out(tokenizer, task.keep_special_tokens)
+    equal, cut = figures["equal_rewards"], 1 - figures["finished"]
+    reward = f"reward {figures['reward']:.3g}"
+    yield f"first {len(groups)} groups: {reward}; all rewards equal in {equal:.0%} of them"
+    if equal == 1.0:
+        yield (
+            "so they do not say which response is better. If that is not the best reward there is, "
+            "see in samples.jsonl whether score() finds the answer; else try easier queries, a "
+            "larger --samples_per_query or --temperature"
+        )
+    if config.max_episode_tokens is None:  # else a response is more than one text
+        answers = answers_of(tokenizer, hidden, task, groups)
+        yield str(answers)
+        if answers.unanswered == 1:
+            yield f"the task finds an answer in no response: {task.if_unanswered}"
+    elif cut:
+        what = "--max_turns or --max_episode_tokens, or a turn by --max_response_tokens"
+        yield f"{cut:.0%} of the first responses were cut off by {what}"
+    if left_out:
+        why = f"over --max_prompt_tokens {config.max_prompt_tokens}, empty or not Unicode"
+        yield f"prompts left out, {why}: {left_out}"
+    if unseen := find_unseen(tokenizer, hidden, groups):
+        what = f"special tokens in the responses, {', '.join(unseen)}"
+        yield f"score() does not see {what}: keep_special_tokens of the task would show them"
+
+
+def answers_of(
+    tokenizer: PreTrainedTokenizerBase, hidden: dict[int, str], task: Task, groups: list[Group]
+) -> Answers:
+    """Look at the responses of groups, as texts that score() saw. hidden: from it, by id."""
+    rows = [row for group in groups for row in rows_of(group)]
+    tokens = [[token for token in row.tokens.tolist() if token not in hidden] for row in rows]
+    finished = np.concatenate([group.finished for group in groups]).tolist()
+    return look_at(task, tokenizer.batch_decode(tokens), [row.reward for row in rows], finished)
+
+
+def find_unseen(
+    tokenizer: PreTrainedTokenizerBase, hidden: dict[int, str], groups: list[Group]
+) -> list[str]:
+    """Name the special tokens within the sampled responses that are hidden from score()."""
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    # The last token of a turn may be another end, of several that a model has.
+    rows = [
+        row.tokens[:-1][row.sampled[:-1] & row.sampled[1:]]
+        for group in groups
+        for row in rows_of(group)
+    ]
+    found = {*np.concatenate(rows).tolist()} - ends
+    return sorted(hidden[token] for token in found & hidden.keys())

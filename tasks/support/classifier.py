@@ -1,0 +1,231 @@
+"""A task's models: sequence classifiers, judges, sentence embeddings, and a sampler of answers.
+
+Texts to score are read in batches of similar length.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
+from config import UserError, first_line
+from models.device import device
+from models.folder import fetch_weights
+from models.hub import fetch_model
+from models.loading import load_model, read_tokenizer
+from models.logprobs import right_padded, split_rows
+
+TOKENS_PER_FORWARD = 16384
+BEFORE_VERDICT, VERDICT = "\n\n", "unsafe"  # of Llama Guard 3
+
+
+def prepare_classifier(
+    flag: str, model: str, label: str | None = None, tokenizer: str = ""
+) -> None:
+    """Fetch a classifier and check it, before anything starts.
+
+    label: one that it must have; None for a reward model, which must have a single one and a scalar
+    head. tokenizer: the model that has its tokenizer, "" for itself. Raises UserError if it cannot
+    be had or is not as it must be.
+    """
+    found = fetch_model(flag, model, weights=False)
+    try:
+        config = AutoConfig.from_pretrained(found, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {model!r} cannot be used: {first_line(error)}") from error
+    if tokenizer:
+        fetch_model(flag, tokenizer, weights=False)
+    reader = read_tokenizer(flag, tokenizer or model)
+    if label is None:
+        if config.num_labels != 1:
+            raise UserError(
+                f"{flag} {model!r} has {config.num_labels} labels: it must have 1, a scalar score"
+            )
+        with torch.device("meta"):
+            has_head = hasattr(AutoModelForSequenceClassification.from_config(config), "score")
+        if not has_head or reader.eos_token_id is None:
+            raise UserError(
+                f"{flag} {model!r} is no causal model with a scalar head and an end-of-sequence "
+                "token: its reward is read there"
+            )
+    elif label not in config.id2label.values():
+        raise UserError(
+            f"{flag} {model!r} has no label {label!r}: it has {', '.join(config.id2label.values())}"
+        )
+    fetch_weights(flag, model, AutoModelForSequenceClassification)
+
+
+def embeddings(model: str, texts: list[str]) -> np.ndarray:
+    """Return (N, D) sentence embeddings: the mean over tokens of an encoder's last hidden state.
+
+    That is what sentence-transformers/all-MiniLM-L6-v2 is made for. The library of that name would
+    bring scikit-learn, which transformers then imports in every process.
+    """
+    encoder = load_model("the task's model", model, AutoModel).to(device())
+
+    def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state  # (n, T, D)
+        return (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+
+    tokenizer = read_tokenizer("the task's model", model)
+    return in_batches(tokenizer(texts, truncation=True).input_ids, read)
+
+
+@torch.no_grad()
+def in_batches(
+    ids: list[list[int]], read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> np.ndarray:
+    """Read N rows of token ids a few of similar length at a time; (N, ...) in the rows' order.
+
+    read: (ids: (n, T) padded on the right, mask: (n, T), False at padding) -> (n, ...).
+    """
+    values = [None] * len(ids)
+    for rows in split_rows([], ids, TOKENS_PER_FORWARD):
+        padded, mask = right_padded([ids[row] for row in rows], device())
+        for row, value in zip(rows, read(padded, mask).float().cpu().numpy()):
+            values[row] = value
+    return np.array(values)
+
+
+def last_states(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a causal model's hidden states of the last token of each row: (n, H)."""
+    # Padding is on the right and attention is causal: no real token sees it.
+    hidden = model.base_model(input_ids=ids).last_hidden_state  # (n, T, H)
+    return hidden[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
+
+
+def load_task_model(kind: type, model: str) -> torch.nn.Module:
+    """Load a task's model on this process's device. kind: the class of transformers for it."""
+    return load_model("the task's model", model, kind, dtype="auto").to(device())
+
+
+class Classifier:
+    """A sequence classifier: it reads text, whatever the policy's tokens.
+
+    tokenizer: the model that has its tokenizer, "" for itself.
+    """
+
+    def __init__(self, model: str, tokenizer: str = ""):
+        self.tokenizer = read_tokenizer("the task's model", tokenizer or model)
+        self.model = load_task_model(AutoModelForSequenceClassification, model)
+
+    def rewards(self, texts: list[str]) -> np.ndarray:
+        """Score texts with a causal model of one label: (N,).
+
+        Its scalar head is read at the end-of-sequence token, which is added to each text.
+        """
+
+        def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            # Not the model's own pooling: that looks for the last token that is not padding, and
+            # goes past the end-of-sequence where that is padding too.
+            return self.model.score(last_states(self.model, ids, mask))[:, 0]
+
+        limit, eos = self.model.config.max_position_embeddings - 1, self.tokenizer.eos_token_id
+        ids = [row[:limit] + [eos] for row in self.tokenizer(texts).input_ids]
+        return in_batches(ids, read)
+
+    def probabilities(self, texts: list[str], label: str) -> np.ndarray:
+        """Probability of the label for each text: (N,)."""
+        # Not label2id: there are published configurations in which that is null.
+        number = next(i for i, name in self.model.config.id2label.items() if name == label)
+
+        def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            logits = self.model(input_ids=ids, attention_mask=mask.long()).logits  # (n, labels)
+            return logits.float().softmax(-1)[:, number]
+
+        return in_batches(self.tokenizer(texts, truncation=True).input_ids, read)
+
+
+def prepare_judge(flag: str, model: str) -> None:
+    """Fetch a judge and check it. Raises UserError if its chat template leaves out what is judged.
+
+    Some templates want parts in place of a text, and drop a text without a word.
+    """
+    fetch_model(flag, model, weights=False)
+    try:
+        shown = judged_texts(read_tokenizer(flag, model), ["(asked)"], ["(answered)"])[0]
+    except (ValueError, TemplateError):
+        shown = ""
+    if not ("(asked)" in shown and "(answered)" in shown):
+        raise UserError(
+            f"{flag} {model!r} has no chat template that shows a user's message and its answer: "
+            "use a model that was made to judge those, such as meta-llama/Llama-Guard-3-8B"
+        )
+    fetch_weights(flag, model)
+
+
+def judged_texts(tokenizer, prompts: list[str], answers: list[str]) -> list[str]:
+    """Write what a judge reads of each prompt and its answer, up to its verdict."""
+    chats = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        for prompt, answer in zip(prompts, answers)
+    ]
+    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    return [text.rstrip("\n") + BEFORE_VERDICT for text in texts]
+
+
+class Judge:
+    """A language model as a judge of answers, such as Llama Guard 3."""
+
+    def __init__(self, model: str):
+        self.tokenizer = read_tokenizer("the task's model", model)
+        self.model = load_task_model(AutoModelForCausalLM, model)
+        self.verdict = self.tokenizer(VERDICT, add_special_tokens=False).input_ids[0]
+
+    def probabilities(self, prompts: list[str], answers: list[str]) -> np.ndarray:
+        """Probability that the verdict on each answer begins as "unsafe" does: (N,)."""
+
+        def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            logits = self.model.get_output_embeddings()(last_states(self.model, ids, mask))
+            return logits.float().softmax(-1)[:, self.verdict]
+
+        texts = judged_texts(self.tokenizer, prompts, answers)
+        # A template writes the special tokens itself.
+        return in_batches(self.tokenizer(texts, add_special_tokens=False).input_ids, read)
+
+
+class Sampler:
+    """A causal model that answers texts by sampling: the victim of red-teaming."""
+
+    def __init__(self, model: str):
+        self.tokenizer = read_tokenizer("the task's model", model)
+        self.tokenizer.padding_side = "left"
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self.is_chat = self.tokenizer.chat_template is not None
+        self.model = load_task_model(AutoModelForCausalLM, model)
+
+    @torch.no_grad()
+    def sample(
+        self, texts: list[str], per_text: int, temperature: float, top_p: float, max_tokens: int
+    ) -> list[str]:
+        """Return `per_text` responses to each text, those of one text contiguous.
+
+        A chat model gets each text as a user's message.
+        """
+        how = dict(padding=True, return_tensors="pt")
+        if self.is_chat:
+            how |= dict(add_generation_prompt=True, return_dict=True)
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            inputs = self.tokenizer.apply_chat_template(chats, **how)
+        else:
+            inputs = self.tokenizer(texts, **how)
+        inputs = inputs.to(self.model.device)
+        out = self.model.generate(
+            **inputs,
+            do_sample=True,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=0,
+            max_new_tokens=max_tokens,
+            num_return_sequences=per_text,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        responses = out[:, inputs.input_ids.shape[1] :]
+        return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
