@@ -72,30 +72,30 @@ def rows_of(group: Group, step: int = 0) -> list[Row]:
     return [Row(*same, *own, reward, step) for own, reward in zip(arrays, group.rewards.tolist())]
 
 
-class Deck:
+class QueryOrder:
     """Query ids drawn uniformly without replacement, from the start again when all were drawn.
 
     Adding and drawing cost O(1).
     """
 
-    def __init__(self, cards: list[int] | None = None, drawn: int = 0):
-        self.cards = cards or []
-        self.drawn = drawn  # cards[:drawn] are out
+    def __init__(self, ids: list[int] | None = None, drawn: int = 0):
+        self.ids = ids or []
+        self.drawn = drawn  # ids[:drawn] are out
 
     def draw(self, rng: np.random.Generator) -> int:
-        if self.drawn == len(self.cards):
+        if self.drawn == len(self.ids):
             self.drawn = 0
         # One step of a Fisher-Yates shuffle.
-        cards, i, j = self.cards, self.drawn, int(rng.integers(self.drawn, len(self.cards)))
-        cards[i], cards[j] = cards[j], cards[i]
+        ids, i, j = self.ids, self.drawn, int(rng.integers(self.drawn, len(self.ids)))
+        ids[i], ids[j] = ids[j], ids[i]
         self.drawn += 1
-        return cards[i]
+        return ids[i]
 
     def remove_last_drawn(self) -> None:
-        """Take the last drawn card out for good; the last of the deck fills its place."""
+        """Take the last drawn id out for good; the last of all fills its place."""
         self.drawn -= 1
-        self.cards[self.drawn] = self.cards[-1]
-        self.cards.pop()
+        self.ids[self.drawn] = self.ids[-1]
+        self.ids.pop()
 
 
 # A sampling rule chooses which rows of a query are replayed: (rows, their rewards (N,), count, rng)
@@ -129,7 +129,7 @@ def by_reward(inverse_temperature: float) -> Rule:
     return rule if inverse_temperature else uniformly
 
 
-class Shelf:
+class QueryRows:
     """The responses of one query, oldest out first when more than `capacity`. Adding costs O(1)."""
 
     def __init__(self):
@@ -141,7 +141,7 @@ class Shelf:
     def add(self, row: Row, key: bytes, capacity: int) -> None:
         """Add a response; the oldest one leaves when there are more than `capacity`.
 
-        key: what row.tokens.tobytes() gives, made once for the two shelves that a response goes on.
+        key: what row.tokens.tobytes() gives, made once for the two pools that a response goes into.
         """
         if key in self.place:  # an exact duplicate: the newest copy stays, and counts as new
             index = self.place.pop(key)
@@ -169,48 +169,48 @@ class Shelf:
 
 
 class Pool:
-    """Responses by query, and the deck that the queries are drawn from."""
+    """Responses by query, and the order in which queries are drawn."""
 
     ARRAYS = ("prompt", *TOKEN_ARRAYS)  # of a row
 
     def __init__(self):
-        self.shelves: dict[int, Shelf] = {}  # by query id
-        self.deck = Deck()
+        self.of_query: dict[int, QueryRows] = {}  # by query id
+        self.order = QueryOrder()
         self.num_responses = 0
 
     def add(self, row: Row, key: bytes, capacity: int) -> None:
-        """Put a response on its query's shelf, as Shelf.add does."""
-        if row.query_id not in self.shelves:
-            self.shelves[row.query_id] = Shelf()
-            self.deck.cards.append(row.query_id)
-        shelf = self.shelves[row.query_id]
-        self.num_responses -= len(shelf.rows)
-        shelf.add(row, key, capacity)
-        self.num_responses += len(shelf.rows)
+        """Add a response to those of its query, as QueryRows.add does."""
+        if row.query_id not in self.of_query:
+            self.of_query[row.query_id] = QueryRows()
+            self.order.ids.append(row.query_id)
+        held = self.of_query[row.query_id]
+        self.num_responses -= len(held.rows)
+        held.add(row, key, capacity)
+        self.num_responses += len(held.rows)
 
     def draw(
         self, count: int, rule: Rule, oldest_version: int, rng: np.random.Generator
     ) -> list[Row]:
         """Draw `count` responses to the next query that has young ones; [] if none has."""
-        while self.deck.cards:
-            query = self.deck.draw(rng)
-            rows = self.shelves[query].draw(count, rule, oldest_version, rng)
+        while self.order.ids:
+            query = self.order.draw(rng)
+            rows = self.of_query[query].draw(count, rule, oldest_version, rng)
             if rows:
                 return rows
             # All are too old and will stay so: the query is removed.
-            self.deck.remove_last_drawn()
-            self.num_responses -= len(self.shelves.pop(query).rows)
+            self.order.remove_last_drawn()
+            self.num_responses -= len(self.of_query.pop(query).rows)
         return []
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The whole state as plain arrays."""
-        shelves = [self.shelves[query] for query in self.deck.cards]
-        rows = [row for shelf in shelves for row in shelf.rows]
-        ages = [index for shelf in shelves for index in shelf.place.values()]
+        queries = [self.of_query[query] for query in self.order.ids]
+        rows = [row for query in queries for row in query.rows]
+        ages = [index for query in queries for index in query.place.values()]
         state = {
-            "drawn": np.array(self.deck.drawn),
-            "cards": np.array(self.deck.cards, np.int64),
-            "counts": np.array([len(shelf.rows) for shelf in shelves], np.int64),
+            "drawn": np.array(self.order.drawn),
+            "cards": np.array(self.order.ids, np.int64),
+            "counts": np.array([len(query.rows) for query in queries], np.int64),
             "ages": np.array(ages, np.int64),
             "versions": np.array([row.version for row in rows], np.int64),
             "reference_versions": np.array([row.reference_version for row in rows], np.int64),
@@ -234,19 +234,19 @@ class Pool:
         }
         names = "versions", "reference_versions", "rewards", "received_steps"
         versions, reference_versions, rewards, steps = (state[name].tolist() for name in names)
-        cards, start = state["cards"].tolist(), 0
-        for query, count in zip(cards, state["counts"].tolist()):
-            shelf = self.shelves[query] = Shelf()
+        ids, start = state["cards"].tolist(), 0
+        for query, count in zip(ids, state["counts"].tolist()):
+            held = self.of_query[query] = QueryRows()
             for i in range(start, start + count):
                 arrays = [columns[name][i] for name in self.ARRAYS]
                 row = Row(query, versions[i], reference_versions[i], *arrays, rewards[i], steps[i])
-                shelf.rows.append(row)
-            shelf.rewards = np.array(rewards[start : start + count])
+                held.rows.append(row)
+            held.rewards = np.array(rewards[start : start + count])
             for index in state["ages"][start : start + count].tolist():  # oldest first
-                shelf.place[shelf.rows[index].tokens.tobytes()] = index
+                held.place[held.rows[index].tokens.tobytes()] = index
             start += count
         self.num_responses = start
-        self.deck = Deck(cards, int(state["drawn"]))
+        self.order = QueryOrder(ids, int(state["drawn"]))
 
 
 class ReplayBuffer:
@@ -278,7 +278,7 @@ class ReplayBuffer:
     @property
     def queries(self) -> int:
         """Queries with responses held."""
-        return len(self.all.shelves)
+        return len(self.all.of_query)
 
     def add(self, groups: list[Group], step: int) -> None:
         """Add what one sync brought. Calls with one `step` are one sync.
@@ -291,8 +291,8 @@ class ReplayBuffer:
             self.received += len(group.lengths)
             capacity = self.capacity_per_query
             if self.growth_steps is not None and step >= self.growth_steps:
-                shelf = self.all.shelves.get(group.query_id)
-                capacity = max(len(shelf.rows) if shelf else 0, len(group.lengths))
+                held = self.all.of_query.get(group.query_id)
+                capacity = max(len(held.rows) if held else 0, len(group.lengths))
             for row in rows_of(group, step):
                 key = row.tokens.tobytes()
                 self.all.add(row, key, capacity)

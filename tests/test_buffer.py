@@ -243,7 +243,7 @@ def test_queries_with_old_rows_only_are_passed_over_and_leave():
     buffer = filled(*([group(query, [query], version=query)] for query in range(20)))
     drawn = [drawn_queries(buffer, 1, 0.0, oldest_version=15)[0] for _ in range(5000)]
     assert_distribution(drawn, uniform(range(15, 20)))
-    assert buffer.responses == 5 and sorted(buffer.all.shelves) == list(range(15, 20))
+    assert buffer.responses == 5 and sorted(buffer.all.of_query) == list(range(15, 20))
     # Each round of the deck is still one of every query that is left, once.
     assert all(sorted(drawn[i : i + 5]) == list(range(15, 20)) for i in range(100, 5000, 5))
     buffer.add([group(3, [3], version=16)], step=40)

@@ -78,7 +78,7 @@ def test_a_buffer_saved_before_there_were_masks_is_taken_up():
     masks = [key for key in state if "in_loss" in key or "sampled" in key]
     pool.load_state_dict({key: state[key] for key in state.keys() - masks})
     for field in "in_loss", "sampled":
-        arrays = [getattr(row, field).tolist() for row in pool.shelves[0].rows]
+        arrays = [getattr(row, field).tolist() for row in pool.of_query[0].rows]
         assert arrays == [[True, True], [True]]
 
 
