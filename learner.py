@@ -78,7 +78,7 @@ class Learner:
         tau, gamma = reward_temperature_at(config, step), reference_temperature_at(config, step)
         self.log_weights = []
         totals: Metrics = {"loss": 0.0}
-        for part, share in self.micro_batches(rows):
+        for part, share in self.split_batch(rows):
             loss, metrics = self.backward(part, beta * tau, gamma * tau, share)
             for name, value in {"loss": loss, **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + value * share
@@ -135,7 +135,7 @@ class Learner:
         prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
         if temperature is None:
             temperature = self.config.temperature
-        return self.response_logprobs(prompts, tokens, temperature, self.dtype)
+        return self.policy_logprobs(prompts, tokens, temperature, self.dtype)
 
     def step_optimizer(self) -> float:
         """Clip the gradient, apply it, and return its norm. One that is not finite is left out.
@@ -225,11 +225,11 @@ class Learner:
         """Load the policy onto this process's device. Raises as models.policy.load_policy does."""
         return load_policy(self.config, device())
 
-    def response_logprobs(self, *arguments: Any) -> Tensor:
+    def policy_logprobs(self, *arguments: Any) -> Tensor:
         """Compute log-probabilities under the policy: response_logprobs() behind its model."""
         return response_logprobs(self.policy, *arguments)
 
-    def micro_batches(self, rows: list[Row]) -> list[tuple[list[Row], float]]:
+    def split_batch(self, rows: list[Row]) -> list[tuple[list[Row], float]]:
         """Split a batch into what is computed at once, each part with its share of the batch."""
         limits = self.config.micro_batch, TOKENS_PER_FORWARD[device().type]
         parts = micro_batches(rows, self.config.responses_per_query, *limits)

@@ -107,7 +107,7 @@ def measure(variant: str, directory: str, rows: list[Row]) -> dict:
     if variant in ("padded", "trimmed", A_QUERY):
         learner_module.micro_batches = a_query_at_a_time
     learner = Learner(config, print)
-    learner.response_logprobs = partial(VARIANTS[variant], learner.policy)
+    learner.policy_logprobs = partial(VARIANTS[variant], learner.policy)
     learner.update(rows[:RESPONSES])  # warms up, and makes gradients and moments
     start = time.perf_counter()
     learner.update(rows)

@@ -156,10 +156,10 @@ class ShardedLearner(Learner):
         precision = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        self.policy_logprobs = PolicyLogprobs(policy, self.rank)
+        self.root = PolicyLogprobs(policy, self.rank)
         # Not left gathered: the weights may change before the next forward pass.
-        fully_shard(self.policy_logprobs, mesh=mesh, reshard_after_forward=True)
-        for module in (*layers, self.policy_logprobs):
+        fully_shard(self.root, mesh=mesh, reshard_after_forward=True)
+        for module in (*layers, self.root):
             module.set_gradient_divide_factor(1.0)  # the sum over ranks, not the mean
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         return policy
@@ -202,13 +202,13 @@ class ShardedLearner(Learner):
         found = super().logprobs_under(weights, own or rows[:1], temperature)[: len(own)]
         return [one for part in self.rank.gather(found) for one in part]
 
-    def response_logprobs(self, *arguments: Any) -> Tensor:
-        return self.policy_logprobs(*arguments)
+    def policy_logprobs(self, *arguments: Any) -> Tensor:
+        return self.root(*arguments)
 
-    def micro_batches(self, rows: list[Row]) -> list[tuple[list[Row], float]]:
+    def split_batch(self, rows: list[Row]) -> list[tuple[list[Row], float]]:
         """Split this rank's share of a batch; the fewest rows with a share of 0 keep step."""
         own = self.rank.share(rows, self.config.responses_per_query)
-        parts = [part for part, _ in super().micro_batches(own)]
+        parts = [part for part, _ in super().split_batch(own)]
         self.num_parts = len(parts)
         in_step = self.in_step(parts, self.config.responses_per_query)
         return [(part, is_counted * len(part) / len(rows)) for part, is_counted in in_step]
@@ -246,7 +246,7 @@ class ShardedLearner(Learner):
         if not fits:
             # Or FSDP2 takes the next backward pass for the rest of this one. Gradients that are
             # left go into those of the next pass, which the trial drops.
-            self.policy_logprobs.reset_iter_state()
+            self.root.reset_iter_state()
         return all(self.rank.gather(fits))
 
 
