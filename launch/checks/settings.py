@@ -8,6 +8,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 from config import Bound, Config, UserError, extra, find_extra
 from tasks import Task, find_task
 
+CHECKED = "lora", "tracking", "nodes.joining"  # extras that need a library, or other machines
 PLAIN_TYPES = {int, float, bool, str, dict, types.NoneType}  # of a setting; a task may have others
 
 
@@ -52,12 +53,10 @@ def wanted_extras(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def check_extras(config: Config) -> None:
-    """Have each of them look whether the libraries and machines that it needs are there.
-
-    Raises UserError.
-    """
+    """Raise UserError where the library or the machines that one of them needs are not there."""
     for name, flag in wanted_extras(config):
-        getattr(extra(name, flag), "check", lambda config: None)(config)
+        if name in CHECKED:
+            extra(name, flag).check(config)
 
 
 def check_types(values: dict[str, object], owner: type) -> None:
