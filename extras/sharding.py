@@ -29,7 +29,7 @@ from loss import Metrics
 from models.architecture import decoder_layers
 from models.device import device
 from models.importance import importance_figures
-from models.logprobs import TOKENS_PER_FORWARD, response_logprobs, split_rows
+from models.logprobs import distinct_passes, response_logprobs
 from models.policy import load_policy
 from runtime.memory_trial import try_largest_batch
 from runtime.transport.board import Board
@@ -122,9 +122,8 @@ class PolicyLogprobs(torch.nn.Module):
     def forward(
         self, prompts: list[np.ndarray], responses: list[np.ndarray], *arguments: Any
     ) -> Tensor:
-        rows = {(a.tobytes(), b.tobytes()): (a, b) for a, b in zip(prompts, responses)}
-        own = len(split_rows(*zip(*rows.values()), TOKENS_PER_FORWARD[device().type]))
-        lacking = max(self.rank.gather(own)) - own
+        *_, passes = distinct_passes(prompts, responses, device())
+        lacking = max(self.rank.gather(len(passes))) - len(passes)
         logprobs = response_logprobs(self.policy, prompts, responses, *arguments)
         for _ in range(lacking):
             more = response_logprobs(self.policy, prompts[-1:], [responses[-1][:2]], *arguments)

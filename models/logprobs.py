@@ -36,13 +36,11 @@ def response_logprobs(
     tokens of these N rows, a prompt counted for each, never with N x T x vocabulary.
     """
     device = next(model.parameters()).device
-    pairs = [(prompt.tobytes(), response.tobytes()) for prompt, response in zip(prompts, responses)]
-    kept, place = _distinct(pairs)
+    kept, place, chunked_rows = distinct_passes(prompts, responses, device)
     prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
     width = max(len(response) for response in responses)
     head = model.get_output_embeddings()
     chunks = []
-    chunked_rows = split_rows(prompts, responses, TOKENS_PER_FORWARD[device.type])
     is_cast = dtype != next(model.parameters()).dtype
     # One autocast for all chunks: within it each weight is cast once.
     with torch.autocast(device.type, dtype, enabled=is_cast):
@@ -60,6 +58,15 @@ def response_logprobs(
             chunks.append(F.pad(chunk, (0, width - mask.shape[1])))
     order = np.argsort(np.concatenate(chunked_rows))[place]
     return torch.cat(chunks)[torch.from_numpy(order).to(device)]
+
+
+def distinct_passes(
+    prompts: list[np.ndarray], responses: list[np.ndarray], device: torch.device
+) -> tuple[list[int], list[int], list[np.ndarray]]:
+    """Return the rows to run, for each row its place among them, and the places of each pass."""
+    kept, place = _distinct([(a.tobytes(), b.tobytes()) for a, b in zip(prompts, responses)])
+    distinct = [prompts[row] for row in kept], [responses[row] for row in kept]
+    return kept, place, split_rows(*distinct, TOKENS_PER_FORWARD[device.type])
 
 
 def split_rows(
