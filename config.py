@@ -50,19 +50,20 @@ def _import_file(kind: str, file: str, modified: int) -> ModuleType:
     return module
 
 
-def extra(name: str, flag: str) -> ModuleType:
-    """Import a module of extras/, which holds what a flag turns on. Nothing else imports those.
-
-    flag: as it was given. Raises UserError as find_extra() does.
-    """
-    find_extra(name, flag)
+def extra(name: str) -> ModuleType:
+    """Import a module of extras/, which holds what a flag turns on. Nothing else imports those."""
     return importlib.import_module(f"extras.{name}")
 
 
+def has_extra(name: str) -> bool:
+    """Whether this copy of the project holds a module of extras/. Imports nothing."""
+    return (Path(__file__).parent / f"extras/{name.replace('.', '/')}.py").exists()
+
+
 def find_extra(name: str, flag: str) -> None:
-    """Raise UserError where this copy of the project lacks a module of extras/. Imports nothing."""
-    module = f"extras/{name.replace('.', '/')}"
-    if not (Path(__file__).parent / f"{module}.py").exists():
+    """Raise UserError where a copy of the project lacks the module of extras/ for a flag."""
+    if not has_extra(name):
+        module = f"extras/{name.replace('.', '/')}"
         raise UserError(f"{flag} needs {module}, which this copy of the project lacks")
 
 
@@ -339,7 +340,7 @@ class Config(
         """Whether the objective reads log pi_ref: else no searcher loads a reference policy."""
         if self.loss == "tb" or self.loss.endswith(".py"):
             return True
-        return self.loss not in extra("objectives", f"--loss {self.loss}").WITHOUT_REFERENCE
+        return self.loss not in extra("objectives").WITHOUT_REFERENCE
 
     @property
     def longest_row(self) -> tuple[int, int]:

@@ -92,8 +92,7 @@ class Learner:
         beta, reference_temperature: multiplied by tau already, as in loss_inputs().
         """
         if self.low_memory:
-            two_passes = extra("low_memory", "--low_memory on")
-            return two_passes.backward(self, rows, beta, reference_temperature, share)
+            return extra("low_memory").backward(self, rows, beta, reference_temperature, share)
         inputs = self.loss_inputs(rows, beta, reference_temperature)
         self.log_weights.append(log_weights(inputs))
         # "tb", the default, is trajectory_balance in loss.py (Eq. 3 to 5).
@@ -269,9 +268,9 @@ class Learner:
 def make_learner(config: Config, say: Callable[[str], None], rank: Any = None) -> Learner:
     """Make the learner that the settings want. rank: of extras/sharding.py, one of several."""
     if rank:
-        return extra("sharding", "--trainer_processes").ShardedLearner(config, say, rank)
+        return extra("sharding").ShardedLearner(config, say, rank)
     if config.lora_rank:
-        return extra("lora", f"--lora_rank {config.lora_rank}").LoraLearner(config, say)
+        return extra("lora").LoraLearner(config, say)
     return Learner(config, say)
 
 
@@ -283,7 +282,7 @@ def find_objective(name_or_file: str) -> Objective:
     if name_or_file == "tb":
         return trajectory_balance
     if not name_or_file.endswith(".py"):
-        losses = extra("objectives", f"--loss {name_or_file}").LOSSES
+        losses = extra("objectives").LOSSES
         if name_or_file not in losses:
             names = ", ".join(losses)
             raise UserError(f"--loss is {name_or_file!r}: it is one of {names}, or a .py file")

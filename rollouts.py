@@ -157,7 +157,7 @@ class Workload:
 def make_workload(config: Config, *arguments: Any) -> Workload:
     """Make the workload of the settings' mode. arguments: of Workload, behind config."""
     if config.lockstep:
-        return extra("lockstep", "--constant_staleness").LockstepWorkload(config, *arguments)
+        return extra("lockstep").LockstepWorkload(config, *arguments)
     return Workload(config, *arguments)
 
 
@@ -230,5 +230,4 @@ def make_generation(
     """Make the generation that the task wants. scorer: where an environment replies."""
     if config.max_episode_tokens is None:
         return Generation(config, tokenizer, engine, scorer.task)
-    episodes = extra("episodes", f"--max_episode_tokens {config.max_episode_tokens}")
-    return episodes.Episodes(config, tokenizer, engine, scorer)
+    return extra("episodes").Episodes(config, tokenizer, engine, scorer)

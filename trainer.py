@@ -60,8 +60,8 @@ class Trainer:
         self.buffer = self.make_buffer()
         self.resets = None
         if config.reference_reset_period:
-            resets = extra("reference_resets", "--reference_reset_period")
-            self.resets = resets.ReferenceResets(config, weights, self.learner)
+            resets = extra("reference_resets").ReferenceResets
+            self.resets = resets(config, weights, self.learner)
         self.evaluations = EvaluationRequests(config, weights, board)
         self.waits = Waits(config, board, self.report, self.timeline, not self.is_exact)
         self.metrics = StepMetrics(self.learner, weights, self.buffer, rollout_queue, board)
@@ -242,11 +242,11 @@ def run(
 def follow(config: Config, rank: Any, board: Board, row: str) -> None:
     """A trainer process other than the first. row: its row of the board."""
     with board.note_failure(row):
-        extra("sharding", "--trainer_processes").follow(config, rank, board, row)
+        extra("sharding").follow(config, rank, board, row)
 
 
 def trainer_of(config: Config) -> type[Trainer]:
     """Find the trainer of the settings' mode."""
     if config.lockstep:
-        return extra("lockstep", "--constant_staleness").LockstepTrainer
+        return extra("lockstep").LockstepTrainer
     return Trainer

@@ -80,7 +80,7 @@ class Run:
         readers = len(searchers) + bool(config.ray)
         self.weights = SharedWeights(shapes, dtype, readers, reference=resets)
         if config.ray:
-            cluster = extra("nodes.cluster", f"--ray {config.ray}")
+            cluster = extra("nodes.cluster")
             self.board = cluster.ClusterBoard(names)
             supervise = partial(cluster.Cluster, given=given)
         else:
@@ -96,7 +96,7 @@ class Run:
         self.supervisor = supervise(config, searchers, self.weights, self.board, *arguments)
         self.tracking = None
         if config.track:
-            self.tracking = extra("tracking", f"--track {config.track}").Tracking(config)
+            self.tracking = extra("tracking").Tracking(config)
 
     def train(self) -> None:
         """Start the trainer, and watch over all until it has ended. Raises RunFailed."""
@@ -114,8 +114,7 @@ class Run:
         ranks: list = [None]
         if config.trainer_processes > 1:
             timeout = config.searcher_timeout + SPARE_SECONDS
-            sharding = extra("sharding", f"--trainer_processes {config.trainer_processes}")
-            ranks = sharding.connect(config.trainer_processes, timeout)
+            ranks = extra("sharding").connect(config.trainer_processes, timeout)
         for place, rank in zip(trainers_of(self.places), ranks):
             target, stdout = "trainer:follow", None
             arguments = config, rank, board, place.name

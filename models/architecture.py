@@ -55,5 +55,5 @@ def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the parameters to train. Nothing is loaded. Raises UserError."""
     policy = policy_without_weights(config)
     if config.lora_rank:
-        extra("lora", f"--lora_rank {config.lora_rank}").add_adapters(policy, config)
+        extra("lora").add_adapters(policy, config)
     return {name: tuple(value.shape) for name, value in trained_parameters(policy).items()}

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from buffer import Row
-from config import Config, extra
+from config import Config, extra, has_extra
 from learner import Learner
 
 
@@ -18,7 +18,7 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
     """
     rows = largest_micro_batch(config, learner.policy.get_input_embeddings().num_embeddings)
     it_fits = fits(config, learner, rows)
-    if config.low_memory == "auto" and not it_fits:
+    if config.low_memory == "auto" and not it_fits and has_extra("low_memory"):
         learner.low_memory = True
         it_fits = fits(config, learner, rows)
         if it_fits:
@@ -27,7 +27,7 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
             )
     if it_fits:
         if learner.low_memory:
-            extra("low_memory", "--low_memory on").check_inputs(learner, rows[:1])
+            extra("low_memory").check_inputs(learner, rows[:1])
         return
     length = "--max_episode_tokens" if config.max_episode_tokens else "--max_response_tokens"
     smaller = f"{length} or --responses_per_query"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config import Config, UserError, extra, first_line
+from config import Config, UserError, extra, find_extra, first_line
 from launch import resuming
 from launch.checks.objective import check_objective
 from models.architecture import policy_without_weights
@@ -40,6 +40,8 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], list[str | Messages
     all prompts and answers. Raises UserError.
     """
     task, sizes, prompts = load_task(config.task, **config.options), {}, []
+    if task.score_timeout is not None:
+        find_extra("score_workers", f"task {config.task}, as it has a score_timeout,")
     digest = hashlib.blake2b(digest_size=6)
     for split in ("train", "test"):
         try:
@@ -96,8 +98,7 @@ def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
     try:
         read = [encode_prompt(tokenizer, prompt) for prompt in kinds.values()]
         for messages in chats if config.max_episode_tokens else ():
-            episodes = extra("episodes", "--max_episode_tokens")
-            episodes.encode_reply(tokenizer, messages, "?", last_token=0)
+            extra("episodes").encode_reply(tokenizer, messages, "?", last_token=0)
     except Exception as error:  # a template may refuse in words of its own
         raise UserError(
             f"the chat template of --model {config.model!r} does not take the prompts of task "

@@ -30,8 +30,6 @@ def check(config: Config) -> None:
 
 def wanted_extras(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the modules of extras/ that these settings turn on, each with its flag."""
-    if find_task(config.task).score_timeout is not None:
-        yield "score_workers", f"task {config.task}, as it has a score_timeout,"
     if config.loss != "tb" and not config.loss.endswith(".py"):
         yield "objectives", f"--loss {config.loss}"
     if config.lockstep:
@@ -54,9 +52,9 @@ def wanted_extras(config: Config) -> Iterator[tuple[str, str]]:
 
 def check_extras(config: Config) -> None:
     """Raise UserError where the library or the machines that one of them needs are not there."""
-    for name, flag in wanted_extras(config):
+    for name, _ in wanted_extras(config):
         if name in CHECKED:
-            extra(name, flag).check(config)
+            extra(name).check(config)
 
 
 def check_types(values: dict[str, object], owner: type) -> None:

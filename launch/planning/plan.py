@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from config import Config, UserError, extra
+from config import Config, UserError, extra, has_extra
 from launch.checks.objective import check_objective
+from launch.checks.settings import wanted_extras
 from launch.places import Place, evaluation_place, find_gpus, find_places, is_gpu_shared, resolve
 from launch.planning.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
 from models.architecture import weight_shapes
@@ -66,7 +67,7 @@ def check_plan(config: Config, task: Task, places: list[Place]) -> Config:
 def show_plan(config: Config) -> int:
     """--plan: print a run's plan. Returns the exit code; raises UserError if it does not fit."""
     if config.lora_rank:
-        extra("lora", f"--lora_rank {config.lora_rank}").check(config)
+        extra("lora").check(config)
     check_objective(config)
     task = load_task(config.task, **config.options)
     model = find_model("--model", config.model or task.base_model())
@@ -113,7 +114,8 @@ def make_plan(config: Config, task: Task, places: list[Place], available: dict[s
     needs = Needs(config, places, available)
     responses = needs.responses(evaluation_place(places))
     plan = Plan(config, [*needs.count(task.models())], available, responses)
-    if config.low_memory == "auto" and plan.is_short(place_of(places[0])):
+    may_take_two = config.low_memory == "auto" and has_extra("low_memory")
+    if may_take_two and plan.is_short(place_of(places[0])):
         two_passes = dataclasses.replace(config, low_memory="on")
         return make_plan(two_passes, task, places, available)
     return plan
@@ -136,6 +138,8 @@ def find_problem(plan: Plan, task: Task, places: list[Place]) -> str | None:
     gpus = [name.removeprefix("GPU ") for name in plan.available if name.startswith("GPU ")]
     for settings, note in remedies(plan, place, len(gpus)):
         config = dataclasses.replace(plan.config, **settings)
+        if not all(has_extra(name) for name, _ in wanted_extras(config)):
+            continue
         changed = make_plan(config, task, find_places(config, gpus), plan.available)
         if changed.responses and not changed.is_short(place):
             flags = " ".join(f"--{name} {value}" for name, value in settings.items())

@@ -190,7 +190,7 @@ def _count(
     else:
         hold_as_multiplied(policy, dtype)
     if config.lora_rank:
-        extra("lora", f"--lora_rank {config.lora_rank}").add_adapters(policy, config)
+        extra("lora").add_adapters(policy, config)
     kept = peak = 0
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         policy.to_empty(device="cpu")

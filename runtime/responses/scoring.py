@@ -69,7 +69,7 @@ def make_scorer(config: Config, task: Task) -> RewardScorer:
     if task.score_timeout is None:
         task.load()
         return RewardScorer(task)
-    return extra("score_workers", "score_timeout of a task").ScoreWorkers(config, task)
+    return extra("score_workers").ScoreWorkers(config, task)
 
 
 def score(task: Task, queries: list[Query], texts: list[str], finished: list[bool]) -> np.ndarray:
