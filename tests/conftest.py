@@ -4,7 +4,9 @@ The environment that a searcher gets, tiny models made on the spot, and the comm
 subprocess.
 """
 
+import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import shutil
@@ -25,11 +27,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from buffer import Group
-from config import UserError
-from extras.objectives import LOSSES
+from config import Config, UserError
 from launch import children, files
 from launch.places import Place
 from learner import find_objective
+from models.policy import load_policy
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -41,6 +43,9 @@ os.environ.update(children.environment(Place("tests", GPU, [0])))
 torch.set_num_threads(1)  # it is imported already, and did not find this
 # Progress bars push what matters out of a CI's record. Of this process alone: a run has them.
 transformers.utils.logging.disable_progress_bar()
+
+
+VERSIONS = itertools.count(100)
 
 
 # Seconds that a test waits for what must happen before it fails. Far more than it takes: the tests
@@ -61,6 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if file := config.getoption("--loss"):
+        from extras.objectives import LOSSES  # which a fork may have deleted
+
         if (name := Path(file).stem) in LOSSES:
             raise pytest.UsageError(f"--loss {file}: {name} is one of ours: give it another name")
         try:
@@ -361,3 +368,37 @@ def wait_for(condition, what: str):
         assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {what}"
         time.sleep(0.05)
     return found
+
+
+def drain(engine) -> dict:
+    outputs = {}
+    while engine.rows:
+        outputs |= {output.request_id: output for output in engine.step()}
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def one_engine(tied_model):
+    from models.engine import Engine  # vLLM, which most tests do without
+
+    gc.collect()  # the end of an engine of the tests above would be that of vLLM's process groups
+    return Engine(Config(model=str(tied_model), max_prompt_tokens=900, max_response_tokens=100))
+
+
+@pytest.fixture
+def engine(one_engine):
+    """The engine of all tests that leave the weights of tied_model in it."""
+    yield one_engine
+    drain(one_engine)  # what a searcher has left unfinished
+
+
+@pytest.fixture
+def version() -> int:
+    """A version of one test alone: no keys and values of other tests are met."""
+    return next(VERSIONS)
+
+
+@pytest.fixture
+def policy(tied_model) -> torch.nn.Module:
+    """The model in the engine, as transformers loads it."""
+    return load_policy(Config(model=str(tied_model)), torch.device("cpu"))

@@ -52,7 +52,7 @@ def sample(file: str) -> list[MutationSpec]:
 
 
 def command_for(file: str) -> list[str]:
-    tests = [f"tests/test_{name}.py" for name in TESTS[file].split()]
+    tests = [str(next(ROOT.glob(f"tests/**/test_{name}.py"))) for name in TESTS[file].split()]
     marks = ["-m", "not faults and not runs and not cluster"]
     return [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *marks, *tests]
 

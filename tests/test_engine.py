@@ -1,16 +1,13 @@
 """The engine of a searcher, the real vLLM, against transformers before and after new weights."""
 
-import gc
 import queue
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import count
 
 import numpy as np
 import pytest
 import torch
-from conftest import byte_tokenizer
+from conftest import byte_tokenizer, drain
 from test_preset_starts import make
 
 from buffer import Group, rows_of
@@ -19,46 +16,18 @@ from models.architecture import weight_shapes
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy
-from models.tokens import load_tokenizer
-from rollouts import Generation, Rollout, make_generation
+from rollouts import Generation, Rollout
 from runtime.record.metrics import describe
-from runtime.responses.scoring import make_scorer
 from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
 from searcher import Searcher
-from tasks import Query, Task, load_task
+from tasks import Query, Task
 from weights import SharedWeights
 
 BLOCK = 32  # tokens in a block of vLLM's prefix cache on a CPU
-VERSIONS = count(100)
 SAMPLING = dict(n=4, temperature=0.7, max_tokens=20, seed=1)
 END = 256  # byte_tokenizer's
 ENDING = dict(n=32, temperature=1.0, max_tokens=3, seed=0, logit_bias={END: 5.0})  # now and then
-
-
-@pytest.fixture(scope="module")
-def one_engine(tied_model) -> Engine:
-    gc.collect()  # the end of an engine of the tests above would be that of vLLM's process groups
-    return Engine(Config(model=str(tied_model), max_prompt_tokens=900, max_response_tokens=100))
-
-
-@pytest.fixture
-def engine(one_engine) -> Iterator[Engine]:
-    """The engine of all tests that leave the weights of tied_model in it."""
-    yield one_engine
-    drain(one_engine)  # what a searcher has left unfinished
-
-
-@pytest.fixture
-def version() -> int:
-    """A version of one test alone: no keys and values of other tests are met."""
-    return next(VERSIONS)
-
-
-@pytest.fixture
-def policy(tied_model) -> torch.nn.Module:
-    """The model in the engine, as transformers loads it."""
-    return load_policy(Config(model=str(tied_model)), torch.device("cpu"))
 
 
 def changed(model: torch.nn.Module, seed: int, size: float = 0.1) -> dict[str, torch.Tensor]:
@@ -71,13 +40,6 @@ def take_over(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
-
-
-def drain(engine) -> dict:
-    outputs = {}
-    while engine.rows:
-        outputs |= {output.request_id: output for output in engine.step()}
-    return outputs
 
 
 def generate(engine: Engine, prompt: list[int], version: int, task=None, **sampling) -> Rollout:
@@ -300,96 +262,3 @@ def test_weights_that_a_searcher_is_loading_are_not_overwritten(searcher, policy
     searcher.weights.publish(2, parameters.items())
     searcher.take_new_weights()
     assert searcher.version == 2 and searcher.weights.version == 5
-
-
-class Counting(Task):
-    """Replies with the number of the turn; after `most` turns the episode has ended."""
-
-    def __init__(self, most: int):
-        self.most = most
-
-    def reply(self, query: Query, turns: list[str]) -> str | None:
-        return None if len(turns) == self.most else f" {len(turns)} "
-
-
-@pytest.fixture
-def play(engine, version, tied_model):
-    """A function: plays episodes, whose turns end at `ends` tokens; the rollouts by query."""
-
-    def play(task: Task, /, queries: int = 1, ends: int = 64, **settings) -> list[Rollout]:
-        limits = dict(max_prompt_tokens=20, max_response_tokens=12, max_episode_tokens=200)
-        config = Config(model=str(tied_model), **limits | settings)
-        tokenizer, scorer = load_tokenizer(config), make_scorer(config, task)
-        episodes, rollouts = make_generation(config, tokenizer, engine, scorer), []
-        sampling = dict(n=4, temperature=1.0, max_tokens=12, seed=5)
-        for number in range(queries):
-            rollout = Rollout(Query(number, "ab", None), f"q{number}", prompt=[70, 71 + number])
-            rollout.version, rollout.rewards = version, np.zeros(4, np.float32)
-            rollout.sampling = sampling | dict(stop_token_ids=list(range(ends)))
-            episodes.start(rollout)
-        while len(rollouts) < queries:
-            rollouts += episodes.step(version) + scorer.take()
-        drain(engine)
-        scorer.close()
-        return sorted(rollouts, key=lambda rollout: rollout.query.id)
-
-    return play
-
-
-def test_turns_and_replies_are_one_response_of_which_the_turns_are_learnt(play, policy):
-    (rollout,) = play(Counting(3))
-    tokenizer = load_tokenizer(Config(model=policy.name_or_path))
-    finished = [i for i in range(4) if rollout.finished[i]]
-    assert finished and all(len(rollout.texts[i]) == 3 for i in finished)
-    group = rollout.to_group(np.zeros(sum(len(a) for a, *_ in rollout.arrays), np.float32), 0)
-    for i, row in enumerate(rows_of(group)):
-        pieces = np.split(row.tokens, np.flatnonzero(np.diff(row.sampled)) + 1)
-        texts = tokenizer.batch_decode(pieces, skip_special_tokens=True)
-        turns, replies = texts[::2], texts[1::2]
-        assert turns == rollout.texts[i] and replies == [" 1 ", " 2 "][: len(turns) - 1]
-        assert (row.in_loss == row.sampled).all() and not row.behavior_logprobs[~row.sampled].any()
-    # What the engine saw is what the trainer sees: token by token the same probabilities.
-    assert mismatch(group, logprobs_of(group, policy, torch.float32)) < 1e-4
-
-
-@pytest.mark.parametrize(
-    "limits, turns", [({"max_turns": 2}, 2), ({"max_episode_tokens": 12}, None), ({"ends": 0}, 1)]
-)
-def test_an_episode_that_a_limit_ends_is_unfinished(limits, turns, play):
-    (rollout,) = play(Counting(50), **limits)
-    assert rollout.finished == [False] * 4
-    assert turns is None or {len(texts) for texts in rollout.texts} <= {1, turns}
-    if most := limits.get("max_episode_tokens"):
-        assert all(2 + len(tokens) <= most for tokens, *_ in rollout.arrays)
-
-
-@pytest.mark.parametrize(
-    "fault, error", [(lambda: 1 / 0, ZeroDivisionError), (lambda: 7, TypeError)]
-)
-def test_a_reply_that_raises_or_is_no_text_costs_its_group_alone(fault, error, play):
-    class Faulty(Task):
-        def reply(self, query: Query, turns: list[str]) -> str | None:
-            return fault() if query.id == 0 else None
-
-    bad, good = play(Faulty(), queries=2)
-    assert isinstance(bad.error, error)
-    assert good.error is None and len(good.arrays) == 4
-
-
-HANGING = """
-import time
-from tasks import Task
-class Hanging(Task):
-    queries = score = None
-    score_timeout = 2.0
-    def reply(self, query, turns):
-        while query.id == 0: time.sleep(1)
-"""
-
-
-def test_a_reply_that_hangs_costs_its_group_alone(play, tmp_path):
-    path = tmp_path / "hanging.py"
-    path.write_text(HANGING)
-    # A turn is a token.
-    bad, good = play(load_task(str(path)), queries=2, ends=255, task=str(path))
-    assert isinstance(bad.error, TimeoutError) and good.finished == [True] * 4

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PATIENCE, ROOT, flags, make_group, read, tba
-from test_objectives import make_example, to_inputs, value_and_gradient
+from test_loss import make_example, to_inputs, value_and_gradient
 
 import buffer
-from extras.objectives import LOSSES
 from learner import find_objective
+from loss import trajectory_balance
 from tasks import load_task
 from tba import main
 
@@ -50,24 +50,25 @@ def test_its_episode_ends_at_the_goal_and_is_worth_its_length(paste):
 
 @pytest.mark.parametrize("scale, is_small", [(1.0, True), (100.0, False)])
 def test_its_objective_is_half_of_trajectory_balance_up_to_residuals_of_five_nats(
-    scale, is_small, paste, monkeypatch
+    scale, is_small, paste
 ):
-    monkeypatch.setitem(LOSSES, "huber", find_objective(str(paste("huber.py"))))
+    objective = find_objective(str(paste("huber.py")))
     inputs = to_inputs(make_example("mixed"))
     inputs.logprobs, inputs.ref_logprobs = inputs.logprobs * scale, inputs.ref_logprobs * scale
     inputs.rewards = inputs.rewards * scale
-    _, huber = value_and_gradient("huber", inputs)
-    _, whole = value_and_gradient("tb", inputs)
+    _, huber = value_and_gradient(objective, inputs)
+    _, whole = value_and_gradient(trajectory_balance, inputs)
     assert huber.sign().equal(whole.sign()) and huber.abs().max() > 0
     assert torch.allclose(huber, whole / 2) == is_small
-    assert float(LOSSES["huber"](inputs)[1]["log_z"]) == float(LOSSES["tb"](inputs)[1]["log_z"])
+    log_zs = {float(loss(inputs)[1]["log_z"]) for loss in (objective, trajectory_balance)}
+    assert len(log_zs) == 1
 
 
 @pytest.mark.runs
 def test_the_tests_of_every_objective_pass_its_own_and_find_one_that_mixes_queries(paste):
     file = paste("huber.py")
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_objectives.py", "-k", "huber"]
-    command += ["--loss", file]
+    command = [sys.executable, "-m", "pytest", "-q", "tests/extras/test_objectives.py"]
+    command += ["-k", "huber", "--loss", file]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
     of_queries = ".view(-1, x.group_size).mean(dim=1)"
@@ -109,11 +110,14 @@ def test_its_tasks_train(name, own, paste, tied_model, tmp_path):
     assert "final_score" in read(run_dir, "metrics.jsonl")[-1]
 
 
-@pytest.mark.parametrize("name", ["parity.py", "climb.py"])
-def test_its_commands_are_accepted(name, paste, tied_model, capsys):
-    (line,) = re.findall(
-        rf"^    python tba.py {name} (.*)--model DIR_OR_HUB_ID$", PAGES, re.MULTILINE
-    )
-    short = flags(max_prompt_tokens=32, max_response_tokens=16) if name == "parity.py" else []
-    assert main([str(paste(name)), *line.split(), *short, *flags(model=tied_model), "--plan"]) == 0
+def flags_of(name: str) -> list[str]:
+    """The flags of the command of the pages that trains on this file, but for --model."""
+    command = rf"^    python tba.py {name} (.*)--model DIR_OR_HUB_ID$"
+    (line,) = re.findall(command, PAGES, re.MULTILINE)
+    return line.split()
+
+
+def test_its_command_is_accepted(paste, tied_model, capsys):
+    short = flags(max_prompt_tokens=32, max_response_tokens=16, model=tied_model)
+    assert main([str(paste("parity.py")), *flags_of("parity.py"), *short, "--plan"]) == 0
     assert "trainer" in capsys.readouterr().out

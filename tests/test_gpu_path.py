@@ -7,7 +7,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ import torch
 from conftest import ROOT, WHOLE_RUN, flags, read, steps_of
 
 from config import Config, UserError
-from launch import children, evaluate
-from launch.command_line import build_config
+from launch import children
 from launch.places import Place, find_places, gpu_memory, resolve
 from rollouts import Workload
 from tasks import Query
@@ -83,17 +81,6 @@ def test_trainer_processes_get_the_first_gpus_and_searchers_the_others_if_any(gp
     assert place.name == "trainer"
     with pytest.raises(UserError, match="--searchers is 1, .* one GPU: room for 0 beside"):
         find_places(Config(ray="auto", searchers=1))
-
-
-def test_an_evaluation_needs_no_gpus_for_trainer_processes(gpus, untied_model, monkeypatch):
-    gpus(1)
-    placed = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda config, place, _: placed.append(place))
-    monkeypatch.setattr(evaluate, "Interrupt", lambda: SimpleNamespace(signal=0))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that what a fetch sets ends with this test
-    settings = flags(model=untied_model, trainer_processes=4)
-    evaluate.evaluate_only(build_config(["arithmetic", "--eval_only", *settings]))
-    assert [place.gpu for place in placed] == ["0"]
 
 
 def make(directory: Path, *words: str, nvidia_smi: str, path: str) -> subprocess.CompletedProcess:

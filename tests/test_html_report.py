@@ -22,7 +22,6 @@ from transformers import ByT5Tokenizer
 
 from buffer import Group
 from config import Config, UserError
-from extras.tracking import grouped
 from launch import files, launcher, provenance
 from launch.command_line import MASK, build_config, mask
 from launch.display import html_report
@@ -252,7 +251,6 @@ def test_what_is_not_finite_is_null_in_a_file_and_shown_as_such(run_dir):
     assert "NaN" not in text and "Infinity" not in text
     assert html_report.show(str(run)) == 0, "with pictures"
     assert "5accuracynot finitenot finite to not finite" in Page(run / "report.html").check().text
-    assert grouped(step) == {}, "what a tracker is given"
 
 
 def test_groups_of_one_version_and_query_are_not_taken_for_one_and_beta_is_that_of_the_version(

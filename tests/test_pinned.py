@@ -208,7 +208,7 @@ class ScriptedSearcher:
 def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_path, monkeypatch):
     (tmp_path / "logs").mkdir()
     sizes = dict(queries_per_batch=2, responses_per_query=3, samples_per_query=4, searchers=1)
-    periods = dict(sync_period=2, eval_every=6, reference_reset_period=8, checkpoint_every=10)
+    periods = dict(sync_period=2, eval_every=6, checkpoint_every=10)
     draws = dict(max_staleness=6, most_on_policy_prob=0.5, reward_inverse_temperature=1.0)
     own = dict(task="arithmetic", model=str(untied_model), steps=24, initial_responses=24)
     config = Config(**own, **sizes, **periods, **draws)
@@ -226,9 +226,6 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
         outcome = "done" if done else "no free slot"
         return f"publish version {version}, evaluate {evaluate}: {outcome}"
 
-    def reset(done, self, version, tensors) -> str:
-        return f"publish reference {version}: {done}"
-
     def added(result, self, groups, step) -> str | None:
         return f"buffer: add {identify(groups)} at step {step}" if groups else None
 
@@ -241,7 +238,6 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
         return f"checkpoint at step {step}: {own}"
 
     record.watch(SharedWeights, "publish", published)
-    record.watch(SharedWeights, "publish_reference", reset)
     record.watch(ReplayBuffer, "add", added)
     record.watch(ReplayBuffer, "sample", lambda rows, _, *how: f"sample {how}: {identify(rows)}")
     record.watch(Learner, "update", updated)

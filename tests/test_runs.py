@@ -161,33 +161,10 @@ def test_eval_only_ends_with_what_the_run_found_as_json(finished, capfd):
     assert (found["queries"], found["long_prompts"], found["unscored"]) == (1000, 0, 0)
 
 
-def test_constant_staleness_has_batches_of_one_version_resets_to_that_and_killed_leaves_nothing(
-    tmp_path,
-):
-    settings = flags(constant_staleness=3, reference_reset_period=5)
-    with Run(tmp_path / "run", "arithmetic", *settings, *SMALL, *FOREVER) as run:
-        run.is_at(20)
-        assert len(living(run.tag)) >= 3
-        run.process.kill()
-        assert run.process.wait() == -signal.SIGKILL
-        run.nothing_is_left()
-    lines = run.steps()[:20]
-    staleness = [0, 1, 2] + [3] * 17
-    assert [line["staleness_mean"] for line in lines] == staleness
-    assert [line["staleness_max"] for line in lines] == staleness
-    assert all(line["mismatch"] < 1e-4 for line in lines)
-    # The policy that has just become the reference is at no distance from it: the responses of
-    # version 5 are trained on at step 5 + 3, and so on.
-    steps_without_kl = [line["step"] for line in lines if abs(line["kl"]) < 1e-5]
-    at_reference = {step - 1 - 3 for step in steps_without_kl if step > 4}
-    assert {5, 10, 15} <= at_reference
-    assert not {9, 14} & at_reference
-
-
 def test_a_run_with_the_readmes_objective_trains_until_ctrl_c_and_ends_soon(tmp_path):
     file, run_dir = tmp_path / "huber.py", tmp_path / "run"
     file.write_text(FILES[file.name])
-    settings = flags(loss=file, max_staleness=4, reference_reset_period=10)
+    settings = flags(loss=file, max_staleness=4)
     with Run(run_dir, "arithmetic", *settings, *SMALL, *FOREVER) as run:
         run.is_at(40)
         start = time.monotonic()
@@ -198,7 +175,7 @@ def test_a_run_with_the_readmes_objective_trains_until_ctrl_c_and_ends_soon(tmp_
         run.nothing_is_left()
     check_outputs(run_dir, run.step())
     lines = run.steps()
-    # Of one step it may be 0: just after a reset, when all rewards of a group are equal.
+    # Of one step it may be 0, when all rewards of a group are equal.
     assert max(line["grad_norm"] for line in lines[-10:]) > 0
     assert {line["bad_steps"] for line in lines} == {0}
     assert 0 < max(line["staleness_max"] for line in lines) <= 4

@@ -12,12 +12,11 @@ from conftest import make_group
 
 from buffer import Group, Row
 from config import Config
-from extras.lockstep import Arrived, LockstepTrainer
 from launch.command_line import find_presets
 from learner import Learner
 from loss import trajectory_balance
 from models.architecture import weight_shapes
-from models.logprobs import micro_batches, response_logprobs
+from models.logprobs import micro_batches
 from models.schedules import beta_at, lr_schedule
 from runtime.evaluation_requests import EvaluationRequests
 from runtime.memory_trial import try_largest_batch
@@ -106,60 +105,6 @@ def test_padded_fields_hold_each_row_to_its_end_of_sequence_token_that_is_also_p
     assert inputs.rewards.tolist() == [row.reward for row in rows]
     assert (inputs.group_size, inputs.beta) == (3, 0.5)
     assert inputs.max_response_length == learner.config.max_response_tokens
-
-
-def test_rows_that_an_earlier_reference_scored_are_scored_anew_when_they_are_drawn(make):
-    trainer = make(reference_reset_period=2)
-    policy, rows = trainer.learner.policy, make_rows(2, 3)
-    before = [row.ref_logprobs for row in rows]
-    trainer.resets.renew(rows)
-    for row, logprobs in zip(rows, before):
-        assert row.ref_logprobs is logprobs, "no reset so far"
-
-    trainer.learner.step = 2
-    prompts, responses = [row.prompt for row in rows], [row.tokens for row in rows]
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.mul_(1.1)
-        expected = response_logprobs(policy, prompts, responses, trainer.config.temperature).numpy()
-        trainer.sync()
-        assert trainer.weights.reference_version == 2
-        # The policy changes; its copy that became the reference does not.
-        for parameter in policy.parameters():
-            parameter.mul_(0.5)
-    # A searcher that has the new reference scored this one.
-    rows[5].reference_version, rows[5].ref_logprobs = 2, np.float32([7.0])
-    trainer.resets.renew(rows)
-    for row, logprobs in list(zip(rows, expected))[:5]:
-        assert row.reference_version == 2
-        np.testing.assert_allclose(row.ref_logprobs, logprobs[: len(row.tokens)], rtol=0, atol=1e-5)
-        assert row.ref_logprobs.dtype == np.float32
-    assert rows[5].ref_logprobs.tolist() == [7.0]
-
-
-def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_with_it(make):
-    trainer, seen = make(sync_period=2, reference_reset_period=4), []
-    publish = trainer.weights.publish
-
-    def watched(version, *arguments):
-        seen.append((version, trainer.weights.reference_version))
-        return publish(version, *arguments)
-
-    trainer.weights.publish = watched
-    for trainer.learner.step in range(0, 14, 2):
-        trainer.sync()
-    assert seen == [(0, 0), (2, 0), (4, 4), (6, 4), (8, 8), (10, 8), (12, 12)]
-
-
-def test_a_reset_that_a_reader_delays_comes_with_the_next_publish(make):
-    trainer = make(sync_period=2, reference_reset_period=2)
-    trainer.learner.step = 2
-    with trainer.weights.read_reference(0):
-        trainer.sync()
-        assert (trainer.weights.reference_version, trainer.resets.is_due(trainer.step)) == (0, True)
-    trainer.learner.step = 3
-    trainer.publish()
-    assert (trainer.weights.reference_version, trainer.resets.is_due(trainer.step)) == (3, False)
 
 
 def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the_run(make):
@@ -310,29 +255,6 @@ def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what
     assert weights.version == weights.evaluation_version == 4 and metrics.skipped_publishes == 1
 
 
-def test_a_lockstep_checkpoint_waits_for_all_batches_that_no_later_version_makes():
-    def is_settled() -> bool:
-        found = []
-        trainer.receive_until = lambda is_done, what: found.append(is_done())
-        trainer.receive_what_is_saved()
-        return found == [True]
-
-    trainer = object.__new__(LockstepTrainer)
-    trainer.config = Config(**SHORT, constant_staleness=2, queries_per_batch=1, steps=9)
-    trainer.buffer, trainer.receive = Arrived(), lambda: None
-    trainer.evaluations = SimpleNamespace(is_pending=False)
-    trainer.learner = SimpleNamespace(step=4)
-    assert not is_settled()
-    for step, expected in (5, False), (4, True):
-        trainer.add([make_group(0, 2, [1], [7], batch=step)])
-        assert is_settled() == expected
-    trainer.evaluations.is_pending = True
-    assert not is_settled()
-    trainer.evaluations.is_pending, trainer.learner.step = False, 8
-    trainer.add([make_group(0, 6, [1], [7], batch=8)])
-    assert is_settled(), "there are nine steps"
-
-
 def test_a_resume_between_a_multiple_of_eval_every_and_the_next_sync_asks_at_that_sync():
     config = Config(sync_period=10, eval_every=25)
     weights = SharedWeights({"a": (1,)}, torch.float32, readers=1)
@@ -352,15 +274,3 @@ def test_an_evaluation_that_has_not_arrived_is_asked_for_again_by_a_resumed_run(
     assert requests.state_dict(step=5)["evaluation_due"], "it is under way"
     requests.arrive(Evaluation(4, 1.0, 2, 0, 0))
     assert not requests.state_dict(step=5)["evaluation_due"]
-
-
-def test_a_run_resumed_at_a_sync_brings_the_reset_and_the_evaluation_of_that_sync(make):
-    trainer = make(sync_period=2, eval_every=4, reference_reset_period=4)
-    trainer.learner.step = 4  # as a resume leaves it
-    trainer.publish()
-    trainer.sync()
-    weights = trainer.weights
-    assert (weights.version, weights.evaluation_version, weights.reference_version) == (4, 4, 4)
-    trainer.learner.step = 6
-    trainer.sync()
-    assert (weights.version, weights.evaluation_version, weights.reference_version) == (6, 4, 4)

@@ -1,6 +1,5 @@
 """Code that asks for a device or dtype, on the GPU of cuda.py: test_pretended_gpu.py runs this."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import cuda
@@ -10,15 +9,14 @@ import torch
 from conftest import byte_tokenizer
 from cuda import OnCuda
 from test_tldr import make_reward_model
-from test_trainer import SHORT, make_rows, make_trainer
+from test_trainer import SHORT, make_rows
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from config import Config
-from extras.objectives import LOSSES
 from launch import children
 from launch.places import find_places
 from launch.planning.sizes import Pass, pass_bytes
-from learner import Learner
+from learner import Learner, find_objective
 from models.architecture import weight_shapes
 from models.device import compute_dtype, device, lock_pages
 from models.logprobs import TokenLogprobs, response_logprobs
@@ -51,14 +49,13 @@ def gradient(learner: Learner) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("low_memory", ["off", "on"])
-def test_every_objective_has_the_gradient_that_it_has_on_a_cpu(low_memory, tied_model):
-    settings = dict(dtype="float32", low_memory=low_memory, beta=0.5)
-    on_cpu = make(tied_model, **settings)
+def check_gradients(model, losses, **settings) -> None:
+    settings |= dict(dtype="float32", beta=0.5)
+    on_cpu = make(model, **settings)
     with cuda.pretend():
-        on_gpu = make(tied_model, **settings)
-    for loss in LOSSES:
-        on_cpu.config = on_gpu.config = replace(on_cpu.config, loss=loss)
+        on_gpu = make(model, **settings)
+    for loss in losses:
+        on_cpu.objective = on_gpu.objective = find_objective(loss)
         expected = gradient(on_cpu)
         with cuda.pretend():
             found = gradient(on_gpu)
@@ -66,16 +63,22 @@ def test_every_objective_has_the_gradient_that_it_has_on_a_cpu(low_memory, tied_
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=loss)
 
 
-@pytest.mark.parametrize("low_memory", ["off", "on"])
-@pytest.mark.parametrize("kind", ["tied_model", "untied_model"])
-def test_layers_compute_in_bf16_over_fp32_masters(kind, low_memory, gpu, request):
-    model = request.getfixturevalue(kind)
-    in_bf16 = make(model, low_memory=low_memory)
+def test_the_objective_has_the_gradient_that_it_has_on_a_cpu(tied_model):
+    check_gradients(tied_model, ["tb"])
+
+
+def check_computes_in_bf16(model, **settings) -> None:
+    in_bf16 = make(model, **settings)
     assert {p.dtype for p in in_bf16.policy.parameters()} == {torch.float32}
     found = gradient(in_bf16)
     assert torch.bfloat16 in cuda.dtypes and torch.float16 not in cuda.dtypes
-    expected = gradient(make(model, dtype="float32", low_memory=low_memory))
+    expected = gradient(make(model, dtype="float32", **settings))
     assert torch.cosine_similarity(found, expected, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("kind", ["tied_model", "untied_model"])
+def test_layers_compute_in_bf16_over_fp32_masters(kind, gpu, request):
+    check_computes_in_bf16(request.getfixturevalue(kind))
 
 
 def test_logits_of_bf16_states_are_in_fp32(gpu):
@@ -110,30 +113,6 @@ def test_activations_take_what_the_plan_counts_under_cudas_autocast(tmp_path):
     own = {parameter.inner.data_ptr() for parameter in model.parameters()}
     held = sum(storage.nbytes() for place, storage in kept.items() if place not in own)
     assert 0.95 < counted.kept / held < 1.05 and as_on_cpu.kept < 0.85 * held
-
-
-def test_trained_adapters_are_published_and_saved_merged(gpu, untied_model, tmp_path, monkeypatch):
-    trainer = make_trainer(untied_model, tmp_path, lora_rank=4, learning_rate=1e-2)
-    before = dict(trainer.learner.weights())
-    for _ in range(2):  # after the first step one of the two matrices is 0 still
-        trainer.learner.update(ROWS)
-    assert trainer.publish()
-    with trainer.weights.read(0) as (_, tensors):
-        moved = [name for name in tensors if not torch.equal(tensors[name], before[name].cpu())]
-    assert moved and all("layers" in name for name in moved)
-    learner, saved = trainer.learner, {}
-    # What follows reads the memory of tensors, of which these have none.
-    adapted, policy = type(learner.adapted), type(learner.policy)
-    monkeypatch.setattr(adapted, "save_pretrained", lambda _, directory, **__: directory.mkdir())
-
-    def save(_, directory, state_dict) -> None:
-        directory.mkdir()
-        saved.update(state_dict)
-
-    monkeypatch.setattr(policy, "save_pretrained", save)
-    learner.save_model(tmp_path / "model")
-    assert before.keys() <= saved.keys()
-    assert not any(isinstance(saved[name], OnCuda) for name in before), "one after the other"
 
 
 def test_a_published_version_is_whole_when_searchers_may_look(gpu, tied_model):

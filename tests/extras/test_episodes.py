@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CHAT_TEMPLATE, PATIENCE, Run, flags, make_group, read, steps_of, tba
+from test_fork import FILES, flags_of
 from transformers import AutoTokenizer
 
 from buffer import Pool, rows_of
@@ -42,6 +43,9 @@ def test_between_two_turns_stands_what_the_template_writes_there(chat_tokenizer)
     assert chat_tokenizer.decode(tokens) == text
     reply = encode_reply(chat_tokenizer, "Where to?", " 3", last_token=0)
     assert reply == chat_tokenizer(" 3").input_ids
+    begun = [*CHAT, dict(role="assistant", content="<think>")]
+    reply = encode_reply(chat_tokenizer, begun, "A wall.", last_token=turn[-1])
+    assert chat_tokenizer.decode(reply) == "\n<|start|>user\nA wall.<|end|>\n<|start|>assistant\n"
 
 
 def test_a_template_that_drops_what_was_thought_is_refused_at_the_start(chat_model, tmp_path):
@@ -52,6 +56,12 @@ def test_a_template_that_drops_what_was_thought_is_refused_at_the_start(chat_mod
     with pytest.raises(UserError, match="template .* changes what stands before a reply"):
         check_tokenizer(config, [CHAT])
     check_tokenizer(replace(config, max_episode_tokens=None), [CHAT])
+
+
+def test_the_command_of_the_pages_is_accepted(tmp_path, tied_model, capsys):
+    (tmp_path / "climb.py").write_text(FILES["climb.py"])
+    command = [str(tmp_path / "climb.py"), *flags_of("climb.py"), *flags(model=tied_model)]
+    assert main([*command, "--plan"]) == 0 and "trainer" in capsys.readouterr().out
 
 
 def test_tokens_that_are_in_no_loss_move_no_objective(untied_model):

@@ -23,6 +23,8 @@ from buffer import Row
 from config import Config
 from extras.objectives import LOSSES
 from extras.sharding import Rank, ShardedLearner, connect
+from launch import evaluate
+from launch.command_line import build_config
 from learner import make_learner
 from models.architecture import weight_shapes
 from models.logprobs import TOKENS_PER_FORWARD
@@ -366,3 +368,14 @@ def test_an_asynchronous_run_with_two_processes_reaches_095_and_its_weights_arri
     assert read(run_dir, "metrics.jsonl")[-1]["final_accuracy"] >= 0.95
     mismatches = [line["mismatch"] for line in steps_of(run_dir) if "mismatch" in line]
     assert 0 < max(mismatches) < 1e-4, "as with one process, in fp32"
+
+
+def test_an_evaluation_needs_no_gpus_for_trainer_processes(gpus, untied_model, monkeypatch):
+    gpus(1)
+    placed = []
+    monkeypatch.setattr(evaluate, "evaluate", lambda config, place, _: placed.append(place))
+    monkeypatch.setattr(evaluate, "Interrupt", lambda: SimpleNamespace(signal=0))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that what a fetch sets ends with this test
+    settings = flags(model=untied_model, trainer_processes=4)
+    evaluate.evaluate_only(build_config(["arithmetic", "--eval_only", *settings]))
+    assert [place.gpu for place in placed] == ["0"]

@@ -1,9 +1,10 @@
 """The MATH grader: which answers are equal, and what happens to malicious or enormous ones."""
 
+import json
 from contextlib import closing
 
 import pytest
-from conftest import wait_for
+from conftest import flags, read, steps_of, tba, wait_for
 
 from config import Config
 from rollouts import Rollout
@@ -120,3 +121,41 @@ def test_an_answer_is_never_run(answer, tmp_path):
     path = tmp_path / "written"
     assert not is_correct(rf"\boxed{{{answer.format(path=path)}}}", "2")
     assert not path.exists()
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """Two problems of MATH's shape."""
+    directory = tmp_path_factory.mktemp("problems")
+    rows = [{"problem": f"{i}+{i}?", "solution": rf"So \boxed{{{2 * i}}}"} for i in (1, 2)]
+    for split in ("train", "test"):
+        (directory / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return directory
+
+
+def test_a_problem_is_one_user_message_with_the_sentence_of_the_released_code(problems):
+    sentence = "Place your answer at end exactly inside latex box for example"
+    prompt = [{"role": "user", "content": rf"1+1? {sentence} \boxed12 or \boxed51."}]
+    answers, finished = [r"\boxed{2}", r"\boxed{3}", r"\boxed{2}"], [True, True, False]
+    for grade_unfinished, last in ((False, 0.0), (True, 1.0)):
+        options = dict(data_dir=str(problems), grade_unfinished=grade_unfinished)
+        task = load_task("competition_math", **options)
+        query = task.queries("train")[0]
+        assert (query.prompt, query.answer) == (prompt, "2")
+        assert task.score([query] * 3, answers, finished) == [1.0, 0.0, last]
+    assert not load_task("competition_math").grade_unfinished
+
+
+@pytest.mark.runs
+def test_a_task_with_messages_trains_end_to_end_and_its_evaluation_has_several_samples(
+    problems, chat_model, tmp_path
+):
+    run_dir = tmp_path / "run"
+    small = flags(steps=2, queries_per_batch=2, responses_per_query=4, trainer_processes=2)
+    short = flags(max_prompt_tokens=160, max_response_tokens=8, evaluation_samples=3)
+    where = flags(data_dir=problems, model=chat_model, output_dir=run_dir)
+    result = tba("competition_math", *flags(preset="async2_released"), *small, *short, *where)
+    assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in steps_of(run_dir)] == [1, 2]
+    assert "on 2 test queries, 3 samples each" in result.stdout
+    assert read(run_dir, "samples.jsonl")[0]["prompt"][0]["role"] == "user"

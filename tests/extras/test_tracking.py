@@ -161,6 +161,7 @@ def test_each_metric_has_a_group_a_new_one_too():
         for metric in metrics.split():
             figures = grouped({"step": 1, "loss": 2.0, metric: 3.0})
             assert figures == {"loss/loss": 2.0, f"{group}/{metric}": 3.0}
+    assert grouped({"step": 5, "loss": None}) == {}, "one that was not finite"
 
 
 @needs["tensorboard"]

@@ -9,8 +9,7 @@ no entry: it gets the tests of what every objective must do.
 """
 
 import math
-import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp, log
 from statistics import fmean as mean
 from statistics import stdev
@@ -18,97 +17,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_loss import (
+    BETA,
+    MAX_LENGTH,
+    REWARDS,
+    WIDTH,
+    K,
+    make_example,
+    queries,
+    to_inputs,
+    value_and_gradient,
+)
 from torch.testing import assert_close
 
 from extras.objectives import LOSSES, WITHOUT_REFERENCE
-from loss import LossInputs
-
-K = 4
-BETA = 0.3
-# The constant that some objectives divide by, not the width of any tensor here.
-MAX_LENGTH = 11
-# Three queries; the second has no row of full width.
-LENGTHS = [6, 3, 1, 5, 2, 4, 3, 1, 3, 5, 2, 4]
-WIDTH = 6
-PROMPTS = [7] * 4 + [2] * 4 + [30] * 4  # tokens of each row's prompt
-REWARDS = {
-    "mixed": [1.0, 0.3, -0.5, 0.7, -0.2, 0.9, 0.4, -1.1, 0.1, 0.6, 1.4, 0.2],
-    "all equal": [0.7] * 4 + [-0.2] * 4 + [1.5] * 4,
-    "all wrong": [0.0] * 12,
-    "one right": [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0],
-    "another pattern in each group": [1.0, 0.3, -0.5, 0.7, 0.4, 0.4, 0.4, 0.4, 0.0, 1.0, 0.0, 0.0],
-}
-
-
-@dataclass
-class Row:
-    """Log-probabilities of a response's tokens, its reward, and the length of its prompt."""
-
-    policy: list[float]
-    behavior: list[float]
-    reference: list[float]
-    reward: float
-    prompt: int
-
-
-def make_example(pattern, distance="near"):
-    """Make rows near to and far from the behaviour policy; the rows of one query are neighbours.
-
-    distance: "far" adds two tokens on which policy and reference differ by more than the KL clamp;
-    "extreme" has ratios of e^100 and e^-100, which fp32 does not hold, instead.
-    """
-    rng, rows = random.Random(1), []
-    for i, length in enumerate(LENGTHS):
-        policy = [-rng.uniform(1.0, 3.0) for _ in range(length)]
-        behavior = [p + rng.gauss(0.0, (0.4, 0.05, 0.8, 0.2)[i % 4]) for p in policy]
-        reference = [p + rng.gauss(0.0, 0.5) for p in policy]
-        rows.append(Row(policy, behavior, reference, REWARDS[pattern][i], PROMPTS[i]))
-    shifts = [(0, 1, -2.5), (9, 2, -2.3), (7, 0, 0.6)]  # ratios above 8, and a row's below 0.8
-    if distance == "extreme":  # of tokens and of a response; the ratios of row 0 balance
-        shifts = [(0, 1, -100.0), (0, 2, 100.0), (4, 0, 100.0)]
-    for row, t, shift in shifts:
-        rows[row].behavior[t] = rows[row].policy[t] + shift
-    if distance == "far":
-        rows[1].reference[0] = rows[1].policy[0] - 12.5
-        rows[6].behavior[1] = rows[6].policy[1] - 1.7  # a ratio little above icepop's bound, 5
-        rows[5].policy[2], rows[5].behavior[2], rows[5].reference[2] = -13.5, -13.4, -1.5
-        for row, p in (0, 0.7), (2, 0.7), (1, 0.4), (3, 0.4), (4, 0.4):  # dppo's mask
-            rows[row].policy[-1], rows[row].behavior[-1] = log(p), log(1.1 - p)
-    return rows
-
-
-def queries(rows):
-    return [rows[first : first + K] for first in range(0, len(rows), K)]
-
-
-def to_inputs(rows, width=WIDTH, filler=-0.7, dtype=torch.float64):
-    """Make tensors of the rows, with `filler` on the padding of all three log-probabilities.
-
-    Those of the policy are a leaf that requires a gradient.
-    """
-
-    def padded(field):
-        lists = [getattr(row, field) for row in rows]
-        return torch.tensor([[*x] + [filler] * (width - len(x)) for x in lists], dtype=dtype)
-
-    return LossInputs(
-        logprobs=padded("policy").requires_grad_(),
-        ref_logprobs=padded("reference"),
-        behavior_logprobs=padded("behavior"),
-        mask=torch.tensor([[int(t < len(row.policy)) for t in range(width)] for row in rows]),
-        rewards=torch.tensor([row.reward for row in rows], dtype=dtype),
-        group_size=K,
-        beta=BETA,
-        max_response_length=MAX_LENGTH,
-        prompt_lengths=torch.tensor([row.prompt for row in rows]),
-    )
-
-
-def value_and_gradient(name, inputs):
-    loss, _ = LOSSES[name](inputs)
-    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
-    return loss.detach(), gradient
-
+from loss import trajectory_balance
 
 # The formulas, a second time.
 
@@ -262,17 +185,19 @@ identical_rewards = pytest.mark.parametrize("pattern", ["all equal", "all wrong"
 @pytest.mark.parametrize("distance", ["near", "far"])
 def test_an_objective_has_the_value_and_the_gradient_of_its_formula(name, pattern, distance):
     example = make_example(pattern, distance)
-    check_against_formula(value_and_gradient(name, to_inputs(example)), REFERENCES[name], example)
+    check_against_formula(
+        value_and_gradient(LOSSES[name], to_inputs(example)), REFERENCES[name], example
+    )
 
 
 @shipped_objective
 @any_rewards
 def test_extreme_ratios_leave_all_finite_in_fp32_and_bounded_ones_at_their_formula(name, pattern):
     example = make_example(pattern, "extreme")
-    value, gradient = value_and_gradient(name, to_inputs(example, dtype=torch.float32))
+    value, gradient = value_and_gradient(LOSSES[name], to_inputs(example, dtype=torch.float32))
     assert value.isfinite() and gradient.isfinite().all()
     if name not in UNBOUNDED:
-        found = value_and_gradient(name, to_inputs(example))
+        found = value_and_gradient(LOSSES[name], to_inputs(example))
         check_against_formula(found, REFERENCES[name], example, atol=1e-6)
 
 
@@ -286,7 +211,7 @@ def test_the_gradient_of_tb_is_that_of_gvpo(pattern):
         means = [mean(query) for query in queries(shifts) for _ in query]
         return mean(0.5 * (s - m - x.a) ** 2 for s, m, x in zip(shifts, means, rows))
 
-    value, gradient = value_and_gradient("tb", to_inputs(example))
+    value, gradient = value_and_gradient(trajectory_balance, to_inputs(example))
     check_against_formula((value * BETA**2 / 2, gradient * BETA**2 / 2), gvpo, example)
 
 
@@ -294,7 +219,7 @@ def test_the_gradient_of_tb_is_that_of_gvpo(pattern):
 def test_tb_behavior_and_kimi_k2_coincide_on_policy_and_differ_by_mean_delta_off_policy(pattern):
     example = make_example(pattern)
     fresh = to_inputs([replace(row, behavior=row.policy) for row in example])
-    both = [value_and_gradient(name, fresh) for name in ("tb_behavior", "kimi_k2")]
+    both = [value_and_gradient(LOSSES[name], fresh) for name in ("tb_behavior", "kimi_k2")]
     assert_close(*both, rtol=1e-9, atol=1e-12)
     means = [mean(sum(x.policy) - sum(x.behavior) for x in query) for query in queries(example)]
     stale, kimi = (LOSSES[name](to_inputs(example))[0] for name in ("tb_behavior", "kimi_k2"))
@@ -327,7 +252,7 @@ def test_the_examples_lie_on_both_sides_of_every_clip_and_clamp(pattern):
 @pytest.mark.parametrize("name", ["tba_prime_released", "dr_grpo_ratio"])
 def test_without_prompt_lengths_a_row_is_divided_by_its_response_alone(name):
     example = make_example("mixed")
-    found = value_and_gradient(name, replace(to_inputs(example), prompt_lengths=None))
+    found = value_and_gradient(LOSSES[name], replace(to_inputs(example), prompt_lengths=None))
     without_prompts = [replace(row, prompt=0) for row in example]
     check_against_formula(found, REFERENCES[name], without_prompts)
 
@@ -337,7 +262,7 @@ def test_without_prompt_lengths_a_row_is_divided_by_its_response_alone(name):
 def test_identical_rewards_move_nothing_where_policy_reference_and_behaviour_agree(name, pattern):
     example = make_example(pattern)
     agreeing = [replace(row, behavior=row.policy, reference=row.policy) for row in example]
-    _, gradient = value_and_gradient(name, to_inputs(agreeing))
+    _, gradient = value_and_gradient(LOSSES[name], to_inputs(agreeing))
     assert_close(gradient, torch.zeros_like(gradient), rtol=0.0, atol=1e-9)
 
 
@@ -345,7 +270,7 @@ def test_identical_rewards_move_nothing_where_policy_reference_and_behaviour_agr
 @identical_rewards
 def test_under_identical_rewards_tb_and_grpo_still_pull_each_group_to_the_reference(name, pattern):
     inputs = to_inputs(make_example(pattern))
-    _, gradient = value_and_gradient(name, inputs)
+    _, gradient = value_and_gradient(LOSSES[name], inputs)
     away = inputs.logprobs.detach() - inputs.ref_logprobs
     # A descent step goes against `away`.
     along = (gradient * away).view(-1, K * WIDTH).sum(dim=1)
@@ -369,7 +294,7 @@ def test_ties_go_to_the_lowest_index_and_equal_rewards_add_exactly_zero(rewards,
     query = make_example("mixed")[:K]
     inputs = to_inputs([replace(row, reward=reward) for row, reward in zip(query, rewards)])
     for name, expected in ("online_dpo", signs), ("raft", [min(sign, 0) for sign in signs]):
-        value, gradient = value_and_gradient(name, inputs)
+        value, gradient = value_and_gradient(LOSSES[name], inputs)
         assert gradient.sum(dim=1).sign().tolist() == expected
         assert (value != 0.0) == gradient.any() == any(signs)
 
@@ -389,15 +314,15 @@ def test_an_objective_gives_the_same_without_behavior_logprobs_or_says_that_it_n
         with pytest.raises(ValueError, match="needs behavior_logprobs"):
             LOSSES[name](without)
     if needs_none:
-        found = value_and_gradient(name, without)
-        assert_close(found, value_and_gradient(name, inputs), rtol=0.0, atol=0.0)
+        found = value_and_gradient(LOSSES[name], without)
+        assert_close(found, value_and_gradient(LOSSES[name], inputs), rtol=0.0, atol=0.0)
 
 
 @every_objective
 def test_an_objective_said_to_need_no_reference_reads_none_and_every_other_does(name):
     inputs = to_inputs(make_example("mixed"))
     other = replace(inputs, ref_logprobs=inputs.ref_logprobs * torch.linspace(0.1, 2.0, WIDTH))
-    results = zip(value_and_gradient(name, inputs), value_and_gradient(name, other))
+    results = zip(value_and_gradient(LOSSES[name], inputs), value_and_gradient(LOSSES[name], other))
     is_the_same = all(torch.equal(one, another) for one, another in results)
     # One that is not said to read none is given a reference, which it may leave aside.
     if name in WITHOUT_REFERENCE or name in REFERENCES:
@@ -410,7 +335,7 @@ def test_identical_rewards_or_a_row_without_a_token_leave_value_and_gradient_fin
         inputs = to_inputs(make_example(pattern, "far"))
         if pattern == "mixed":
             inputs.mask[2] = 0  # such as an end-of-sequence token that is masked
-        value, gradient = value_and_gradient(name, inputs)
+        value, gradient = value_and_gradient(LOSSES[name], inputs)
         assert value.isfinite() and gradient.isfinite().all()
     assert not gradient[2].any()
 
@@ -420,11 +345,11 @@ def test_identical_rewards_or_a_row_without_a_token_leave_value_and_gradient_fin
 def test_neither_what_stands_on_padding_nor_its_width_changes_value_or_gradient(name, filler):
     query = make_example("mixed")[K : 2 * K]
     longest = max(len(row.policy) for row in query)
-    value, gradient = value_and_gradient(name, to_inputs(query, longest))
+    value, gradient = value_and_gradient(LOSSES[name], to_inputs(query, longest))
     for width in longest, WIDTH + 3:
         inputs = to_inputs(query, width, filler)
-        filled = value_and_gradient(name, inputs)
-        plain = value_and_gradient(name, to_inputs(query, width))
+        filled = value_and_gradient(LOSSES[name], inputs)
+        plain = value_and_gradient(LOSSES[name], to_inputs(query, width))
         assert_close(filled, plain, rtol=0.0, atol=0.0)
         assert not filled[1][inputs.mask == 0].any()
         padded = torch.nn.functional.pad(gradient, (0, width - longest))
@@ -436,7 +361,9 @@ def test_neither_what_stands_on_padding_nor_its_width_changes_value_or_gradient(
 def test_queries_one_by_one_average_to_all_queries_at_once_in_any_order(name, pattern):
     example = queries(make_example(pattern))
     for order in example, example[::-1]:
-        values, gradients = zip(*(value_and_gradient(name, to_inputs(query)) for query in order))
+        values, gradients = zip(
+            *(value_and_gradient(LOSSES[name], to_inputs(query)) for query in order)
+        )
         average = torch.stack(values).mean(), torch.cat(gradients) / len(order)
-        whole = value_and_gradient(name, to_inputs(sum(order, [])))
+        whole = value_and_gradient(LOSSES[name], to_inputs(sum(order, [])))
         assert_close(average, whole, rtol=1e-9, atol=1e-12)

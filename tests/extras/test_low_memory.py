@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import FOREVER, Run, flags
-from test_trainer import SHORT, gradient, make_rows
+from test_trainer import SHORT, gradient, make_rows, make_trainer
 
 from config import Config, UserError
 from extras.objectives import LOSSES
@@ -122,3 +122,13 @@ def test_a_run_in_two_passes_makes_the_losses_of_one_in_one_pass(tmp_path):
             run.is_at(5)
         losses[low_memory] = [line["loss"] for line in run.steps()[:5]]
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-3)
+
+
+def test_a_step_has_the_figures_of_its_own_batch_in_one_pass_or_two(untied_model, tmp_path):
+    same = dict(learning_rate=0.0)  # the weights stay as they are
+    learner = make_trainer(untied_model, tmp_path, **same).learner
+    alone = make_trainer(untied_model, tmp_path / "alone", low_memory="on", **same).learner
+    learner.update(make_rows(4, 3, seed=0))
+    found, expected = (each.update(make_rows(4, 3, seed=1)) for each in (learner, alone))
+    for name in ("ess_responses", "ess_tokens", "log_w_5", "log_w_95"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-3)

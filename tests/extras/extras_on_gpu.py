@@ -1,0 +1,49 @@
+"""Extras on the GPU of cuda.py: test_pretended_gpu.py runs this too."""
+
+import cuda
+import pytest
+import torch
+from branches_on_gpu import ROWS, check_computes_in_bf16, check_gradients
+from cuda import OnCuda
+from test_trainer import make_trainer
+
+from extras.objectives import LOSSES
+
+
+@pytest.fixture
+def gpu():
+    with cuda.pretend():
+        yield
+
+
+@pytest.mark.parametrize("low_memory", ["off", "on"])
+def test_every_objective_has_the_gradient_that_it_has_on_a_cpu(low_memory, tied_model):
+    check_gradients(tied_model, LOSSES, low_memory=low_memory)
+
+
+def test_layers_compute_in_bf16_over_fp32_masters_in_two_passes(gpu, tied_model):
+    check_computes_in_bf16(tied_model, low_memory="on")
+
+
+def test_trained_adapters_are_published_and_saved_merged(gpu, untied_model, tmp_path, monkeypatch):
+    trainer = make_trainer(untied_model, tmp_path, lora_rank=4, learning_rate=1e-2)
+    before = dict(trainer.learner.weights())
+    for _ in range(2):  # after the first step one of the two matrices is 0 still
+        trainer.learner.update(ROWS)
+    assert trainer.publish()
+    with trainer.weights.read(0) as (_, tensors):
+        moved = [name for name in tensors if not torch.equal(tensors[name], before[name].cpu())]
+    assert moved and all("layers" in name for name in moved)
+    learner, saved = trainer.learner, {}
+    # What follows reads the memory of tensors, of which these have none.
+    adapted, policy = type(learner.adapted), type(learner.policy)
+    monkeypatch.setattr(adapted, "save_pretrained", lambda _, directory, **__: directory.mkdir())
+
+    def save(_, directory, state_dict) -> None:
+        directory.mkdir()
+        saved.update(state_dict)
+
+    monkeypatch.setattr(policy, "save_pretrained", save)
+    learner.save_model(tmp_path / "model")
+    assert before.keys() <= saved.keys()
+    assert not any(isinstance(saved[name], OnCuda) for name in before), "one after the other"

@@ -1,0 +1,62 @@
+"""Lockstep (--constant_staleness, --synchronous)."""
+
+import signal
+from types import SimpleNamespace
+
+from conftest import FOREVER, SMALL, Run, flags, living, make_group
+
+from config import Config
+from extras.lockstep import Arrived, LockstepTrainer
+from launch.command_line import build_config
+
+
+def test_a_lockstep_checkpoint_waits_for_all_batches_that_no_later_version_makes():
+    def is_settled() -> bool:
+        found = []
+        trainer.receive_until = lambda is_done, what: found.append(is_done())
+        trainer.receive_what_is_saved()
+        return found == [True]
+
+    trainer = object.__new__(LockstepTrainer)
+    trainer.config = Config(constant_staleness=2, queries_per_batch=1, steps=9)
+    trainer.buffer, trainer.receive = Arrived(), lambda: None
+    trainer.evaluations = SimpleNamespace(is_pending=False)
+    trainer.learner = SimpleNamespace(step=4)
+    assert not is_settled()
+    for step, expected in (5, False), (4, True):
+        trainer.add([make_group(0, 2, [1], [7], batch=step)])
+        assert is_settled() == expected
+    trainer.evaluations.is_pending = True
+    assert not is_settled()
+    trainer.evaluations.is_pending, trainer.learner.step = False, 8
+    trainer.add([make_group(0, 6, [1], [7], batch=8)])
+    assert is_settled(), "there are nine steps"
+
+
+def test_constant_staleness_has_batches_of_one_version_resets_to_that_and_killed_leaves_nothing(
+    tmp_path,
+):
+    settings = flags(constant_staleness=3, reference_reset_period=5)
+    with Run(tmp_path / "run", "arithmetic", *settings, *SMALL, *FOREVER) as run:
+        run.is_at(20)
+        assert len(living(run.tag)) >= 3
+        run.process.kill()
+        assert run.process.wait() == -signal.SIGKILL
+        run.nothing_is_left()
+    lines = run.steps()[:20]
+    staleness = [0, 1, 2] + [3] * 17
+    assert [line["staleness_mean"] for line in lines] == staleness
+    assert [line["staleness_max"] for line in lines] == staleness
+    assert all(line["mismatch"] < 1e-4 for line in lines)
+    # The policy that has just become the reference is at no distance from it: the responses of
+    # version 5 are trained on at step 5 + 3, and so on.
+    steps_without_kl = [line["step"] for line in lines if abs(line["kl"]) < 1e-5]
+    at_reference = {step - 1 - 3 for step in steps_without_kl if step > 4}
+    assert {5, 10, 15} <= at_reference
+    assert not {9, 14} & at_reference
+
+
+def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on():
+    config = build_config(["gsm8k", "--synchronous"])
+    assert (config.constant_staleness, config.sync_period) == (0, 1)
+    assert config.samples_per_query == config.responses_per_query

@@ -1,0 +1,91 @@
+"""What a flag of an extra refuses, and what is said where the extra is not there."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, SMALL, WHOLE_RUN, flags
+from test_command_line import refused
+
+import config
+from launch.command_line import build_config
+
+REFUSED = [
+    ("--loss ppo", "--loss is 'ppo': it is one of tb"),
+    ("--synchronous --searchers 64", "--searchers is 64, more than --queries_per_batch"),
+    ("--max_staleness 5 --constant_staleness 5", "--max_staleness 5 is for the buffer"),
+    ("--reference_reset_period 5 --sync_period 2", "period is 5, no multiple of --sync_period 2"),
+    ("{plan} 4x80 --trainer_processes 4", "is 4, … 4 GPUs: … a searcher another; give at most 3"),
+    ("{plan} 8x80 --trainer_processes 4 --searchers 5", "is 5, … 8 GPUs: room for 4 beside 4"),
+    ("--trainer_processes 33", "--trainer_processes is 33, more than --queries_per_batch 32"),
+    ("--trainer_processes 2 --lora_rank 8", "--lora_rank 8 … 2 are both given, … are not sharded"),
+    ("arithmetic --ray auto", "--ray needs Ray…pip install -r requirements-ray.txt"),
+    ("--ray auto --synchronous", "--ray auto is for free-running search"),
+]
+
+
+@pytest.mark.parametrize("arguments, expected", REFUSED)
+def test_what_does_not_go_with_an_extra_is_refused(
+    arguments, expected, untied_model, monkeypatch, capfd
+):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in [name for name in sys.modules if name.startswith("extras.nodes")]:
+        monkeypatch.delitem(sys.modules, name)
+    plan = f"--model {untied_model} --plan --plan_gpus"
+    refused(arguments.format(plan=plan).split(), expected, capfd)
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"problem": "1+1?"}, "has no 'solution'"),
+        ({"problem": "1+1?", "solution": "2"}, r"has no \boxed{}"),
+    ],
+)
+def test_a_problem_of_math_that_cannot_be_used_is_named_with_its_line(
+    row, expected, tmp_path, capfd
+):
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    arguments = ["competition_math", "--data_dir", tmp_path]
+    refused(arguments, f"train.jsonl line 1…{expected}", capfd)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        "lockstep: arithmetic --synchronous",
+        "lockstep: sums",  # its preset has a constant staleness
+        "objectives: arithmetic --loss grpo",
+        "episodes: reach",
+        "score_workers: jsonl --data absent.jsonl --match math",
+        "reference_resets: arithmetic --reference_reset_period 2",
+        "low_memory: arithmetic --low_memory on",
+        "lora: arithmetic --lora_rank 4",
+        "sharding: arithmetic --trainer_processes 2",
+        "tracking: arithmetic --track wandb",
+        "nodes/joining: arithmetic --ray auto",
+    ],
+)
+def test_without_extras_what_wants_one_is_refused_by_name_and_the_demo_is_not(
+    wanted, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(config, "__file__", str(tmp_path / "config.py"))
+    name, arguments = wanted.split(": ")
+    refused(arguments.split(), f"needs extras/{name}, which this copy of the project lacks", capfd)
+    assert build_config(["arithmetic"]).loss == "tb"
+
+
+@pytest.mark.runs
+def test_a_copy_without_extras_and_their_tests_finds_its_other_tests_and_trains(tmp_path):
+    """What those tests say then is for make test in such a copy."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("extras", "runs", ".*"))
+    train = ["tba.py", "arithmetic", *SMALL, *flags(steps=20, output_dir=tmp_path / "run")]
+    for command in (["-m", "pytest", "-q", "--collect-only", "tests"], train):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=copy, capture_output=True, text=True, timeout=WHOLE_RUN
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "final accuracy" in done.stdout

@@ -1,0 +1,108 @@
+"""Turns and replies, in the engine of a searcher."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import drain
+from test_engine import logprobs_of
+
+from buffer import rows_of
+from config import Config
+from models.logprobs import mismatch
+from models.tokens import load_tokenizer
+from rollouts import Rollout, make_generation
+from runtime.responses.scoring import make_scorer
+from tasks import Query, Task, load_task
+
+
+class Counting(Task):
+    """Replies with the number of the turn; after `most` turns the episode has ended."""
+
+    def __init__(self, most: int):
+        self.most = most
+
+    def reply(self, query: Query, turns: list[str]) -> str | None:
+        return None if len(turns) == self.most else f" {len(turns)} "
+
+
+@pytest.fixture
+def play(engine, version, tied_model):
+    """A function: plays episodes, whose turns end at `ends` tokens; the rollouts by query."""
+
+    def play(task: Task, /, queries: int = 1, ends: int = 64, **settings) -> list[Rollout]:
+        limits = dict(max_prompt_tokens=20, max_response_tokens=12, max_episode_tokens=200)
+        config = Config(model=str(tied_model), **limits | settings)
+        tokenizer, scorer = load_tokenizer(config), make_scorer(config, task)
+        episodes, rollouts = make_generation(config, tokenizer, engine, scorer), []
+        sampling = dict(n=4, temperature=1.0, max_tokens=12, seed=5)
+        for number in range(queries):
+            rollout = Rollout(Query(number, "ab", None), f"q{number}", prompt=[70, 71 + number])
+            rollout.version, rollout.rewards = version, np.zeros(4, np.float32)
+            rollout.sampling = sampling | dict(stop_token_ids=list(range(ends)))
+            episodes.start(rollout)
+        while len(rollouts) < queries:
+            rollouts += episodes.step(version) + scorer.take()
+        drain(engine)
+        scorer.close()
+        return sorted(rollouts, key=lambda rollout: rollout.query.id)
+
+    return play
+
+
+def test_turns_and_replies_are_one_response_of_which_the_turns_are_learnt(play, policy):
+    (rollout,) = play(Counting(3))
+    tokenizer = load_tokenizer(Config(model=policy.name_or_path))
+    finished = [i for i in range(4) if rollout.finished[i]]
+    assert finished and all(len(rollout.texts[i]) == 3 for i in finished)
+    group = rollout.to_group(np.zeros(sum(len(a) for a, *_ in rollout.arrays), np.float32), 0)
+    for i, row in enumerate(rows_of(group)):
+        pieces = np.split(row.tokens, np.flatnonzero(np.diff(row.sampled)) + 1)
+        texts = tokenizer.batch_decode(pieces, skip_special_tokens=True)
+        turns, replies = texts[::2], texts[1::2]
+        assert turns == rollout.texts[i] and replies == [" 1 ", " 2 "][: len(turns) - 1]
+        assert (row.in_loss == row.sampled).all() and not row.behavior_logprobs[~row.sampled].any()
+    # What the engine saw is what the trainer sees: token by token the same probabilities.
+    assert mismatch(group, logprobs_of(group, policy, torch.float32)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "limits, turns", [({"max_turns": 2}, 2), ({"max_episode_tokens": 12}, None), ({"ends": 0}, 1)]
+)
+def test_an_episode_that_a_limit_ends_is_unfinished(limits, turns, play):
+    (rollout,) = play(Counting(50), **limits)
+    assert rollout.finished == [False] * 4
+    assert turns is None or {len(texts) for texts in rollout.texts} <= {1, turns}
+    if most := limits.get("max_episode_tokens"):
+        assert all(2 + len(tokens) <= most for tokens, *_ in rollout.arrays)
+
+
+@pytest.mark.parametrize(
+    "fault, error", [(lambda: 1 / 0, ZeroDivisionError), (lambda: 7, TypeError)]
+)
+def test_a_reply_that_raises_or_is_no_text_costs_its_group_alone(fault, error, play):
+    class Faulty(Task):
+        def reply(self, query: Query, turns: list[str]) -> str | None:
+            return fault() if query.id == 0 else None
+
+    bad, good = play(Faulty(), queries=2)
+    assert isinstance(bad.error, error)
+    assert good.error is None and len(good.arrays) == 4
+
+
+HANGING = """
+import time
+from tasks import Task
+class Hanging(Task):
+    queries = score = None
+    score_timeout = 2.0
+    def reply(self, query, turns):
+        while query.id == 0: time.sleep(1)
+"""
+
+
+def test_a_reply_that_hangs_costs_its_group_alone(play, tmp_path):
+    path = tmp_path / "hanging.py"
+    path.write_text(HANGING)
+    # A turn is a token.
+    bad, good = play(load_task(str(path)), queries=2, ends=255, task=str(path))
+    assert isinstance(bad.error, TimeoutError) and good.finished == [True] * 4

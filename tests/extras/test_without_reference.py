@@ -1,0 +1,45 @@
+"""Objectives that read no reference policy: a run has none."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import FOREVER, Run, flags
+from test_plan import plan_on
+from transformers import LlamaConfig
+
+from config import Config
+from extras.objectives import WITHOUT_REFERENCE
+from launch.places import find_places, resolve
+from runtime.reference import Reference
+
+
+def test_where_no_reference_is_read_none_is_loaded_reset_or_planned_for(tmp_path, untied_model):
+    config = Config(model=str(untied_model), loss="kimi_k2", reference_reset_period=50)
+    none = Reference(config, weights=None, pin=0)
+    assert none.model is None
+    scored = none.logprobs([], [np.arange(3), np.arange(5)])
+    assert [np.isnan(row).sum() for row in scored] == [3, 5], "a reader would show"
+    assert Reference(replace(config, loss="tb"), None, 0).model is not None
+    assert resolve(config, find_places(config, [])).reference_reset_period == 0
+    kept = resolve(replace(config, loss="tba_prime"), find_places(config, []))
+    assert kept.reference_reset_period == 50
+    LlamaConfig(hidden_size=1024, num_hidden_layers=2).save_pretrained(tmp_path)
+    tb, kimi = (plan_on("2x20", model=str(tmp_path), loss=loss)[0] for loss in ("tb", "kimi_k2"))
+    gone = {need.purpose for need in tb.needs} - {need.purpose for need in kimi.needs}
+    assert gone == {"reference policy", "reference policy's largest forward pass"}
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("loss", sorted(WITHOUT_REFERENCE))
+def test_a_run_without_a_reference_policy_learns_and_has_no_kl(loss, tmp_path, record_property):
+    settings = flags(loss=loss, learning_rate=2e-4)
+    with Run(tmp_path / "run", "arithmetic", *settings, *FOREVER) as run:
+        run.is_at(240)
+    lines = run.steps()
+    assert not any("kl" in line for line in lines)
+    assert all(math.isfinite(line[name]) for line in lines for name in ("loss", "grad_norm"))
+    assert all(0 < line["ess_responses"] <= 1 for line in lines)
+    record_property("reward after 240 steps", found := np.mean([x["reward"] for x in lines[-30:]]))
+    assert found > 0.6, "of the base model's samples 0.45 are right"
