@@ -13,6 +13,7 @@ from test_dtype import NORMAL
 from test_engine import changed, logprobs_of, sample_group, take_over
 from test_plan import DTYPES, peak_bytes
 
+from buffer import rows_of
 from config import Config, UserError
 from extras.episodes import encode_reply
 from launch.display.alarms import NORMAL_MISMATCH
@@ -20,6 +21,7 @@ from launch.places import find_places
 from launch.planning import sizes
 from launch.planning.needs import Needs
 from launch.planning.sizes import Pass
+from learner import make_learner
 from models.engine import Engine
 from models.logprobs import TOKENS_PER_FORWARD, mismatch, split_rows
 from models.policy import load_policy
@@ -110,6 +112,30 @@ def test_vllm_agrees_with_transformers_before_and_after_a_load(model, dtype, rec
     assert max(found) < NORMAL_MISMATCH[getattr(torch, dtype)]
     other = load_policy(config, torch.device("cpu"))
     assert mismatch(group, logprobs_of(group, other, getattr(torch, dtype))) > 3 * NORMAL
+
+
+@runs
+def test_adapters_that_have_learnt_reach_vllm_merged(model, record_property):
+    gc.collect()
+    sizes = dict(max_prompt_tokens=64, max_response_tokens=16, queries_per_batch=1)
+    lora = dict(lora_rank=4, learning_rate=1e-3, responses_per_query=8, low_memory="off")
+    config = Config(model=str(model), dtype="float32", **sizes, **lora)
+    learner, engine = make_learner(config, print), Engine(config)
+    prompt = encode_prompt(load_tokenizer(config), load_task("sums").queries("test")[0].prompt)
+    sampling = dict(n=8, temperature=1.0, max_tokens=16, seed=1)
+    group = sample_group(engine, prompt, 0, **sampling)
+    group.rewards[:4] = 1.0
+    for _ in range(2):  # after the first step A has not moved
+        learner.update(rows_of(group))
+    engine.load(learner.weights())
+    group = sample_group(engine, prompt, 1, **sampling)
+    base = load_policy(config, torch.device("cpu"))
+    merged, frozen = (
+        mismatch(group, logprobs_of(group, policy, torch.float32))
+        for policy in (learner.policy, base)
+    )
+    record_property("mismatch with adapters and without, nats", f"{merged:.1e}, {frozen:.1e}")
+    assert merged < NORMAL_MISMATCH[torch.float32] < frozen / 100
 
 
 @runs
