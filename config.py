@@ -51,12 +51,15 @@ def _import_file(kind: str, file: str, modified: int) -> ModuleType:
 
 
 def extra(name: str) -> ModuleType:
-    """Import a module of extras/, which holds what a flag turns on. Nothing else imports those."""
+    """Import a module of extras/, which holds what a flag turns on; no other function does.
+
+    launch/checks/settings.py has found it at the start.
+    """
     return importlib.import_module(f"extras.{name}")
 
 
 def has_extra(name: str) -> bool:
-    """Whether this copy of the project holds a module of extras/. Imports nothing."""
+    """Return whether this copy of the project holds a module of extras/. Imports nothing."""
     return (Path(__file__).parent / f"extras/{name.replace('.', '/')}.py").exists()
 
 

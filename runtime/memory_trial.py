@@ -13,7 +13,8 @@ from learner import Learner
 def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], None]) -> None:
     """Run forward, backward and AdamW on the longest micro-batch that can come, to no effect.
 
-    With --low_memory auto a batch that does not fit makes the learner take two passes. say: shows
+    With --low_memory auto a batch that does not fit makes the learner take two passes, if this copy
+    of the project has them. say: shows
     the user a line. Raises MemoryError that says what to lower.
     """
     rows = largest_micro_batch(config, learner.policy.get_input_embeddings().num_embeddings)
@@ -33,7 +34,8 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
     smaller = f"{length} or --responses_per_query"
     if config.full_queries > 1:
         smaller = "--tokens_per_micro_batch"
-    also = " or try --low_memory on" if config.low_memory == "off" else ""
+    may_try = config.low_memory == "off" and has_extra("low_memory")
+    also = " or try --low_memory on" if may_try else ""
     raise MemoryError(
         f"{len(rows)} responses of {len(rows[0].prompt)} + {len(rows[0].tokens)} tokens do not fit "
         f"into memory in one forward and backward pass: lower {smaller}{also}"

@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if file := config.getoption("--loss"):
-        from extras.objectives import LOSSES  # which a fork may have deleted
+        from extras.objectives import LOSSES  # here, as a fork may have deleted it
 
         if (name := Path(file).stem) in LOSSES:
             raise pytest.UsageError(f"--loss {file}: {name} is one of ours: give it another name")
@@ -371,6 +371,7 @@ def wait_for(condition, what: str):
 
 
 def drain(engine) -> dict:
+    """Step until nothing is in flight. Returns the outputs by request."""
     outputs = {}
     while engine.rows:
         outputs |= {output.request_id: output for output in engine.step()}
@@ -379,7 +380,7 @@ def drain(engine) -> dict:
 
 @pytest.fixture(scope="module")
 def one_engine(tied_model):
-    from models.engine import Engine  # vLLM, which most tests do without
+    from models.engine import Engine  # here, as importing vLLM takes seconds
 
     gc.collect()  # the end of an engine of the tests above would be that of vLLM's process groups
     return Engine(Config(model=str(tied_model), max_prompt_tokens=900, max_response_tokens=100))
@@ -402,3 +403,15 @@ def version() -> int:
 def policy(tied_model) -> torch.nn.Module:
     """The model in the engine, as transformers loads it."""
     return load_policy(Config(model=str(tied_model)), torch.device("cpu"))
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A function that makes this a machine with so many GPUs."""
+
+    def have(count: int, usable: bool = True) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+
+    return have

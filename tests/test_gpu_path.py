@@ -21,18 +21,6 @@ from tasks import Query
 from weights import SharedWeights
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """A function that makes this a machine with so many GPUs."""
-
-    def have(count: int, usable: bool = True) -> None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
-
-    return have
-
-
 def test_gpus_that_are_counted_and_cannot_be_used_are_refused_in_one_line(gpus):
     gpus(4, usable=False)
     with pytest.raises(UserError, match=r"there are 4 GPUs, but CUDA .* driver 580") as caught:

@@ -114,8 +114,8 @@ def test_only_one_function_imports_extras_and_by_name():
         if isinstance(function, ast.FunctionDef) and not name.startswith("extras")
         if by_name.search(ast.unparse(without_docstring(function)))
     }
-    # A task by its name, the target of a process, and the command line's own check.
-    others = {("tasks", "import_task"), ("runtime.child", "enter"), ("config", "find_extra")}
+    # A task by its name, and the target of a process.
+    others = {("tasks", "import_task"), ("runtime.child", "enter")}
     assert found - others == {("config", "extra")}
 
 

@@ -206,12 +206,17 @@ class ScriptedSearcher:
 
 
 def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_path, monkeypatch):
-    (tmp_path / "logs").mkdir()
+    play_trainer(untied_model, tmp_path, monkeypatch).compare("trainer.txt")
+
+
+def play_trainer(model: Path, run_dir: Path, monkeypatch, **settings) -> Record:
+    """Run a trainer against a scripted searcher. Returns what it did."""
+    (run_dir / "logs").mkdir()
     sizes = dict(queries_per_batch=2, responses_per_query=3, samples_per_query=4, searchers=1)
     periods = dict(sync_period=2, eval_every=6, checkpoint_every=10)
     draws = dict(max_staleness=6, most_on_policy_prob=0.5, reward_inverse_temperature=1.0)
-    own = dict(task="arithmetic", model=str(untied_model), steps=24, initial_responses=24)
-    config = Config(**own, **sizes, **periods, **draws)
+    own = dict(task="arithmetic", model=str(model), steps=24, initial_responses=24)
+    config = Config(**own, **sizes, **periods, **draws, **settings)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=2, reference=True)
     board, record = Board(["trainer", "searcher 0"]), Record(monkeypatch)
     board.loaded("searcher 0")
@@ -226,6 +231,9 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
         outcome = "done" if done else "no free slot"
         return f"publish version {version}, evaluate {evaluate}: {outcome}"
 
+    def reset(done, self, version, tensors) -> str:
+        return f"publish reference {version}: {done}"
+
     def added(result, self, groups, step) -> str | None:
         return f"buffer: add {identify(groups)} at step {step}" if groups else None
 
@@ -238,6 +246,7 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
         return f"checkpoint at step {step}: {own}"
 
     record.watch(SharedWeights, "publish", published)
+    record.watch(SharedWeights, "publish_reference", reset)
     record.watch(ReplayBuffer, "add", added)
     record.watch(ReplayBuffer, "sample", lambda rows, _, *how: f"sample {how}: {identify(rows)}")
     record.watch(Learner, "update", updated)
@@ -245,6 +254,6 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
     record.watch(Report, "step", lambda _, __, line: f"record { {n: line.get(n) for n in shown} }")
     record.watch(CheckpointWriter, "begin", saved)
     record.watch(Learner, "save_model", lambda *_: "save the model")
-    found.trainer = Trainer(config, weights, found, board, str(tmp_path))
+    found.trainer = Trainer(config, weights, found, board, str(run_dir))
     found.trainer.train()
-    record.compare("trainer.txt")
+    return record

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from config import Config, UserError, extra, find_extra, first_line
+from config import Config, UserError, extra, first_line
 from launch import resuming
 from launch.checks.objective import check_objective
+from launch.checks.settings import check_scorer
 from models.architecture import policy_without_weights
 from models.device import compute_dtype, device, onednn_multiplies
 from models.folder import fetch_weights
@@ -40,8 +41,7 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], list[str | Messages
     all prompts and answers. Raises UserError.
     """
     task, sizes, prompts = load_task(config.task, **config.options), {}, []
-    if task.score_timeout is not None:
-        find_extra("score_workers", f"task {config.task}, as it has a score_timeout,")
+    check_scorer(config, task)
     digest = hashlib.blake2b(digest_size=6)
     for split in ("train", "test"):
         try:

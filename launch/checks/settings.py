@@ -50,6 +50,15 @@ def wanted_extras(config: Config) -> Iterator[tuple[str, str]]:
         yield "nodes.joining", f"--ray {config.ray}"
 
 
+def check_scorer(config: Config, task: Task) -> None:
+    """Raise UserError where a task wants worker processes to score in, and there is no such extra.
+
+    wanted_extras() does not know: a task's own setting may decide it.
+    """
+    if task.score_timeout is not None:
+        find_extra("score_workers", f"task {config.task}, as it has a score_timeout,")
+
+
 def check_extras(config: Config) -> None:
     """Raise UserError where the library or the machines that one of them needs are not there."""
     for name, _ in wanted_extras(config):

@@ -13,7 +13,7 @@ import torch
 
 from config import Config, UserError, extra, has_extra
 from launch.checks.objective import check_objective
-from launch.checks.settings import wanted_extras
+from launch.checks.settings import check_scorer, wanted_extras
 from launch.places import Place, evaluation_place, find_gpus, find_places, is_gpu_shared, resolve
 from launch.planning.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
 from models.architecture import weight_shapes
@@ -70,6 +70,7 @@ def show_plan(config: Config) -> int:
         extra("lora").check(config)
     check_objective(config)
     task = load_task(config.task, **config.options)
+    check_scorer(config, task)
     model = find_model("--model", config.model or task.base_model())
     config = dataclasses.replace(config, model=model)
     fetch_model("--model", model, weights=False)
@@ -110,7 +111,7 @@ def this_machine(config: Config, places: list[Place]) -> dict[str, float]:
 
 
 def make_plan(config: Config, task: Task, places: list[Place], available: dict[str, float]) -> Plan:
-    """Plan a run. --low_memory auto: on if the trainer fits only then."""
+    """Plan a run. --low_memory auto: on if the trainer fits only then, and extras/ is there."""
     needs = Needs(config, places, available)
     responses = needs.responses(evaluation_place(places))
     plan = Plan(config, [*needs.count(task.models())], available, responses)

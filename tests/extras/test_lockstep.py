@@ -1,9 +1,11 @@
-"""Lockstep (--constant_staleness, --synchronous)."""
+"""Lockstep (--constant_staleness, --synchronous), and the walkthrough's commands that use it."""
 
 import signal
 from types import SimpleNamespace
 
-from conftest import FOREVER, SMALL, Run, flags, living, make_group
+import pytest
+from conftest import FOREVER, SMALL, Run, flags, living, make_group, read, tba
+from test_walkthrough import balance, commands
 
 from config import Config
 from extras.lockstep import Arrived, LockstepTrainer
@@ -60,3 +62,32 @@ def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on():
     config = build_config(["gsm8k", "--synchronous"])
     assert (config.constant_staleness, config.sync_period) == (0, 1)
     assert config.samples_per_query == config.responses_per_query
+
+
+def test_the_settings_of_an_earlier_run_can_be_made_synchronous(tmp_path):
+    (tmp_path / "config.json").write_text('{"task": "gsm8k"}')
+    config = build_config(["gsm8k", "--config", str(tmp_path / "config.json"), "--synchronous"])
+    assert config.constant_staleness == 0
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_each_command_of_the_page_makes_a_configuration(words):
+    assert build_config(words).task == "arithmetic"
+
+
+@pytest.mark.runs
+def test_the_one_step_of_the_page_has_the_loss_that_its_responses_give(tmp_path):
+    (words,) = (words for words in commands() if "--synchronous" in words)
+    for seed in range(3, 15):  # on another processor other responses come of a seed
+        run_dir = tmp_path / str(seed)
+        result = tba(*words, *flags(seed=seed, output_dir=run_dir))
+        assert result.returncode == 0, result.stderr
+        samples = read(run_dir, "samples.jsonl")
+        if len({line["reward"] for line in samples}) > 1:
+            break
+    log_ref = [sum(line["ref_logprobs"]) for line in samples]
+    log_pi = [sum(line["behavior_logprobs"]) for line in samples]  # step 0: it sampled them
+    loss, log_z = balance([line["reward"] for line in samples], log_ref, log_pi)
+    (line,) = (line for line in read(run_dir, "metrics.jsonl") if "loss" in line)
+    assert len(samples) == 4 and line["loss"] > 1, "rewards differ"
+    assert (line["loss"], line["log_z"]) == pytest.approx((loss, log_z), abs=0.05)

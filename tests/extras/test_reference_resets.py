@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from test_pinned import play_trainer
 from test_trainer import make_rows, make_trainer
 
 from buffer import TOKEN_ARRAYS
@@ -43,6 +44,13 @@ def test_rows_that_an_earlier_reference_scored_are_scored_anew_when_they_are_dra
         np.testing.assert_allclose(row.ref_logprobs, logprobs[: len(row.tokens)], rtol=0, atol=1e-5)
         assert row.ref_logprobs.dtype == np.float32
     assert rows[5].ref_logprobs.tolist() == [7.0]
+
+
+def test_a_trainer_that_resets_does_what_it_did_when_this_was_recorded(
+    untied_model, tmp_path, monkeypatch
+):
+    record = play_trainer(untied_model, tmp_path, monkeypatch, reference_reset_period=8)
+    record.compare("trainer_with_resets.txt")
 
 
 def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_with_it(make):

@@ -8,6 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, SMALL, WHOLE_RUN, flags
 from test_command_line import refused
+from test_plan import make_shapes, plan_on
 
 import config
 from launch.command_line import build_config
@@ -77,9 +78,24 @@ def test_without_extras_what_wants_one_is_refused_by_name_and_the_demo_is_not(
     assert build_config(["arithmetic"]).loss == "tb"
 
 
+def test_without_extras_a_plan_neither_takes_two_passes_nor_advises_what_is_not_there(
+    tmp_path, monkeypatch
+):
+    model = make_shapes(tmp_path)["four"]
+    for has_extras in True, False:
+        if not has_extras:
+            monkeypatch.setattr(config, "__file__", str(tmp_path / "config.py"))
+        made, problem = plan_on("4x12", model=model)
+        assert made.config.low_memory == ("on" if has_extras else "auto")
+        assert (problem is None) == has_extras
+        _, problem = plan_on("4x7", model=model)
+        assert ("; --trainer_processes 3" in problem) == has_extras
+        assert ("no one setting is enough" in problem) != has_extras
+
+
 @pytest.mark.runs
 def test_a_copy_without_extras_and_their_tests_finds_its_other_tests_and_trains(tmp_path):
-    """What those tests say then is for make test in such a copy."""
+    """Whether those pass there, make test in such a copy shows."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("extras", "runs", ".*"))
     train = ["tba.py", "arithmetic", *SMALL, *flags(steps=20, output_dir=tmp_path / "run")]
