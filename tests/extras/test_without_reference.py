@@ -42,4 +42,4 @@ def test_a_run_without_a_reference_policy_learns_and_has_no_kl(loss, tmp_path, r
     assert all(math.isfinite(line[name]) for line in lines for name in ("loss", "grad_norm"))
     assert all(0 < line["ess_responses"] <= 1 for line in lines)
     record_property("reward after 240 steps", found := np.mean([x["reward"] for x in lines[-30:]]))
-    assert found > 0.6, "of the base model's samples 0.45 are right"
+    assert found > 0.55, "of the base model's samples 0.45 are right"
