@@ -340,10 +340,14 @@ from pathlib import Path
 def fail(learner):
     {fault}
 
+def name():
+    return Path("/proc/self/comm").read_text().strip()
+
 def plant():
-    while "learner" not in sys.modules or not hasattr(sys.modules["learner"], "Learner"):
+    # What a process is given is read before it has its name, and imports the learner.
+    while not hasattr(sys.modules.get("learner"), "Learner") or not name().startswith("tba "):
         time.sleep(0.1)
-    if Path("/proc/self/comm").read_text().strip() != "tba {name}":
+    if name() != "tba {name}":
         return
     while not Path({sign!r}).exists():
         time.sleep(0.1)

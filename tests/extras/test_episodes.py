@@ -102,6 +102,8 @@ def test_a_run_killed_in_the_midst_of_episodes_comes_to_the_same_end(tmp_path):
     assert whole.returncode == 0, whole.stderr
     with Run(tmp_path / "killed", *command) as run:
         run.is_at(3)
+        saved = run.run_dir / "checkpoints" / "step-00000002"
+        run.until(saved.exists, "the checkpoint of step 2")  # it is written in the background
         run.process.kill()
     resumed = tba("--resume", tmp_path / "killed")
     assert resumed.returncode == 0, resumed.stderr
