@@ -63,13 +63,6 @@ def has_extra(name: str) -> bool:
     return (Path(__file__).parent / f"extras/{name.replace('.', '/')}.py").exists()
 
 
-def find_extra(name: str, flag: str) -> None:
-    """Raise UserError where a copy of the project lacks the module of extras/ for a flag."""
-    if not has_extra(name):
-        module = f"extras/{name.replace('.', '/')}"
-        raise UserError(f"{flag} needs {module}, which this copy of the project lacks")
-
-
 ENGINE_ROWS = 256  # responses that vLLM generates at a time
 LOAD_SECONDS = 600.0  # that a process may take to load its model, a node to import the project
 

@@ -60,8 +60,7 @@ class Trainer:
         self.buffer = self.make_buffer()
         self.resets = None
         if config.reference_reset_period:
-            resets = extra("reference_resets").ReferenceResets
-            self.resets = resets(config, weights, self.learner)
+            self.resets = extra("reference_resets").ReferenceResets(config, weights, self.learner)
         self.evaluations = EvaluationRequests(config, weights, board)
         self.waits = Waits(config, board, self.report, self.timeline, not self.is_exact)
         self.metrics = StepMetrics(self.learner, weights, self.buffer, rollout_queue, board)

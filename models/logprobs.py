@@ -36,8 +36,7 @@ def response_logprobs(
     tokens of these N rows, a prompt counted for each, never with N x T x vocabulary.
     """
     device = next(model.parameters()).device
-    kept, place, chunked_rows = distinct_passes(prompts, responses, device)
-    prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
+    prompts, responses, place, chunked_rows = distinct_passes(prompts, responses, device)
     width = max(len(response) for response in responses)
     head = model.get_output_embeddings()
     chunks = []
@@ -62,11 +61,16 @@ def response_logprobs(
 
 def distinct_passes(
     prompts: list[np.ndarray], responses: list[np.ndarray], device: torch.device
-) -> tuple[list[int], list[int], list[np.ndarray]]:
-    """Return the rows to run, for each row its place among them, and the places of each pass."""
+) -> tuple[list[np.ndarray], list[np.ndarray], list[int], list[np.ndarray]]:
+    """Return the distinct rows, for each given row its place among them, and each pass's places."""
     kept, place = _distinct([(a.tobytes(), b.tobytes()) for a, b in zip(prompts, responses)])
-    distinct = [prompts[row] for row in kept], [responses[row] for row in kept]
-    return kept, place, split_rows(*distinct, TOKENS_PER_FORWARD[device.type])
+    prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
+    return (
+        prompts,
+        responses,
+        place,
+        split_rows(prompts, responses, TOKENS_PER_FORWARD[device.type]),
+    )
 
 
 def split_rows(

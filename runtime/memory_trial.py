@@ -14,8 +14,7 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
     """Run forward, backward and AdamW on the longest micro-batch that can come, to no effect.
 
     With --low_memory auto a batch that does not fit makes the learner take two passes, if this copy
-    of the project has them. say: shows
-    the user a line. Raises MemoryError that says what to lower.
+    of the project has them. say: shows the user a line. Raises MemoryError that says what to lower.
     """
     rows = largest_micro_batch(config, learner.policy.get_input_embeddings().num_embeddings)
     it_fits = fits(config, learner, rows)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Union, get_args, get_origin, get_type_hints
 
-from config import Bound, Config, UserError, extra, find_extra
+from config import Bound, Config, UserError, extra, has_extra
 from tasks import Task, find_task
 
 CHECKED = "lora", "tracking", "nodes.joining"  # extras that need a library, or other machines
@@ -48,6 +48,13 @@ def wanted_extras(config: Config) -> Iterator[tuple[str, str]]:
         yield "tracking", f"--track {config.track}"
     if config.ray:
         yield "nodes.joining", f"--ray {config.ray}"
+
+
+def find_extra(name: str, flag: str) -> None:
+    """Raise UserError where this copy of the project lacks the module of extras/ for a flag."""
+    if not has_extra(name):
+        module = f"extras/{name.replace('.', '/')}"
+        raise UserError(f"{flag} needs {module}, which this copy of the project lacks")
 
 
 def check_scorer(config: Config, task: Task) -> None:
