@@ -45,9 +45,6 @@ torch.set_num_threads(1)  # it is imported already, and did not find this
 transformers.utils.logging.disable_progress_bar()
 
 
-VERSIONS = itertools.count(100)
-
-
 # Seconds that a test waits for what must happen before it fails. Far more than it takes: the tests
 # pass beside other work on all cores. Less than --searcher_timeout, so that a death is seen as one
 # and not as silence. How soon something comes is asserted as a ratio within one run.
@@ -368,6 +365,9 @@ def wait_for(condition, what: str):
         assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {what}"
         time.sleep(0.05)
     return found
+
+
+VERSIONS = itertools.count(100)  # of the weights in an engine, each for one test
 
 
 def drain(engine) -> dict:

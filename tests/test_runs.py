@@ -162,9 +162,14 @@ def test_eval_only_ends_with_what_the_run_found_as_json(finished, capfd):
 
 
 def test_a_run_with_the_readmes_objective_trains_until_ctrl_c_and_ends_soon(tmp_path):
+    train_until_ctrl_c(tmp_path)
+
+
+def train_until_ctrl_c(tmp_path: Path, **more) -> None:
+    """Check a run with the README's objective, and more settings, from its start to a signal."""
     file, run_dir = tmp_path / "huber.py", tmp_path / "run"
     file.write_text(FILES[file.name])
-    settings = flags(loss=file, max_staleness=4)
+    settings = flags(loss=file, max_staleness=4, **more)
     with Run(run_dir, "arithmetic", *settings, *SMALL, *FOREVER) as run:
         run.is_at(40)
         start = time.monotonic()

@@ -43,7 +43,7 @@ def test_between_two_turns_stands_what_the_template_writes_there(chat_tokenizer)
     assert chat_tokenizer.decode(tokens) == text
     reply = encode_reply(chat_tokenizer, "Where to?", " 3", last_token=0)
     assert reply == chat_tokenizer(" 3").input_ids
-    begun = [*CHAT, dict(role="assistant", content="<think>")]
+    begun = [*CHAT, dict(role="assistant", content="<think>\n")]
     reply = encode_reply(chat_tokenizer, begun, "A wall.", last_token=turn[-1])
     assert chat_tokenizer.decode(reply) == "\n<|start|>user\nA wall.<|end|>\n<|start|>assistant\n"
 

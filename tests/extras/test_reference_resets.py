@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_pinned import play_trainer
+from test_runs import train_until_ctrl_c
 from test_trainer import make_rows, make_trainer
 
 from buffer import TOKEN_ARRAYS
@@ -51,6 +52,11 @@ def test_a_trainer_that_resets_does_what_it_did_when_this_was_recorded(
 ):
     record = play_trainer(untied_model, tmp_path, monkeypatch, reference_reset_period=8)
     record.compare("trainer_with_resets.txt")
+
+
+@pytest.mark.runs
+def test_an_asynchronous_run_with_resets_trains_until_ctrl_c_and_ends_soon(tmp_path):
+    train_until_ctrl_c(tmp_path, reference_reset_period=10)
 
 
 def test_the_reference_is_reset_every_period_and_before_the_version_that_goes_with_it(make):

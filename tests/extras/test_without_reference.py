@@ -36,10 +36,10 @@ def test_where_no_reference_is_read_none_is_loaded_reset_or_planned_for(tmp_path
 def test_a_run_without_a_reference_policy_learns_and_has_no_kl(loss, tmp_path, record_property):
     settings = flags(loss=loss, learning_rate=2e-4)
     with Run(tmp_path / "run", "arithmetic", *settings, *FOREVER) as run:
-        run.is_at(240)
+        run.is_at(300)
     lines = run.steps()
     assert not any("kl" in line for line in lines)
     assert all(math.isfinite(line[name]) for line in lines for name in ("loss", "grad_norm"))
     assert all(0 < line["ess_responses"] <= 1 for line in lines)
-    record_property("reward after 240 steps", found := np.mean([x["reward"] for x in lines[-30:]]))
-    assert found > 0.55, "of the base model's samples 0.45 are right"
+    record_property("reward after 300 steps", found := np.mean([x["reward"] for x in lines[-30:]]))
+    assert found > 0.6, "of the base model's samples 0.45 are right"
