@@ -16,15 +16,14 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, arguments, as_flags, first_right, mean_and_each, save, table_of, trained_on
+from common import arguments, first_right, mean_and_each, save, table_of, trained_on
+from peer_trl import OURS, SAMPLES, TARGET, command_of, log_of
 
 from launch.files import read_lines, read_spans
 from tasks import load_task
 
-TARGET, SAMPLES, SECONDS = 0.6, 192, 200.0
+LEARNING_RATE, SECONDS = 2e-5, 200.0
 SEEDS = (0, 1, 2)
-SETTINGS = dict(learning_rate=2e-5, steps=1000, lr_schedule="constant")
-SETTINGS |= dict(stable_steps=0, decay_steps=0)
 VARIANTS = {
     "tb": [],
     "tb, synchronous": ["--synchronous"],
@@ -46,9 +45,8 @@ def end_of_evaluation(output: Path) -> float:
 def make_run(output: Path, flags: list[str], seed: int) -> None:
     """Make a run. Its directory gets this name when it is whole."""
     unfinished = output.with_name(f"{output.name} {time.time():.0f} unfinished")
-    settings = as_flags(**SETTINGS, seed=seed, output_dir=str(unfinished))
-    command = [sys.executable, str(ROOT / "tba.py"), "sums", *settings, *flags]
-    with open(output.with_name(f"{output.name}.log"), "w") as log:
+    command = [*command_of(OURS, unfinished, LEARNING_RATE, seed), *flags]
+    with open(log_of(unfinished), "w") as log:
         process, start = subprocess.Popen(command, stdout=log, stderr=log), np.inf
     while time.monotonic() < start + SECONDS:
         time.sleep(1.0)
