@@ -7,7 +7,7 @@ workload of lockstep and the generation of episodes are subclasses of these, in 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,15 @@ from weights import SharedWeights
 
 if TYPE_CHECKING:
     from models.engine import Engine
+
+
+class TokenArrays(NamedTuple):
+    """The tokens of a response, as in Group: (T,) each."""
+
+    tokens: np.ndarray
+    behavior_logprobs: np.ndarray
+    in_loss: np.ndarray
+    sampled: np.ndarray
 
 
 @dataclass(eq=False)
@@ -43,15 +52,14 @@ class Rollout:
     last_version: int = -1  # of the weights in the engine
     texts: list[str | list[str]] = field(default_factory=list)  # S; of an episode its turns
     finished: list[bool] = field(default_factory=list)  # False: a limit cut it off
-    # Of each response its tokens, behavior_logprobs, in_loss and sampled, as in Group.
-    arrays: list[tuple[np.ndarray, ...]] = field(default_factory=list)
+    arrays: list[TokenArrays] = field(default_factory=list)  # S
     # One of these is set when it is scored:
     rewards: np.ndarray | None = None  # (S,) float32
     error: Exception | None = None  # why there are no rewards
 
     def to_group(self, ref_logprobs: np.ndarray, reference_version: int) -> Group:
         """Put it into the arrays that go through the queue. ref_logprobs: of all its tokens."""
-        tokens, behavior_logprobs, in_loss, sampled = map(np.concatenate, zip(*self.arrays))
+        joined = TokenArrays(*map(np.concatenate, zip(*self.arrays)))
         return Group(
             query_id=self.query.id,
             version=self.version,
@@ -59,16 +67,13 @@ class Rollout:
             reference_version=reference_version,
             batch=self.batch,
             prompt=np.array(self.prompt, np.int32),
-            lengths=np.array([len(ids) for ids, *_ in self.arrays], np.int32),
-            tokens=tokens,
+            lengths=np.array([len(of_response.tokens) for of_response in self.arrays], np.int32),
             # An environment's tokens are certain: log-probability 0 under both policies.
-            ref_logprobs=np.where(in_loss | sampled, ref_logprobs, np.float32(0)),
-            behavior_logprobs=behavior_logprobs,
+            ref_logprobs=np.where(joined.in_loss | joined.sampled, ref_logprobs, np.float32(0)),
             rewards=self.rewards,
             finished=np.array(self.finished),
             temperature=self.sampling["temperature"],
-            in_loss=in_loss,
-            sampled=sampled,
+            **joined._asdict(),
         )
 
 
@@ -210,7 +215,7 @@ class Generation:
             generated.append(rollout)
         return generated
 
-    def read(self, completion: Any) -> tuple[str, tuple[np.ndarray, ...], bool]:
+    def read(self, completion: Any) -> tuple[str, TokenArrays, bool]:
         """Read what vLLM has generated: its text, its arrays, and whether it ended by itself."""
         tokens, has_ended = list(completion.token_ids), completion.finish_reason == "stop"
         text = self.tokenizer.decode([token for token in tokens if token not in self.left_out])
@@ -221,7 +226,7 @@ class Generation:
         sampled = np.arange(len(tokens)) < len(completion.token_ids)
         in_loss = np.array([token != self.padding_token for token in tokens])
         as_arrays = np.array(tokens, np.int32), np.array(logprobs, np.float32), in_loss, sampled
-        return text, as_arrays, has_ended
+        return text, TokenArrays(*as_arrays), has_ended
 
 
 def make_generation(

@@ -29,8 +29,8 @@ from runtime.reference import Reference
 from runtime.responses.evaluation import EvaluationService
 from runtime.responses.samples import SampleLog
 from runtime.responses.scoring import FailureLimit, make_scorer
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation, Notice
+from runtime.transport.status import StatusTable
 from tasks import load_task
 from weights import SharedWeights
 
@@ -41,7 +41,7 @@ class Searcher:
     """One searcher process.
 
     share: which of the config.searchers shares of the queries it works on; pin: its pin in
-    `weights`; name: of its row on the board; rollout_queue: its own, from which the supervisor
+    `weights`; name: of its row in the status table; outgoing: its queue, from which the supervisor
     forwards to the trainer's.
     """
 
@@ -52,16 +52,16 @@ class Searcher:
         pin: int,
         name: str,
         weights: SharedWeights,
-        rollout_queue: torch.multiprocessing.Queue,
-        board: Board,
+        outgoing: torch.multiprocessing.Queue,
+        status: StatusTable,
         run_dir: str,
     ):
         self.config, self.pin, self.name = config, pin, name
-        self.weights, self.rollout_queue, self.board = weights, rollout_queue, board
-        self.timeline = Timeline(run_dir, board, name)
+        self.weights, self.outgoing, self.status = weights, outgoing, status
+        self.timeline = Timeline(run_dir, status, name)
         self.task = load_task(config.task, **config.options)
         self.tokenizer = load_tokenizer(config)
-        cursor = int(board.get(name, "cursor"))
+        cursor = int(status.get(name, "cursor"))
         queries = self.task.queries("train")
         self.workload = make_workload(config, queries, share, cursor, weights)
         # Seeded by cursor too, so that a restart does not repeat samples.
@@ -75,11 +75,11 @@ class Searcher:
         lock_pages(weights.memories, logging.warning)
         if device().type == "cuda":
             torch.set_num_threads(1)  # all is loaded: more would only spin
-        self.failures = FailureLimit(board, name)
+        self.failures = FailureLimit(status, name)
         # What does not fit into the queue yet: the groups among it are part of D_local.
         self.outbox: deque[Group | Evaluation | Notice] = deque()
         self.samples = SampleLog(run_dir, self.task, self.tokenizer, self.outbox.append)
-        evaluated = int(board.get(name, "evaluated"))
+        evaluated = int(status.get(name, "evaluated"))
         self.evaluation = EvaluationService(
             config, self.task, self.tokenizer, weights, pin, evaluated, is_enabled=share == 0
         )
@@ -88,8 +88,8 @@ class Searcher:
     def search(self) -> None:
         """Explore with a delayed copy of the policy until the run ends (section 4.1)."""
         self.begin()
-        while not self.board.stop:
-            self.board.beat(self.name)
+        while not self.status.stop:
+            self.status.beat(self.name)
             self.take_new_weights()
             self.start_queries()
             self.start_evaluation()
@@ -104,9 +104,9 @@ class Searcher:
 
         In a resumed run config.model is of no use: wait for the trainer's first publish.
         """
-        self.board.loaded(self.name)
-        while self.config.resume and self.weights.version < 0 and not self.board.stop:
-            self.board.beat(self.name)
+        self.status.loaded(self.name)
+        while self.config.resume and self.weights.version < 0 and not self.status.stop:
+            self.status.beat(self.name)
             time.sleep(POLL_SECONDS)
         # A resumed run may have ended before its first step: then it begins like a new one.
         if not self.config.resume or self.weights.version == 0:
@@ -128,7 +128,7 @@ class Searcher:
             with self.weights.read(self.pin, keep=self.evaluation.is_due) as (version, tensors):
                 self.engine.load(tensors.items())
         self.version = version
-        self.board.set(self.name, "version", version)
+        self.status.set(self.name, "version", version)
         self.workload.begin_version(version)
 
     def start_queries(self) -> None:
@@ -146,7 +146,7 @@ class Searcher:
             num_skipped = 0
             rollout.version, rollout.sampling = self.version, self.sampling(rollout)
             self.generation.start(rollout)
-        self.board.set(self.name, "cursor", self.workload.cursor)
+        self.status.set(self.name, "cursor", self.workload.cursor)
 
     def start_evaluation(self) -> None:
         """Start a requested evaluation; no weights are loaded until it ends."""
@@ -155,7 +155,7 @@ class Searcher:
 
     def has_room(self) -> bool:
         """Return whether a query may start: the run needs it, engine and scoring have room."""
-        if self.board.last_step_done or self.outbox:
+        if self.status.last_step_done or self.outbox:
             return False
         groups_in_engine = ENGINE_ROWS // self.config.samples_per_query + 1
         return self.generation.rows < ENGINE_ROWS and len(self.scorer.waiting) < groups_in_engine
@@ -163,7 +163,7 @@ class Searcher:
     def skip(self, rollout: Rollout, num_skipped: int) -> None:
         """Drop a query whose prompt is empty or too long. Raises ValueError if all of them are."""
         self.workload.drop(rollout)
-        self.board.add(self.name, "long_prompts", rollout.visit == 0)  # once a query
+        self.status.add(self.name, "long_prompts", rollout.visit == 0)  # once a query
         if num_skipped == len(self.workload.own):
             limit = self.config.max_prompt_tokens
             raise ValueError(f"no prompt of the task has 1 to --max_prompt_tokens {limit} tokens")
@@ -182,10 +182,10 @@ class Searcher:
 
     def step_engine(self) -> list[Rollout]:
         """Generate one token of every response. Returns the rollouts that finished with it."""
-        is_over = self.board.last_step_done and not self.evaluation.is_running
+        is_over = self.status.last_step_done and not self.evaluation.is_running
         # At a shutdown what is generated is lost, and saving needs the cores. In lockstep the last
         # batch is still trained on.
-        is_over |= self.board.end and not self.config.lockstep
+        is_over |= self.status.end and not self.config.lockstep
         if self.outbox or is_over or self.generation.is_idle:  # a full queue, or no work
             with self.timeline.span("wait"):
                 time.sleep(POLL_SECONDS)
@@ -214,7 +214,7 @@ class Searcher:
             else:
                 self.workload.complete(rollout)
                 scored.append(rollout)
-        self.board.set(self.name, "cursor", self.workload.cursor)
+        self.status.set(self.name, "cursor", self.workload.cursor)
         return scored
 
     def add_reference_logprobs(self, scored: list[Rollout]) -> list[Group]:
@@ -222,7 +222,7 @@ class Searcher:
         if not scored:
             return []
         prompts = [np.array(rollout.prompt, np.int32) for rollout in scored for _ in rollout.texts]
-        responses = [tokens for rollout in scored for tokens, *_ in rollout.arrays]
+        responses = [arrays.tokens for rollout in scored for arrays in rollout.arrays]
         with self.timeline.span("reference"):
             logprobs = iter(self.reference.logprobs(prompts, responses))
         groups = []
@@ -231,7 +231,7 @@ class Searcher:
             ref_logprobs = [self.task.reference_logprobs(next(logprobs)) for _ in rollout.texts]
             group = rollout.to_group(np.concatenate(ref_logprobs), self.reference.version)
             groups.append(group)
-            self.board.add(self.name, "tokens", int(group.sampled.sum()))
+            self.status.add(self.name, "tokens", int(group.sampled.sum()))
             self.samples.write(rollout, group)
         return groups
 
@@ -244,7 +244,7 @@ class Searcher:
         self.outbox.extend(self.evaluation.collect())
         while self.outbox:
             try:
-                self.rollout_queue.put_nowait(self.outbox[0])
+                self.outgoing.put_nowait(self.outbox[0])
             except queue.Full:
                 return
             self.outbox.popleft()
@@ -256,4 +256,4 @@ def run(*arguments: Any) -> None:
     searcher.search()
     searcher.scorer.close()
     # The run is over: nobody reads what is still in the queue.
-    searcher.rollout_queue.cancel_join_thread()
+    searcher.outgoing.cancel_join_thread()

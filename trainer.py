@@ -23,9 +23,8 @@ from runtime.memory_trial import try_largest_batch
 from runtime.record.metrics import StepMetrics
 from runtime.record.report import Report
 from runtime.record.timeline import Timeline
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 from runtime.waiting import Waits
-from tasks import load_task
 from weights import SharedWeights
 
 
@@ -43,17 +42,16 @@ class Trainer:
         config: Config,
         weights: SharedWeights,
         rollout_queue: torch.multiprocessing.Queue,
-        board: Board,
+        status: StatusTable,
         run_dir: str,
         resume: str | None = None,
         rank: Any = None,
     ):
         self.config, self.weights, self.rollout_queue = config, weights, rollout_queue
-        self.board = board
-        board.beat("trainer")
-        self.timeline = Timeline(run_dir, board, "trainer")
-        metric = load_task(config.task, **config.options).metric
-        self.report = Report(run_dir, config, board, metric)
+        self.status = status
+        status.beat("trainer")
+        self.timeline = Timeline(run_dir, status, "trainer")
+        self.report = Report(run_dir, config, status)
         self.learner = make_learner(config, self.report.say, rank)
         lock_pages(weights.memories, self.report.say)
         try_largest_batch(config, self.learner, self.report.say)
@@ -61,11 +59,11 @@ class Trainer:
         self.resets = None
         if config.reference_reset_period:
             self.resets = extra("reference_resets").ReferenceResets(config, weights, self.learner)
-        self.evaluations = EvaluationRequests(config, weights, board)
-        self.waits = Waits(config, board, self.report, self.timeline, not self.is_exact)
-        self.metrics = StepMetrics(self.learner, weights, self.buffer, rollout_queue, board)
+        self.evaluations = EvaluationRequests(config, weights, status)
+        self.waits = Waits(config, status, self.report, self.timeline, not self.is_exact)
+        self.metrics = StepMetrics(self.learner, weights, self.buffer, rollout_queue, status)
         self.checkpoints = CheckpointWriter(run_dir, self.waits, self.report.say)
-        parts = self.learner, weights, self.buffer, board, self.metrics, self.evaluations
+        parts = self.learner, weights, self.buffer, status, self.metrics, self.evaluations
         self.state = RunState(*parts)
         if resume:
             self.state.load(resume)
@@ -85,22 +83,22 @@ class Trainer:
 
     def train(self) -> None:
         """Learn off-policy; sync with the searchers every k steps, seldom wait (section 4.1)."""
-        self.board.loaded("trainer")
+        self.status.loaded("trainer")
         self.publish()  # version 0, or what a resumed run's searchers wait for
-        # board.end: shut down, with a checkpoint.
-        while self.step < self.config.steps and not self.board.end:
+        # status.end: shut down, with a checkpoint.
+        while self.step < self.config.steps and not self.status.end:
             if self.step % self.config.sync_period == 0:
                 self.sync()
             rows = self.next_batch()
             if not rows:  # the run is to end
                 break
-            self.metrics.first_look(self.report.say)  # before the first step alone
+            self.metrics.say_first_look(self.report.say)  # before the first step alone
             with self.timeline.span("step"):
                 if self.resets:
                     self.resets.renew(rows)  # after one: log pi_ref under the new reference
                 metrics = self.learner.update(rows)
             self.report.step(metrics | self.metrics.of(rows, self.waits.seconds))
-            self.board.beat("trainer")
+            self.status.beat("trainer")
             self.save_checkpoint_if_due()
         self.finish()
 
@@ -134,7 +132,7 @@ class Trainer:
         """Receive until is_done(). Any work of the searchers is progress towards `what`."""
 
         def awaited() -> str:
-            return f"{what}; they worked {self.board.total('busy'):.0f} s so far"
+            return f"{what}; they worked {self.status.total('busy'):.0f} s so far"
 
         for _ in self.waits.until(is_done, awaited):
             self.receive()  # or the queues fill up meanwhile
@@ -197,7 +195,7 @@ class Trainer:
         may_alias = is_last and not self.learner.gathers_state
         with self.timeline.span("checkpoint"):
             self.checkpoints.begin(self.step, *self.state.collect(), may_alias)
-        self.board.beat("trainer")
+        self.status.beat("trainer")
 
     def receive_what_is_saved(self) -> None:
         """Receive: a resumed searcher goes on after what it has sent."""
@@ -205,7 +203,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Save the model and a checkpoint. At the last step the searchers stop searching."""
-        self.board.last_step_done = self.step == self.config.steps
+        self.status.last_step_done = self.step == self.config.steps
         try:  # first the model: it is not lost where a wait for a checkpoint fails
             self.checkpoints.save_model(self.learner.save_model)
         finally:
@@ -216,12 +214,12 @@ class Trainer:
             if self.step != self.checkpoints.written_step and is_needed:
                 self.save_checkpoint(is_last=True)
                 self.checkpoints.wait()
-        if self.board.last_step_done:
+        if self.status.last_step_done:
             # One that has not ended. The last version's own is made from the saved model
-            # (launch/final_evaluation.py).
+            # (launch/evaluate.py).
             self.receive()
             self.receive_until(lambda: not self.evaluations.is_pending, "the evaluation asked for")
-        self.board.stop = True
+        self.status.stop = True
         self.timeline.flush()
         self.report.close()
 
@@ -230,18 +228,18 @@ def run(
     config: Config,
     weights: SharedWeights,
     rollout_queue: torch.multiprocessing.Queue,
-    board: Board,
+    status: StatusTable,
     *arguments: Any,
 ) -> None:
     """The trainer process. arguments: of Trainer."""
-    with board.note_failure("trainer"):
-        trainer_of(config)(config, weights, rollout_queue, board, *arguments).train()
+    with status.note_failure("trainer"):
+        trainer_of(config)(config, weights, rollout_queue, status, *arguments).train()
 
 
-def follow(config: Config, rank: Any, board: Board, row: str) -> None:
-    """A trainer process other than the first. row: its row of the board."""
-    with board.note_failure(row):
-        extra("sharding").follow(config, rank, board, row)
+def follow(config: Config, rank: Any, status: StatusTable, row: str) -> None:
+    """A trainer process other than the first. row: its row of the status table."""
+    with status.note_failure(row):
+        extra("sharding").follow(config, rank, status, row)
 
 
 def trainer_of(config: Config) -> type[Trainer]:

@@ -38,7 +38,7 @@ from launch.command_line import build_config
 from launch.files import trainer_busy
 from launch.places import find_places, searchers_of
 from launch.supervisor import Supervisor
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 from weights import SharedWeights
 
 NODES = (1, 2, 4)
@@ -51,16 +51,16 @@ RUN = as_flags(steps=STEPS, initial_responses=4000, eval_every=0, checkpoint_eve
 
 def search(group: Group, always: bool, *its_arguments) -> None:
     """Send a group for each new version, or `always`: a process, with searcher.run's arguments."""
-    _, _, pin, row, weights, groups, board, _ = its_arguments
+    _, _, pin, row, weights, groups, status, _ = its_arguments
     torch.set_num_threads(1)
     version = -1
-    board.loaded(row)
-    while not board.stop:
-        board.beat(row)
+    status.loaded(row)
+    while not status.stop:
+        status.beat(row)
         newest = copy_newest(weights, pin, version)
         if always or newest > version:
             version = newest
-            board.set(row, "version", version)
+            status.set(row, "version", version)
             with contextlib.suppress(queue.Full):
                 groups.put(dataclasses.replace(group, version=version), timeout=0.1)
         else:
@@ -110,22 +110,24 @@ def searching(
         names = [place.name for place in places]
         if is_far:
             joining.check(config)
-            board = cluster.ClusterBoard(names)
-            supervisor = cluster.Cluster(config, [], weights, board, run_dir, target, print, config)
+            status = cluster.ClusterStatus(names)
+            supervisor = cluster.Cluster(
+                config, [], weights, status, run_dir, target, print, config
+            )
         else:
-            board = Board(names)
+            status = StatusTable(names)
             searchers = searchers_of(places)
-            supervisor = Supervisor(config, searchers, weights, board, run_dir, target, print)
+            supervisor = Supervisor(config, searchers, weights, status, run_dir, target, print)
         try:
             publish(weights, 0)
             deadline = time.monotonic() + 120
-            while len(heard(board)) < number:
+            while len(heard(status)) < number:
                 count_groups(supervisor, 0.1)
                 if time.monotonic() > deadline:
-                    sys.exit(f"of {number} searchers {len(heard(board))} have loaded in 120 s")
+                    sys.exit(f"of {number} searchers {len(heard(status))} have loaded in 120 s")
             yield supervisor, weights
         finally:
-            board.stop = True
+            status.stop = True
             supervisor.stop()
 
 
@@ -136,9 +138,9 @@ def publish(weights: SharedWeights, version: int) -> bool:
     return weights.publish(version, tensors)
 
 
-def heard(board: Board) -> list[str]:
+def heard(status: StatusTable) -> list[str]:
     """List the searchers or nodes that have loaded."""
-    return [name for name in board.searchers if board.get(name, "ready")]
+    return [name for name in status.searchers if status.get(name, "ready")]
 
 
 def count_groups(supervisor: Supervisor, seconds: float) -> int:
@@ -161,12 +163,12 @@ def groups_per_second(number: int, is_far: bool, seconds: float) -> float:
 def seconds_of_a_version(parameters: int, is_far: bool) -> float:
     """Measure how long a version takes to a searcher: the median."""
     with searching("answer", 1, is_far, parameters) as (supervisor, weights):
-        (row,), taken = heard(supervisor.board), []
+        (row,), taken = heard(supervisor.status), []
         for version in range(1, TRANSFERS + 1):
             while not publish(weights, version):
                 time.sleep(0.01)
             start = time.monotonic()
-            while supervisor.board.get(row, "version") < version:
+            while supervisor.status.get(row, "version") < version:
                 count_groups(supervisor, 0.001)
             taken.append(time.monotonic() - start)
         return float(np.median(taken))

@@ -43,8 +43,8 @@ from models.architecture import weight_shapes
 from models.device import device, lock_pages
 from models.logprobs import TOKENS_PER_FORWARD, response_logprobs
 from runtime.memory_trial import try_largest_batch
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
+from runtime.transport.status import StatusTable
 from tasks.gsm8k import PRESETS
 from trainer import Trainer
 from weights import SharedWeights
@@ -276,7 +276,7 @@ def feed(root: str, weights: SharedWeights, rollouts: Queue) -> None:
     """Send groups of 24 as searchers do, of the weights that are the newest: a process."""
     rows, rng = read_rows(root), np.random.default_rng(0)
     queries = len(rows) // 20
-    rollouts.put(Evaluation(version=0, score=0.0, queries=1, long_prompts=0, unscored=0))
+    rollouts.put(Evaluation(version=0, metrics={}, queries=1))
     while torch.multiprocessing.parent_process().is_alive():
         query = int(rng.integers(queries))
         few = [rows[20 * query + i] for i in rng.integers(20, size=24)]
@@ -304,12 +304,12 @@ def whole_steps(root: str, quick: bool, say: Say) -> None:
     weights = SharedWeights(weight_shapes(config), torch.bfloat16, readers=1)
     spawn, run_dir = torch.multiprocessing.get_context("spawn"), f"{root}/run"
     rollouts = spawn.Queue(GROUPS_ON_THE_WAY)
-    board = Board(["trainer", *(f"searcher {rank}" for rank in range(config.searchers))])
+    status = StatusTable(["trainer", *(f"searcher {rank}" for rank in range(config.searchers))])
     Path(run_dir, "logs").mkdir(parents=True)
     feeder = spawn.Process(target=feed, args=(root, weights, rollouts), daemon=True)
     feeder.start()
     with open(f"{root}/run.txt", "w") as shown, redirect_stdout(shown):
-        trainer = Trainer(config, weights, rollouts, board, run_dir)
+        trainer = Trainer(config, weights, rollouts, status, run_dir)
         trainer.train()
     feeder.kill()
     spans, lines = read_spans(run_dir)["trainer"], steps_of(run_dir)
@@ -330,7 +330,7 @@ def whole_steps(root: str, quick: bool, say: Say) -> None:
     say(
         "a checkpoint, bf16",
         f"the loop stops for {', '.join(f'{took:.2f}' for took in copies)} s; written beside it "
-        f"in {board.get('trainer', 'save_seconds'):.1f} s",
+        f"in {status.get('trainer', 'save_seconds'):.1f} s",
     )
     files = sum(file.stat().st_size for file in Path(run_dir, "model").iterdir())
     say("  model/", f"{files / GIB:.2f} GiB")

@@ -40,13 +40,14 @@ from common import arguments, as_flags, make_group, mean_and_each, reached, save
 import tba
 from buffer import Group
 from config import Config
-from launch import children, launcher
+from launch import children
+from launch.checks import checked
 from launch.command_line import build_config
 from launch.files import read_spans, trainer_busy
 from launch.places import Place, find_places
 from launch.supervisor import Supervisor
 from models.architecture import weight_shapes
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 from tasks import load_task
 from weights import SharedWeights
 
@@ -137,8 +138,8 @@ def start(
     (run_dir / "logs").mkdir(parents=True)
     places = find_places(config)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=config.searchers)
-    board = Board([place.name for place in places])
-    supervisor = Supervisor(config, places[1:], weights, board, str(run_dir), target, print)
+    status = StatusTable([place.name for place in places])
+    supervisor = Supervisor(config, places[1:], weights, status, str(run_dir), target, print)
     return places, weights, supervisor
 
 
@@ -159,14 +160,14 @@ def record(config: Config, run_dir: Path, count: int) -> tuple[list[Group], floa
                 ends.append(time.monotonic())
         return groups, (count - count // 2) / (ends[-1] - ends[count // 2 - 1])
     finally:
-        supervisor.board.stop = True
+        supervisor.status.stop = True
         supervisor.stop()
 
 
 def overlap(quick: bool) -> None:
     """Compare the runs, and save the results."""
     seeds, steps, few = ((0,), 300, 80) if quick else ((0, 1, 2), 600, 80)
-    split, beside, alone = launcher.find_places, [], []
+    split, beside, alone = checked.find_places, [], []
     results = defaultdict(lambda: defaultdict(list))  # mode -> figure -> a value of each seed
 
     def on_all_cores(config: Config) -> list[Place]:
@@ -183,10 +184,10 @@ def overlap(quick: bool) -> None:
                 ("synchronous", split, synchronous),
                 ("synchronous, all cores", on_all_cores, synchronous),
             ):
-                launcher.find_places = find
+                checked.find_places = find
                 for figure, value in measure(run(directory, f"{mode} {seed}", *settings)).items():
                     results[mode][figure].append(value)
-            launcher.find_places = split
+            checked.find_places = split
             longer = [*flags, *as_flags(steps=1200)]
             beside.append(beside_a_searcher(directory / f"beside {seed}", *longer))
             config = build_config(["arithmetic", *as_flags(seed=seed)])
@@ -219,19 +220,19 @@ def overlap(quick: bool) -> None:
 def replay(*arguments) -> None:
     """Send recorded groups at a set rate: a process, with the arguments of searcher.run.
 
-    The board's "busy" is here the seconds in which it waited for its queue.
+    The status table's "busy" is here the seconds in which it waited for its queue.
     """
-    config, share, pin, name, weights, groups, board, run_dir = arguments
+    config, share, pin, name, weights, groups, status, run_dir = arguments
     torch.set_num_threads(1)
     recorded, rate = pickle.loads(Path(run_dir, "recorded.pkl").read_bytes())
     version, sent, begin = -1, 0, None
-    board.loaded(name)
-    while not board.stop:
-        board.beat(name)
+    status.loaded(name)
+    while not status.stop:
+        status.beat(name)
         version = copy_newest(weights, pin, version)
         now = time.monotonic()
         if begin is None:
-            begin = now if version >= 0 and board.get("trainer", "ready") else None
+            begin = now if version >= 0 and status.get("trainer", "ready") else None
         elif sent < (now - begin) * rate:
             group = recorded[(sent * config.searchers + share) % len(recorded)]
             try:
@@ -240,7 +241,7 @@ def replay(*arguments) -> None:
             except queue.Full:
                 time.sleep(0.005)
                 waited = time.monotonic() - now
-                board.add(name, "busy", waited)
+                status.add(name, "busy", waited)
                 begin += waited
             continue
         time.sleep(0.001)
@@ -264,8 +265,8 @@ def measure_trainer(
         config = replace(config, output_dir=run_dir)
         Path(run_dir, "recorded.pkl").write_bytes(pickle.dumps((recorded, rate)))
         places, weights, supervisor = start(config, Path(run_dir), "overlap:replay")
-        board = supervisor.board
-        trainer_arguments = config, weights, supervisor.rollout_queue, board, run_dir, None
+        status = supervisor.status
+        trainer_arguments = config, weights, supervisor.rollout_queue, status, run_dir, None
         trainer = children.start(places[0], "trainer:run", trainer_arguments, run_dir)
         try:
             deadline = time.monotonic() + 300
@@ -275,11 +276,11 @@ def measure_trainer(
                 if trainer.exitcode or time.monotonic() > deadline:
                     sys.exit(children.log_tail(run_dir, "trainer"))
             time.sleep(2.0)  # to get going
-            first, blocked = steps_of(run_dir)[-1], board.total("busy")
+            first, blocked = steps_of(run_dir)[-1], status.total("busy")
             time.sleep(seconds)
-            steps, blocked = steps_of(run_dir), board.total("busy") - blocked
+            steps, blocked = steps_of(run_dir), status.total("busy") - blocked
         finally:
-            board.stop = True
+            status.stop = True
             children.kill(trainer)
             supervisor.stop()
     steps = [line for line in steps if line["step"] >= first["step"]]

@@ -43,7 +43,7 @@ from launch.places import Place
 from models.architecture import weight_shapes
 from models.engine import ENGINE_ROWS
 from runtime.reference import Reference
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 from searcher import Searcher
 from weights import SharedWeights, num_elements
 
@@ -57,8 +57,8 @@ class Measurement:
     def __init__(self, config: Config, found: Queue, seconds: tuple[float, float]):
         self.config, self.seconds, self.tokens, self.requests = config, seconds, 0, 0
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-        self.board, name = Board(["trainer", "searcher 0"]), "searcher 0"
-        self.searcher = Searcher(config, 0, 0, name, weights, found, self.board, config.output_dir)
+        self.status, name = StatusTable(["trainer", "searcher 0"]), "searcher 0"
+        self.searcher = Searcher(config, 0, 0, name, weights, found, self.status, config.output_dir)
         self.searcher.evaluation.started_version = 0  # no evaluation of the base model
         self.engine, self.reference = self.searcher.engine, self.searcher.reference
         self.no_reference = Reference(replace(config, loss="kimi_k2"), weights, pin=0)
@@ -89,11 +89,11 @@ class Measurement:
             for pause in self.seconds:
                 time.sleep(pause)
                 marks.append((time.monotonic(), self.tokens))
-            self.board.stop = True
+            self.status.stop = True
 
         threading.Thread(target=watch).start()
         self.searcher.search()
-        self.board.stop = False
+        self.status.stop = False
         (begin, before), (end, after) = marks
         for name, start, stop in read_spans(self.config.output_dir)["searcher-0"]:
             shares[name] += max(0.0, min(stop, end) - max(start, begin)) / (end - begin)

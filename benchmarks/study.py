@@ -34,8 +34,8 @@ from models.logprobs import response_logprobs
 from models.policy import load_policy
 from models.tokens import load_tokenizer
 from runtime.responses.scoring import score
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
+from runtime.transport.status import StatusTable
 from tasks import Query, load_task
 from trainer import trainer_of
 from weights import SharedWeights
@@ -54,8 +54,10 @@ class InlineSearcher:
     the trainer asks at each sync: the weights they are made with are those of the sync before.
     """
 
-    def __init__(self, config: Config, weights: SharedWeights, board: Board, groups_per_sync: int):
-        self.config, self.weights, self.board = config, weights, board
+    def __init__(
+        self, config: Config, weights: SharedWeights, status: StatusTable, groups_per_sync: int
+    ):
+        self.config, self.weights, self.status = config, weights, status
         self.groups_per_sync = groups_per_sync
         self.task = load_task(config.task)
         self.tokenizer = load_tokenizer(config)
@@ -88,7 +90,7 @@ class InlineSearcher:
             with self.weights.read(0) as (self.version, tensors):
                 # Not strict: a tied tensor is published under one of its names only.
                 self.policy.load_state_dict(tensors, strict=False)
-            self.board.set("searcher 0", "version", self.version)
+            self.status.set("searcher 0", "version", self.version)
         is_base_model = self.version == 0 and self.evaluated < 0
         if self.evaluated < self.weights.evaluation_version or is_base_model:
             self.evaluated = self.version
@@ -178,7 +180,8 @@ class InlineSearcher:
     def evaluate(self) -> Evaluation:
         """Evaluate the policy on the held-out queries."""
         accuracy = self.accuracy(self.policy)
-        return Evaluation(self.version, accuracy, len(self.test), long_prompts=0, unscored=0)
+        metrics = {self.task.metric: (accuracy, np.nan, np.nan)}
+        return Evaluation(self.version, metrics, len(self.test))
 
     def accuracy(self, policy: torch.nn.Module) -> float:
         """Measure the share of held-out queries whose greedy response is right."""
@@ -219,9 +222,9 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict:
     ):
         (Path(run_dir) / "logs").mkdir()
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-        board = Board(["trainer", "searcher 0"])
-        searcher = InlineSearcher(config, weights, board, groups_per_sync)
-        trainer = trainer_of(config)(config, weights, searcher, board, run_dir)
+        status = StatusTable(["trainer", "searcher 0"])
+        searcher = InlineSearcher(config, weights, status, groups_per_sync)
+        trainer = trainer_of(config)(config, weights, searcher, status, run_dir)
         trainer.train()
         lines = steps_of(run_dir)
         policy = trainer.learner.policy

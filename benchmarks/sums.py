@@ -1,6 +1,6 @@
-"""Compare what a real language model learns of sums in the same time, by objective.
+"""Compare what a real language model learns of sums in the same time: by objective, by schedule.
 
-    python benchmarks/sums.py            # 70 minutes on 2 cores: begin with --quick
+    python benchmarks/sums.py            # 90 minutes on 2 cores: begin with --quick
     python benchmarks/sums.py --quick    # one seed
 
 Needs SmolLM2-135M-Instruct (make demo-smollm installs it). Each run is that of tba.py sums, whose
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import arguments, first_right, mean_and_each, save, table_of, trained_on
+from common import ROOT, arguments, first_right, mean_and_each, save, table_of, trained_on
 from peer_trl import OURS, SAMPLES, TARGET, command_of, log_of
 
 from launch.files import read_lines, read_spans
@@ -24,13 +24,27 @@ from tasks import load_task
 
 LEARNING_RATE, SECONDS = 2e-5, 200.0
 SEEDS = (0, 1, 2)
+FREE = ["--constant_staleness", "None", "--sync_period", "1", "--samples_per_query", "8"]
+FREE += ["--initial_responses", "64"]
+THROTTLED = "tb, free running, throttled"
 VARIANTS = {
     "tb": [],
     "tb, synchronous": ["--synchronous"],
     "grpo": ["--loss", "grpo"],
     "rloo": ["--loss", "rloo"],
     "dr_grpo, without a reference policy": ["--loss", "dr_grpo"],
+    "tb, free running": FREE,
+    THROTTLED: FREE,
 }
+# In place of tba.py: the searcher is at most two steps ahead, as on a GPU that both share, and the
+# trainer has all cores.
+THROTTLE = """
+import sys, tba
+from launch import places
+places.search_ahead = lambda *_: 2
+places.split_cores = lambda cores, *_: [cores, cores[1:]]
+sys.exit(tba.main(sys.argv[1:]))
+"""
 
 
 def end_of_evaluation(output: Path) -> float:
@@ -42,12 +56,13 @@ def end_of_evaluation(output: Path) -> float:
     return max(end for kind, _, end in spans if kind == "eval")
 
 
-def make_run(output: Path, flags: list[str], seed: int) -> None:
-    """Make a run. Its directory gets this name when it is whole."""
+def make_run(name: str, output: Path, seed: int) -> None:
+    """Make a run of a variant. Its directory gets this name when it is whole."""
     unfinished = output.with_name(f"{output.name} {time.time():.0f} unfinished")
-    command = [*command_of(OURS, unfinished, LEARNING_RATE, seed), *flags]
+    python, program, *flags = command_of(OURS, unfinished, LEARNING_RATE, seed) + VARIANTS[name]
+    command = [python, *(["-c", THROTTLE] if name == THROTTLED else [program]), *flags]
     with open(log_of(unfinished), "w") as log:
-        process, start = subprocess.Popen(command, stdout=log, stderr=log), np.inf
+        process, start = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log), np.inf
     while time.monotonic() < start + SECONDS:
         time.sleep(1.0)
         if process.poll() is not None:
@@ -77,11 +92,11 @@ def main() -> None:
     seeds = SEEDS[: 1 if given.quick else None]
     found = {name: [] for name in VARIANTS}
     for seed in seeds:
-        for name, flags in VARIANTS.items():
-            output = Path(given.runs_dir) / f"{name} {seed}"
+        for name in VARIANTS:
+            output = Path(given.runs_dir).resolve() / f"{name} {seed}"
             output.parent.mkdir(parents=True, exist_ok=True)
             if not output.exists():
-                make_run(output, flags, seed)
+                make_run(name, output, seed)
             found[name].append(figures_of(output))
             print(name, seed, found[name][-1], flush=True)
     rows = [

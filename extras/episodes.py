@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from models.tokens import render, split_prefill
-from rollouts import Generation, Rollout
+from rollouts import Generation, Rollout, TokenArrays
 from runtime.responses.scoring import RewardScorer
 
 if TYPE_CHECKING:
@@ -31,14 +31,13 @@ class Response:
     rollout: Rollout
     number: int  # among them
     turns: list[str] = field(default_factory=list)  # of the model
-    # Of turns and replies, each as in Rollout.arrays.
-    pieces: list[tuple[np.ndarray, ...]] = field(default_factory=list)
+    pieces: list[TokenArrays] = field(default_factory=list)  # turns and replies
     reply: Future | None = None  # to the latest turn
 
     @property
     def tokens(self) -> list[int]:
         """Of turns and replies."""
-        return [token for tokens, *_ in self.pieces for token in tokens.tolist()]
+        return [token for piece in self.pieces for token in piece.tokens.tolist()]
 
 
 class Episodes(Generation):
@@ -145,14 +144,14 @@ class Episodes(Generation):
             self.end(response, is_finished=False)
             return
         logprobs, masks = np.zeros(len(tokens), np.float32), np.zeros((2, len(tokens)), bool)
-        response.pieces.append((np.array(tokens, np.int32), logprobs, *masks))
+        response.pieces.append(TokenArrays(np.array(tokens, np.int32), logprobs, *masks))
         self.begin_turn(response, version)
 
     def end(self, response: Response, is_finished: bool) -> None:
         """Give a response to its rollout. is_finished: the environment has ended it, no limit."""
         rollout, i = response.rollout, response.number
         rollout.texts[i], rollout.finished[i] = response.turns, is_finished
-        rollout.arrays[i] = tuple(map(np.concatenate, zip(*response.pieces)))
+        rollout.arrays[i] = TokenArrays(*map(np.concatenate, zip(*response.pieces)))
         if all(arrays is not None for arrays in rollout.arrays):
             self.generated.append(rollout)
 

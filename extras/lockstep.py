@@ -94,9 +94,9 @@ class LockstepTrainer(Trainer):
     def publish(self) -> bool:
         """Publish once all searchers have the version before: each makes a batch."""
         if 0 <= (newest := self.weights.version) != self.step:
-            names, board = self.board.searchers, self.board
+            names, status = self.status.searchers, self.status
             self.receive_until(
-                lambda: all(board.get(name, "version") == newest for name in names),
+                lambda: all(status.get(name, "version") == newest for name in names),
                 f"the searchers to take version {newest}",
             )
         return super().publish()

@@ -32,9 +32,9 @@ from models.importance import importance_figures
 from models.logprobs import distinct_passes, response_logprobs
 from models.policy import load_policy
 from runtime.memory_trial import try_largest_batch
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 
-POLL_SECONDS = 1.0  # between two signs of life of a rank that waits for a call
+POLL_SECONDS = 1.0  # between two heartbeats of a rank that waits for a call
 
 
 class Rank:
@@ -80,7 +80,7 @@ class Rank:
         return values
 
     def follow(self, learner: object, beat: Callable[[], None]) -> None:
-        """Call what rank 0 calls, until it ends. beat: gives a sign of life."""
+        """Call what rank 0 calls, until it ends. beat: sends a heartbeat."""
         while True:
             beat()
             if not self.connections[0].poll(POLL_SECONDS):
@@ -249,9 +249,9 @@ class ShardedLearner(Learner):
         return all(self.rank.gather(fits))
 
 
-def follow(config: Config, rank: Rank, board: Board, row: str) -> None:
+def follow(config: Config, rank: Rank, status: StatusTable, row: str) -> None:
     """A trainer process other than the first."""
     learner = ShardedLearner(config, print, rank)
     try_largest_batch(config, learner, print)
-    board.loaded(row)
-    rank.follow(learner, beat=lambda: board.beat(row))
+    status.loaded(row)
+    rank.follow(learner, beat=lambda: status.beat(row))

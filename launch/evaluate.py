@@ -1,11 +1,15 @@
-"""The evaluation of a saved model, in a process of its own: at the end of a run, or alone."""
+"""The evaluation of a saved model, in a process of its own: at the end of a run, or alone.
+
+That is all metrics of the task.
+"""
 
 import dataclasses
 import json
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch.multiprocessing
@@ -17,38 +21,19 @@ from launch.places import MEMORY_ALONE, Place, evaluation_place, find_places
 from launch.run import Interrupt
 from launch.supervisor import STOP_SECONDS, RunFailed
 from models.architecture import weight_shapes
+from models.policy import check_finite
+from models.tokens import load_tokenizer
+from rollouts import make_generation
 from runtime.record.timeline import Lines
-from runtime.transport.board import Watchdog
-from runtime.transport.messages import Answers, describe_left_out
+from runtime.responses.evaluation import EvaluationRun
+from runtime.responses.scoring import make_scorer
+from runtime.transport.messages import Evaluation
+from runtime.transport.status import Watchdog
+from tasks import Task, load_task
 
 EVALUATION_SECONDS = 3600.0  # for an evaluation, the start of its engine included
-
-
-@dataclass
-class FinalEvaluation:
-    """All metrics of the task; from the process that evaluates."""
-
-    metrics: dict[str, tuple[float, float, float]]  # name -> value, ends of its 95 % interval
-    queries: int
-    samples: int  # responses to each
-    long_prompts: int
-    unscored: int
-    answers: Answers
-
-    def __str__(self) -> str:
-        """A table, and a look at the responses."""
-        width = max(map(len, self.metrics))
-        lines = [f"{'metric':{width}}     value   95 % interval"]
-        for name, (value, low, high) in self.metrics.items():
-            lines.append(f"{name:{width}}  {value:8.4f}   {low:.4f} to {high:.4f}")
-        left_out = describe_left_out(self.long_prompts, self.unscored)
-        return "\n".join([*lines, f"on {self.counted}{left_out}", str(self.answers)])
-
-    @property
-    def counted(self) -> str:
-        """Say what the metrics are means over."""
-        samples = f", {self.samples} samples each" if self.samples > 1 else ""
-        return f"{self.queries} test queries{samples}"
+MEMORY_BESIDE_MODELS = 0.4  # of a GPU's, for vLLM where a task has models for its evaluation
+POLL_SECONDS = 0.005  # while only workers are busy
 
 
 def evaluate_only(config: Config) -> int:
@@ -71,8 +56,10 @@ def evaluate_only(config: Config) -> int:
     if not result:
         print("interrupted", file=sys.stderr)
         return 128 + interrupt.signal
-    print(result)
-    print(json.dumps(dataclasses.asdict(result) | {"model": name}))  # for a program
+    print(*result.describe(), result.answers, sep="\n")
+    facts = dataclasses.asdict(result) | {"model": name}
+    del facts["version"]
+    print(json.dumps(facts))  # for a program
     return 0
 
 
@@ -82,22 +69,14 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
     result = evaluate(dataclasses.replace(config, model=model), place, interrupt)
     if not result:
         return
-    line = {"base_model": config.base_model}
-    for name, (value, low, high) in result.metrics.items():
-        line |= {f"final_{name}": value, f"final_{name}_interval": (low, high)}
-    Lines(Path(config.output_dir, "metrics.jsonl")).write({"step": config.steps} | line)
-    left_out = describe_left_out(result.long_prompts, result.unscored)
-    for name, (value, low, high) in result.metrics.items():
-        interval = f"95 % interval {low:.4f} to {high:.4f}"
-        print(
-            f"final {name}: {value:.2f} ({value:.4f}, {interval}, on {result.counted}{left_out})"
-            f"; the saved model, loaded afresh",
-            flush=True,
-        )
+    line = result.line(config.base_model, prefix="final_")
+    Lines(Path(config.output_dir, "metrics.jsonl")).write(line)
+    for text in result.describe():
+        print(f"final {text}; the saved model, loaded afresh")
     print(result.answers, flush=True)
 
 
-def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluation | None:
+def evaluate(config: Config, place: Place, interrupt: Interrupt) -> Evaluation | None:
     """Evaluate config.model in a process of its own. None: interrupted. Raises RunFailed."""
     if place.gpu is None:  # all others have ended
         place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))
@@ -108,7 +87,7 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluat
         config = dataclasses.replace(config, **own)
     place = dataclasses.replace(place, name="evaluation")
     connection, other_end = torch.multiprocessing.get_context("spawn").Pipe()
-    target = "launch.final_evaluation:evaluate_model"
+    target = "launch.evaluate:evaluate_model"
     child = children.start(place, target, (config, other_end), config.output_dir)
     other_end.close()
     seconds = EVALUATION_SECONDS * config.evaluation_samples
@@ -130,3 +109,40 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> FinalEvaluat
         raise RunFailed(f"the evaluation ended with exit code {child.exitcode}\n{log}") from None
     finally:
         children.kill(child)
+
+
+def evaluate_model(config: Config, connection: Connection) -> None:
+    """Load config.model afresh and send its Evaluation through `connection`.
+
+    Whatever comes from there means stop. Raises ValueError when no response gets a score,
+    UserError for a weight that is not finite.
+    """
+    from models.engine import Engine  # in this process alone: it imports vLLM
+
+    task = load_task(config.task, **config.options)
+    if type(task).evaluate is not Task.evaluate:  # there may be models in it
+        memory = min(config.gpu_memory_utilization or 1.0, MEMORY_BESIDE_MODELS)
+        config = dataclasses.replace(config, gpu_memory_utilization=memory)
+    engine, scorer = Engine(config), make_scorer(config, task)
+    engine.llm.apply_model(lambda model: check_finite(model, config))
+    tokenizer, queries = load_tokenizer(config), task.queries("test")
+    run = EvaluationRun(config, task, queries, tokenizer, config.steps, config.evaluation_samples)
+    generation = make_generation(config, tokenizer, engine, scorer)
+    for rollout in run.rollouts:
+        generation.start(rollout)
+    while not run.is_done and not connection.poll():
+        if generation.is_idle:
+            time.sleep(POLL_SECONDS)
+        elif generated := generation.step(config.steps):
+            scorer.add(generated)
+        for rollout in scorer.take():
+            run.record(rollout)
+    scorer.close()
+    if not run.is_done:
+        return
+    if not run.scored:
+        error = run.unscored[0].error
+        raise ValueError(f"no response to a test query got a score: {error}") from error
+    if task.score_timeout is not None:
+        task.load()  # the workers had, this process has not yet
+    connection.send(run.result(all_metrics=True))

@@ -12,14 +12,16 @@ import psutil
 import torch
 import torch.multiprocessing
 
-from config import Config, extra
+from config import extra
 from launch import children
+from launch.checks.checked import CheckedRun
 from launch.display.terminal import Terminal
-from launch.places import Place, is_gpu_shared, searchers_of, trainers_of
+from launch.places import is_gpu_shared, searchers_of, trainers_of
 from launch.supervisor import STOP_SECONDS, RunFailed, Supervisor
+from models.device import compute_dtype
 from runtime.checkpoints import checkpoint
 from runtime.child import NOT_SAVED, SHOW_STACK
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 from weights import SharedWeights, num_elements
 
 SAVE_SECONDS = 10.0  # grace period for the trainer's checkpoint and model at a shutdown ...
@@ -58,42 +60,31 @@ class Interrupt:
 
 
 class Run:
-    """The processes of a run, once its directory is there.
+    """The processes of a run, once its directory is there."""
 
-    resume: the checkpoint to go on from. dtype: what the searchers compute in. given: the settings
-    as the user gave them, for other nodes.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        places: list[Place],
-        shapes: dict[str, tuple[int, ...]],
-        dtype: torch.dtype,
-        resume: str | None,
-        given: Config,
-    ):
-        self.config, self.places, self.resume = config, places, resume
+    def __init__(self, checked: CheckedRun):
+        self.config = config = checked.config
+        self.places, self.resume = checked.places, checked.resume
         self.interrupt = Interrupt()
-        resets = config.reference_reset_period > 0
-        searchers, names = searchers_of(places), [place.name for place in places]
+        dtype, resets = compute_dtype(config), config.reference_reset_period > 0
+        searchers, names = searchers_of(self.places), [place.name for place in self.places]
         readers = len(searchers) + bool(config.ray)
-        self.weights = SharedWeights(shapes, dtype, readers, reference=resets)
+        self.weights = SharedWeights(checked.shapes, dtype, readers, reference=resets)
         if config.ray:
             cluster = extra("nodes.cluster")
-            self.board = cluster.ClusterBoard(names)
-            supervise = partial(cluster.Cluster, given=given)
+            self.status = cluster.ClusterStatus(names)
+            supervise = partial(cluster.Cluster, given=checked.given)
         else:
-            self.board, supervise = Board(names), Supervisor
+            self.status, supervise = StatusTable(names), Supervisor
         self.trainers: list[torch.multiprocessing.Process] = []  # by rank
-        if resume:
-            self.board.load_state_dict(checkpoint.load_state(resume)["board"])
-        self.parameters, self.can_save = num_elements(shapes), True
-        self.longest_silence = 0.0  # of the trainer, which gives a sign of life after each step
+        if self.resume:
+            self.status.load_state_dict(checkpoint.load_state(self.resume)["board"])
+        self.parameters, self.can_save = num_elements(checked.shapes), True
+        self.longest_silence = 0.0  # of the trainer, which sends a heartbeat after each step
         said, self.trainer_stdout = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
-        self.terminal = Terminal(config, self.board, said)
+        self.terminal = Terminal(config, self.status, said)
         arguments = config.output_dir, "searcher:run", self.terminal.say
-        self.supervisor = supervise(config, searchers, self.weights, self.board, *arguments)
+        self.supervisor = supervise(config, searchers, self.weights, self.status, *arguments)
         self.tracking = None
         if config.track:
             self.tracking = extra("tracking").Tracking(config)
@@ -102,14 +93,14 @@ class Run:
         """Start the trainer, and watch over all until it has ended. Raises RunFailed."""
         if is_gpu_shared(self.places):
             # vLLM measures what memory is free: the trainer must not load meanwhile.
-            first = self.board.searchers[0]
-            self.watch(until=lambda: self.board.get(first, "ready") == 1)
+            first = self.status.searchers[0]
+            self.watch(until=lambda: self.status.get(first, "ready") == 1)
         self.start_trainer()
         self.watch(until=lambda: self.trainers[0].exitcode == 0)
 
     def start_trainer(self) -> None:
         """Start the trainer, and its further processes where it has any."""
-        config, board, run_dir = self.config, self.board, self.config.output_dir
+        config, status, run_dir = self.config, self.status, self.config.output_dir
         rollout_queue = self.supervisor.rollout_queue
         ranks: list = [None]
         if config.trainer_processes > 1:
@@ -117,11 +108,11 @@ class Run:
             ranks = extra("sharding").connect(config.trainer_processes, timeout)
         for place, rank in zip(trainers_of(self.places), ranks):
             target, stdout = "trainer:follow", None
-            arguments = config, rank, board, place.name
+            arguments = config, rank, status, place.name
             if rank is ranks[0]:
                 target, stdout = "trainer:run", self.trainer_stdout
-                arguments = config, self.weights, rollout_queue, board, run_dir, self.resume, rank
-            board.beat(place.name)  # being started is a sign of life
+                arguments = config, self.weights, rollout_queue, status, run_dir, self.resume, rank
+            status.beat(place.name)  # being started is a heartbeat
             self.trainers.append(children.start(place, target, arguments, run_dir, stdout))
         self.trainer_stdout.close()  # the trainer's alone now
         for rank in filter(None, ranks):
@@ -142,15 +133,15 @@ class Run:
                 self.tracking.check(self.terminal.say)
 
     def check_trainer(self) -> None:
-        """Raise RunFailed when a trainer process has died, or gives no sign of life."""
-        board, timeout = self.board, self.config.searcher_timeout
-        dead = [p for p in self.trainers if p.exitcode or board.get(p.name, "failed")]
+        """Raise RunFailed when a trainer process has died, or sends no heartbeat."""
+        status, timeout = self.status, self.config.searcher_timeout
+        dead = [p for p in self.trainers if p.exitcode or status.get(p.name, "failed")]
         alive = [process for process in self.trainers if process.exitcode is None]
-        if board.get("trainer", "ready"):  # a step is one silence, a pause of the run is none
-            self.longest_silence = max(self.longest_silence, board.silence("trainer"))
+        if status.get("trainer", "ready"):  # a step is one silence, a pause of the run is none
+            self.longest_silence = max(self.longest_silence, status.silence("trainer"))
         if dead:
             problem = self.describe_death(dead)
-        elif any(board.is_silent(process.name, timeout) for process in alive):
+        elif any(status.is_silent(process.name, timeout) for process in alive):
             problem = self.describe_silence(alive)
         else:
             return
@@ -169,7 +160,7 @@ class Run:
             time.sleep(KILLED_SECONDS)
         dead = [*dead, *(process for process in self.trainers if process.exitcode)]
         # One that was killed has raised nothing.
-        first = min(dead, key=lambda process: self.board.get(process.name, "failed"))
+        first = min(dead, key=lambda process: self.status.get(process.name, "failed"))
         first.join(EXIT_SECONDS)  # its log has its traceback then
         self.terminal.look()  # it may have said why
         if first.exitcode == NOT_SAVED:
@@ -182,8 +173,8 @@ class Run:
 
     def describe_silence(self, alive: list[torch.multiprocessing.Process]) -> str:
         """Say which trainer process is stopped; if none is, show where each of them is."""
-        silence = max(self.board.silence(process.name) for process in alive)
-        what = f"no sign of life for {silence:.0f} s (--searcher_timeout)"
+        silence = max(self.status.silence(process.name) for process in alive)
+        what = f"no heartbeat for {silence:.0f} s (--searcher_timeout)"
         for process in alive:
             if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
                 log = children.log_tail(self.config.output_dir, process.name)
@@ -191,7 +182,7 @@ class Run:
             os.kill(process.pid, SHOW_STACK)
         time.sleep(STACK_SECONDS)
         logs = [children.log_tail(self.config.output_dir, process.name) for process in alive]
-        return "\n".join([f"the trainer gave {what}", *logs])
+        return "\n".join([f"the trainer sent {what}", *logs])
 
     def wait_for(self, trainer: torch.multiprocessing.Process, seconds: float) -> None:
         """Wait until the trainer has ended, so many seconds at most, and show what it says."""
@@ -205,17 +196,17 @@ class Run:
 
         0 if there is nothing for which to wait.
         """
-        if not self.can_save or not self.board.get("trainer", "ready"):
+        if not self.can_save or not self.status.get("trainer", "ready"):
             return 0.0
         # A checkpoint holds fp32 weights and two moments at most, the one before may be under way;
         # the buffer and the model come with it.
         by_size = SAVE_SECONDS + 32 * self.parameters / SAVE_BYTES_PER_SECOND
-        by_slowest = 3 * self.board.get("trainer", "save_seconds")
+        by_slowest = 3 * self.status.get("trainer", "save_seconds")
         return max(by_size, by_slowest) + 3 * self.longest_silence
 
     def stop(self) -> None:
         """End all processes. The trainer has time to save; what is still loading is killed."""
-        self.board.end = True
+        self.status.end = True
         if self.trainers:
             trainer, *others = self.trainers
             seconds = self.grace_seconds() if trainer.exitcode is None else 0.0
@@ -233,7 +224,7 @@ class Run:
                 process.join(STOP_SECONDS if trainer.exitcode == 0 else 0.0)
                 children.kill(process)
         self.terminal.close()
-        self.board.stop = True
+        self.status.stop = True
         self.supervisor.stop()
 
 

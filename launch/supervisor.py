@@ -17,8 +17,8 @@ from config import Config
 from launch import children
 from launch.places import Place
 from runtime.child import GIVE_UP, log_path
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation, Notice
+from runtime.transport.status import StatusTable
 from weights import SharedWeights
 
 QUEUE_GROUPS = 256  # groups that may wait for the trainer before searchers wait too
@@ -34,7 +34,7 @@ class RunFailed(Exception):
 
 
 class Supervisor:
-    """Searcher i has share i of the queries, pin i of the weights, and a row of the board.
+    """Searcher i has share i of the queries, pin i of the weights, and a row of the status table.
 
     rollout_queue: of Group and Evaluation, for the trainer. target: the "module:function" that is a
     searcher. say: shows the user a line.
@@ -45,14 +45,14 @@ class Supervisor:
         config: Config,
         places: list[Place],
         weights: SharedWeights,
-        board: Board,
+        status: StatusTable,
         run_dir: str,
         target: str,
         say: Callable[[str], None],
     ):
         self.config, self.places, self.weights, self.target = config, places, weights, target
         self.say = say
-        self.board, self.run_dir = board, run_dir
+        self.status, self.run_dir = status, run_dir
         self.rollout_queue = spawn.Queue(QUEUE_GROUPS)
         # At the end nobody reads what is still in it: this process must not wait for that.
         self.rollout_queue.cancel_join_thread()
@@ -63,10 +63,10 @@ class Supervisor:
     def start(self, rank: int) -> torch.multiprocessing.Process:
         """Start searcher `rank` with a new queue, and the thread that reads it."""
         row, groups = self.places[rank].name, spawn.Queue(QUEUE_GROUPS)
-        self.board.set(row, "ready", 0)
-        self.board.beat(row)  # being started is a sign of life
+        self.status.set(row, "ready", 0)
+        self.status.beat(row)  # being started is a heartbeat
         share = pin = rank
-        arguments = self.config, share, pin, row, self.weights, groups, self.board, self.run_dir
+        arguments = self.config, share, pin, row, self.weights, groups, self.status, self.run_dir
         process = children.start(self.places[rank], self.target, arguments, self.run_dir)
         # Now the searcher alone holds the writing end: its death ends the reading of half a group.
         groups._writer.close()
@@ -74,14 +74,14 @@ class Supervisor:
         return process
 
     def start_thread(self, target: Callable[..., None], *arguments) -> None:
-        """Start a thread that ends by itself when the board says stop."""
+        """Start a thread that ends by itself when the status table says stop."""
         thread = threading.Thread(target=target, args=arguments, daemon=True)
         thread.start()
         self.threads.append(thread)
 
     def forward(self, rank: int, groups: torch.multiprocessing.Queue) -> None:
         """Forward what a searcher sends, in a thread, until it is dead and its queue is empty."""
-        while not self.board.stop:
+        while not self.status.stop:
             try:
                 item = groups.get(timeout=POLL_SECONDS)
             except queue.Empty:
@@ -98,7 +98,7 @@ class Supervisor:
 
     def put(self, item: Group | Evaluation) -> None:
         """Put into the rollout queue once it has room, unless the run is over by then."""
-        while not self.board.stop:
+        while not self.status.stop:
             try:
                 return self.rollout_queue.put(item, timeout=POLL_SECONDS)
             except queue.Full:  # the searcher will wait too, on its own queue
@@ -107,18 +107,18 @@ class Supervisor:
     def check(self) -> None:
         """Restart searchers that died or fell silent.
 
-        Raises RunFailed when one dies again and again, or asks to end the run. Once the board says
-        stop, they may end.
+        Raises RunFailed when one dies again and again, or asks to end the run. Once the status
+        table says stop, they may end.
         """
         for rank, (process, place) in enumerate(zip(self.searchers, self.places)):
             if process.exitcode is not None:
                 fault = f"{place.name} ended with exit code {process.exitcode}"
-            elif self.board.is_silent(place.name, self.config.searcher_timeout):
-                silence = f"{self.board.silence(place.name):.0f} s (--searcher_timeout)"
-                fault = f"{place.name} gave no sign of life for {silence}"
+            elif self.status.is_silent(place.name, self.config.searcher_timeout):
+                silence = f"{self.status.silence(place.name):.0f} s (--searcher_timeout)"
+                fault = f"{place.name} sent no heartbeat for {silence}"
             else:
                 continue
-            if self.board.stop:
+            if self.status.stop:
                 return
             children.kill(process)
             self.deaths[rank] += 1
@@ -135,19 +135,19 @@ class Supervisor:
         """Start a dead searcher again, and say so."""
         row = self.places[rank].name
         self.weights.unpin(rank)
-        self.board.add(row, "restarts", 1)
+        self.status.add(row, "restarts", 1)
         self.searchers[rank] = self.start(rank)
         log = log_path(self.run_dir, row)
         self.say(f"{fault}: it is started again; its log is {log}")
 
     def stop(self) -> None:
-        """Join the searchers, which end by themselves when the board says stop.
+        """Join the searchers, which end by themselves when the status table says stop.
 
         One that is loading, or has not ended after STOP_SECONDS, is killed.
         """
         deadline = time.monotonic() + STOP_SECONDS
         for process in self.searchers:
-            if self.board.get(process.name, "ready"):
+            if self.status.get(process.name, "ready"):
                 process.join(max(0.0, deadline - time.monotonic()))
             children.kill(process)
         # Each thread frees its queue's semaphores. One that this process's end cuts short in that

@@ -4,8 +4,8 @@ A searcher makes them beside its search (runtime/responses/evaluation.py).
 """
 
 from config import Config
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
+from runtime.transport.status import StatusTable
 from weights import SharedWeights
 
 
@@ -16,8 +16,8 @@ class EvaluationRequests:
     model, is evaluated without one.
     """
 
-    def __init__(self, config: Config, weights: SharedWeights, board: Board):
-        self.config, self.weights, self.board = config, weights, board
+    def __init__(self, config: Config, weights: SharedWeights, status: StatusTable):
+        self.config, self.weights, self.status = config, weights, status
         self.asked_step = 0  # of the latest request before this start; -1: one is due in any case
         self.arrived_version = -1
 
@@ -32,7 +32,7 @@ class EvaluationRequests:
         """Take note of an evaluation."""
         self.arrived_version = max(self.arrived_version, evaluation.version)
         # Not before: a searcher that dies with it unsent is replaced by one that repeats it.
-        self.board.set(self.board.searchers[0], "evaluated", evaluation.version)
+        self.status.set(self.status.searchers[0], "evaluated", evaluation.version)
 
     @property
     def is_pending(self) -> bool:

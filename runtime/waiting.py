@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from config import Config
 from runtime.record.report import Report
 from runtime.record.timeline import Timeline
-from runtime.transport.board import Board, Watchdog
+from runtime.transport.status import StatusTable, Watchdog
 
 POLL_SECONDS = 0.005
 HEALTH_PERIOD = 10.0  # seconds of waiting between two lines that say for whom
@@ -18,7 +18,7 @@ class Waits:
     """All waits of the trainer."""
 
     config: Config
-    board: Board
+    status: StatusTable
     report: Report
     timeline: Timeline
     is_interruptible: bool  # by a shutdown; False where checkpoints are exact only between batches
@@ -41,16 +41,16 @@ class Waits:
         with self.timeline.span("wait"):
             while True:
                 yield
-                if is_done() or (is_interruptible and self.board.end):
+                if is_done() or (is_interruptible and self.status.end):
                     break
-                self.board.beat("trainer")
+                self.status.beat("trainer")
                 now, awaited = time.monotonic(), what()
                 if now - said > HEALTH_PERIOD:
                     said = now
-                    signs = ", ".join(map(self.board.sign_of_life, self.board.searchers))
+                    beats = ", ".join(map(self.status.last_heartbeat, self.status.searchers))
                     waited = f"waiting since {now - start:.0f} s for {awaited}"
-                    self.report.say(f"{waited}; signs of life: {signs}")
-                are_ready = all(self.board.get(name, "ready") for name in self.board.searchers)
+                    self.report.say(f"{waited}; heartbeats: {beats}")
+                are_ready = all(self.status.get(name, "ready") for name in self.status.searchers)
                 seconds = watchdog.look(awaited if are_ready else now)
                 if seconds > self.config.searcher_timeout:
                     problem = f"no progress for {seconds:.0f} s (--searcher_timeout)"

@@ -18,26 +18,26 @@ SECONDS = 0.01  # a group
 RESPONSES, TOKENS = 24, 500
 
 
-def run(config, share, pin, name, weights, rollout_queue, board, run_dir) -> None:
+def run(config, share, pin, name, weights, rollout_queue, status, run_dir) -> None:
     """Send groups of random tokens; group.prompt holds what the test looks at."""
     queries = load_task(config.task).queries("train")
-    cursor = int(board.get(name, "cursor"))
+    cursor = int(status.get(name, "cursor"))
     workload = Workload(config, queries, share, cursor, weights)
     rng, version, were_whole = np.random.default_rng(), -1, True
-    board.loaded(name)
-    while not board.stop:
-        board.beat(name)
+    status.loaded(name)
+    while not status.stop:
+        status.beat(name)
         if weights.version > version:
             with weights.read(pin) as (version, tensors):
                 were_whole &= all(bool((tensor == version).all()) for tensor in tensors.values())
-            board.set(name, "version", version)
+            status.set(name, "version", version)
         if version >= 0 and (rollout := workload.draw()):
             tokens = rng.integers(0, 1000, RESPONSES * TOKENS, dtype=np.int32)
             facts = [config.seed >> 1, rollout.visit, were_whole, checksum(tokens)]
             rollout_queue.put(make_group(rollout.query.id, version, facts, tokens))
             workload.complete(rollout)
-            board.set(name, "cursor", workload.cursor)
-            board.add(name, "tokens", len(tokens))
+            status.set(name, "cursor", workload.cursor)
+            status.add(name, "tokens", len(tokens))
         time.sleep(SECONDS)
     rollout_queue.cancel_join_thread()
 

@@ -39,10 +39,7 @@ import contextlib, dataclasses, io, json, re
 from config import Config
 from tasks import find_task, task_names
 from tba import main
-try:
-    from launch.command_line import find_presets
-except ImportError:  # an older checkout
-    from tasks import find_presets
+from launch.command_line import find_presets
 
 found = {}
 def call(*words):

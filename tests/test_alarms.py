@@ -102,7 +102,7 @@ def test_before_the_first_step_it_is_said_what_a_user_would_ask(
     for name, part in parts.items():
         monkeypatch.setattr(first_look, name, lambda *_, part=part: part)
     config = Config(max_episode_tokens=None if answers else 600)
-    first, *lines = first_look.first_look(config, [None] * 12, figures, left_out)
+    first, *lines = first_look.describe_first(config, [None] * 12, figures, left_out)
     lines = [
         line for line in lines if line != "0% of the responses were cut off, 0% have no answer"
     ]

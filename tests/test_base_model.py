@@ -45,7 +45,7 @@ def test_a_run_names_its_base_model_and_is_not_resumed_on_another(tmp_path, caps
     model = make_model(tmp_path / "model", tied=True)
     run_dir, name = tmp_path / "run", identify_weights(str(model))
     trainer = make_trainer(model, run_dir, base_model=name)
-    trainer.rollout_queue.put(Evaluation(0, 0.5, 10, 0, 0))
+    trainer.rollout_queue.put(Evaluation(0, {"accuracy": (0.5, 0.4, 0.6)}, 10))
     trainer.receive()
     trainer.save_checkpoint()
     trainer.checkpoints.wait()

@@ -118,7 +118,7 @@ def test_the_final_checkpoint_is_waited_for_and_needs_no_copy(is_shutdown, train
     first = {key: copy.clone() for key, copy in trainer.checkpoints.copies.items()}
     trainer.learner.update(make_rows(4, 3))
     disk.stand_still(seconds=0.3)
-    trainer.board.end = is_shutdown  # which ends other waits
+    trainer.status.end = is_shutdown  # which ends other waits
     trainer.finish()
     assert names(trainer) == ["step-00000001", "step-00000002"]
     # What does not change any more was written as it is.
@@ -131,7 +131,7 @@ def test_the_final_checkpoint_is_waited_for_and_needs_no_copy(is_shutdown, train
 def impatient(untied_model, tmp_path) -> Trainer:
     """A trainer whose waits end after 3 s without progress."""
     trainer = make_trainer(untied_model, tmp_path, searcher_timeout=3.0)
-    trainer.board.loaded("searcher 0")
+    trainer.status.loaded("searcher 0")
     trainer.learner.update(make_rows(4, 3))
     return trainer
 
@@ -161,7 +161,7 @@ def test_model_and_last_checkpoint_are_waited_for_beyond_the_timeout_while_work_
 
     monkeypatch.setattr(impatient.learner, "save_model", save_model_slowly)
     monkeypatch.setattr(writer, "save_file", save_slowly)
-    monkeypatch.setattr("runtime.transport.board.time", clock)
+    monkeypatch.setattr("runtime.transport.status.time", clock)
     impatient.finish()
     assert clock.now >= 8 + 8 and names(impatient) == ["step-00000001"]
 
@@ -180,7 +180,7 @@ def test_of_the_last_checkpoint_and_the_model_neither_is_lost_with_the_other(
         disk.may_go_on.clear()
 
     clock = SimpleNamespace(monotonic=lambda: 0.0 if disk.may_go_on.is_set() else time.monotonic())
-    monkeypatch.setattr("runtime.transport.board.time", clock)
+    monkeypatch.setattr("runtime.transport.status.time", clock)
     monkeypatch.setattr(impatient.learner, "save_model", save_or_fail)
     with pytest.raises(SystemExit if model_fails else TimeoutError):
         impatient.finish()
@@ -223,25 +223,26 @@ def test_a_resume_deletes_only_what_the_run_has_written_and_one_that_fails_chang
     assert newest.name == "step-00000002"
     assert re.search("step-00000003 cannot be used: .* does not name buffer.npz", complaint)
     config = Config(resume=str(tmp_path), output_dir=str(tmp_path))
+    run = SimpleNamespace(config=config, asked=config, given=config, resume=str(newest))
     (tmp_path / "config.json").write_text("of the first start")
     with monkeypatch.context() as patch, pytest.raises(UnicodeError):
         patch.setattr(json, "dumps", lambda *_, **__: "\ud83d")  # which no file takes
-        launcher.open_run_dir(config, str(newest), config)
+        launcher.open_run_dir(run)
     assert (tmp_path / "config.json").read_text() == "of the first start"
-    launcher.open_run_dir(config, str(newest), config)
+    launcher.open_run_dir(run)
     assert names(trainer) == ["step-00000002", "step-00000009", "step-best"], "damaged: deleted"
 
 
 def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(trainer, disk):
-    run, board = Run.__new__(Run), trainer.board  # one without processes
-    run.config, run.board, run.trainers = trainer.config, board, []
+    run, status = Run.__new__(Run), trainer.status  # one without processes
+    run.config, run.status, run.trainers = trainer.config, status, []
     run.can_save, run.longest_silence, run.parameters = True, 0.0, 100_000
     assert run.grace_seconds() == 0.0, "nothing to save while it loads"
-    board.loaded("trainer")
+    status.loaded("trainer")
     small = run.grace_seconds()
     disk.stand_still(seconds=0.3)
     save(trainer, step=0)
-    assert board.get("trainer", "save_seconds") > 0.3
+    assert status.get("trainer", "save_seconds") > 0.3
     run.parameters = 10**9
     assert run.grace_seconds() > small + 300
     run.parameters = 100_000
@@ -249,9 +250,9 @@ def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(tr
         trainer.checkpoints.note_seconds(seconds)
     assert run.grace_seconds() == 3 * 20.0 > small >= SAVE_SECONDS
     run.check_trainer()
-    board.watchdogs["trainer"].seconds = 100.0  # as if a step took so long
+    status.watchdogs["trainer"].seconds = 100.0  # as if a step took so long
     run.check_trainer()
-    board.beat("trainer")
+    status.beat("trainer")
     run.check_trainer()
     assert 360.0 <= run.grace_seconds() < 400.0
 

@@ -18,8 +18,8 @@ from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy
 from rollouts import Generation, Rollout
 from runtime.record.metrics import describe
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
+from runtime.transport.status import StatusTable
 from searcher import Searcher
 from tasks import Query, Task
 from weights import SharedWeights
@@ -218,8 +218,8 @@ def searcher(engine, tied_model, tmp_path, monkeypatch) -> Searcher:
     own = dict(model=str(tied_model), task="arithmetic", searchers=1, temperature=2.0)
     config = Config(**own, **sizes)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-    board = Board(["trainer", "searcher 0"])
-    return Searcher(config, 0, 0, "searcher 0", weights, queue.Queue(), board, str(tmp_path))
+    status = StatusTable(["trainer", "searcher 0"])
+    return Searcher(config, 0, 0, "searcher 0", weights, queue.Queue(), status, str(tmp_path))
 
 
 def test_a_searcher_that_finds_newer_weights_evaluates_the_base_model_too(searcher, policy):
@@ -230,9 +230,9 @@ def test_a_searcher_that_finds_newer_weights_evaluates_the_base_model_too(search
 
     def stop_at_an_evaluation(item) -> None:
         items.append(item)
-        searcher.board.stop = isinstance(item, Evaluation) or len(items) == 50
+        searcher.status.stop = isinstance(item, Evaluation) or len(items) == 50
 
-    searcher.rollout_queue.put_nowait = stop_at_an_evaluation
+    searcher.outgoing.put_nowait = stop_at_an_evaluation
     searcher.search()
     assert [item.version for item in items if isinstance(item, Evaluation)] == [0]
 
@@ -243,7 +243,7 @@ def test_a_searcher_leaves_the_cores_to_a_trainer_that_saves(lockstep, searcher,
     searcher.start_queries()
     staleness = 0 if lockstep else None
     searcher.config = replace(searcher.config, constant_staleness=staleness)
-    searcher.board.end, steps = True, []
+    searcher.status.end, steps = True, []
     monkeypatch.setattr(searcher.generation, "step", lambda version: steps.append(version) or [])
     searcher.step_engine()
     assert searcher.generation.rows and steps == ([0] if lockstep else [])

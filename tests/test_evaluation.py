@@ -1,20 +1,20 @@
 """Evaluation: the means over responses and over pairs, their intervals, and --eval_only."""
 
 import dataclasses
+import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from config import Config, UserError
 from launch.checks.preflight import check_sampling
-from launch.evaluate import FinalEvaluation
-from launch.final_evaluation import measure
+from rollouts import Rollout
 from runtime.record.answers import look_at
-from runtime.responses.evaluation import mean_and_interval, weighted_means
+from runtime.record.timeline import to_json
+from runtime.responses.evaluation import EvaluationRun, mean_and_interval, weighted_means
 from runtime.responses.scoring import score
-from runtime.transport.messages import Answers
+from runtime.transport.messages import Evaluation
 from tasks import Query, Task, sampling_for_tests
 
 
@@ -29,20 +29,38 @@ def test_a_tasks_own_metrics_see_each_score_beside_its_response_whichever_ended_
         def evaluate(self, queries, responses, finished, scores):
             return {"fits": np.array([float(len(r) == s) for r, s in zip(responses, scores)])}
 
-    run = SimpleNamespace(num_samples=1, long_prompts=0, unscored=[], scored=[])
-    run.scores = lambda: np.array([rollout.score for rollout in run.scored])
-    for index in (2, 0, 1):
-        text, query = "a" * index, Query(index, "", None)
-        rollout = dict(index=index, query=query, texts=[text], finished=[True], score=index)
-        run.scored.append(SimpleNamespace(**rollout))
-    assert measure(Lengths(), run).metrics["fits"][0] == 1.0
+    run = evaluation_run(Lengths(), scores={2: 2, 0: 0, 1: 1})
+    assert run.result(all_metrics=True).metrics["fits"][0] == 1.0
+
+
+def evaluation_run(task: Task, scores: dict[int, float]) -> EvaluationRun:
+    """An evaluation with a response to each query: as long as its id, and of that score."""
+    run = EvaluationRun.__new__(EvaluationRun)
+    run.task, run.version, run.num_samples, run.long_prompts = task, 40, 1, 0
+    run.scored, run.unscored = [], []
+    for index, value in scores.items():
+        own = dict(texts=["a" * index], finished=[True], rewards=np.array([value]))
+        run.scored.append(Rollout(Query(index, "", None), "", index, **own))
+    return run
+
+
+def test_an_evaluation_on_the_way_has_its_interval_in_the_metrics():
+    run = evaluation_run(Task(), {i: i % 4 == 0 for i in range(400)})
+    line = json.loads(to_json(run.result().line("0a1b")))
+    low, high = line.pop("score_interval")
+    assert line == {"step": 40, "score": 0.25, "base_model": "0a1b"}
+    assert 0.19 < low < 0.23 and 0.27 < high < 0.31
+    run.scored = []
+    nothing = {"score": None, "score_interval": [None, None]}
+    assert json.loads(to_json(run.result().line("0a1b"))) == line | nothing
 
 
 def test_the_interval_of_a_mean_covers_the_truth_as_often_as_it_says():
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
-        _, low, high = mean_and_interval((rng.random(200) < 0.3) * 1.0, resamples=400)
+        right = (rng.random(200) < 0.3) * 1.0
+        _, low, high = mean_and_interval(right, range(200), resamples=400)
         covered += low <= 0.3 <= high
     assert 0.90 < covered / 400 < 0.98
 
@@ -50,17 +68,17 @@ def test_the_interval_of_a_mean_covers_the_truth_as_often_as_it_says():
 def test_the_interval_over_pairs_resamples_rows_and_not_pairs():
     """The mean product of pairs of N(1, 1) numbers has a standard error of about 2 / sqrt(N)."""
     x = np.random.default_rng(0).normal(1.0, 1.0, 400)
-    _, low, high = mean_and_interval(np.outer(x, x))
+    _, low, high = mean_and_interval(np.outer(x, x), range(400))
     assert (high - low) / 3.92 == pytest.approx(2 * np.sqrt(1 / 400) * x.mean(), rel=0.2)
 
 
 def test_the_interval_over_several_samples_of_a_query_resamples_queries():
     """Samples of a query that are all alike say no more than one of them."""
     one = (np.random.default_rng(0).random(200) < 0.3) * 1.0
-    mean, low, high = mean_and_interval(one)
+    mean, low, high = mean_and_interval(one, range(200))
     ids = np.arange(200).repeat(16).tolist()
     assert mean_and_interval(one.repeat(16), ids) == (mean, low, high)
-    _, low_of_rows, high_of_rows = mean_and_interval(one.repeat(16))
+    _, low_of_rows, high_of_rows = mean_and_interval(one.repeat(16), range(3200))
     assert high_of_rows - low_of_rows < 0.5 * (high - low), "rows would look like more"
     # Some samples without a score: the others count.
     assert mean_and_interval(np.array([1.0, 1.0, 0.0]), [3, 3, 7]) == (2 / 3, 0.0, 1.0)
@@ -127,20 +145,15 @@ def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are
         score(Bad(), [Query(0, "", "")] * 3, ["a", "b", "c"], [True] * 3)
 
 
-def test_without_json_it_is_a_table():
+def test_each_metric_is_a_line_with_its_interval_and_what_was_left_out():
     metrics = {"win_rate": (0.5, 0.4, 0.6), "perplexity": (1.125, 1.0, 1.25)}
-    answers = Answers(cut_off=0.25, unanswered=None, examples=["  best: reward 1: 'a'"])
-    evaluation = FinalEvaluation(metrics, 30, 1, long_prompts=2, unscored=1, answers=answers)
-    *table, counts, cut_off, example = str(evaluation).splitlines()
-    assert table == [
-        "metric         value   95 % interval",
-        "win_rate      0.5000   0.4000 to 0.6000",
-        "perplexity    1.1250   1.0000 to 1.2500",
+    evaluation = Evaluation(0, metrics, 30, samples=4, long_prompts=2, unscored=1)
+    over = "2 left out, prompt over --max_prompt_tokens, empty or not Unicode"
+    counted = f"on 30 test queries, 4 samples each; {over}; 1 left out, they got no score"
+    assert [*evaluation.describe()] == [
+        f"win_rate: 0.50 (0.5000, 95 % interval 0.4000 to 0.6000, {counted})",
+        f"perplexity: 1.12 (1.1250, 95 % interval 1.0000 to 1.2500, {counted})",
     ]
-    assert counts.startswith("on 30 test queries; 2 left out, prompt over --max_prompt_tokens")
-    assert counts.endswith("; 1 left out, they got no score")
-    assert cut_off == "25% of the responses were cut off (--max_response_tokens)"
-    assert example == "  best: reward 1: 'a'"
 
 
 class Numbers(Task):

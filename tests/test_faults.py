@@ -126,7 +126,7 @@ def test_a_searcher_that_is_stopped_is_replaced_after_the_timeout(tmp_path, reco
         record_property("seconds until another is started, of a timeout of 15", round(seconds))
         assert seconds > 14
         run.is_at(run.step() + 50)
-        assert "gave no sign of life" in run.end()[0]
+        assert "sent no heartbeat" in run.end()[0]
 
 
 def test_a_searcher_that_waits_on_a_full_queue_is_not_taken_for_dead(tmp_path):
@@ -148,24 +148,24 @@ from buffer import Group
 from config import Config
 from launch.places import Place
 from launch.supervisor import Supervisor
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 
 class Weights:
     def unpin(self, reader):
         pass
 
-def write(config, share, pin, row, weights, rollout_queue, board, run_dir):
-    board.set(row, "ready", 1)
+def write(config, share, pin, row, weights, rollout_queue, status, run_dir):
+    status.set(row, "ready", 1)
     i = 0
     while True:
-        board.beat(row)
+        status.beat(row)
         rollout_queue.put(Group(os.getpid(), i, i, 0, None, *[np.full(300_000, i)] * 7, 1.0))
         i += 1
 
 if __name__ == "__main__":
-    board, run_dir = Board(["trainer", "searcher 0"]), str(Path(__file__).parent)
+    status, run_dir = StatusTable(["trainer", "searcher 0"]), str(Path(__file__).parent)
     place = Place("searcher 0", None, [0, 1])
-    run = Supervisor(Config(), [place], Weights(), board, run_dir, "survive:write", print)
+    run = Supervisor(Config(), [place], Weights(), status, run_dir, "survive:write", print)
     for kill in range(30):
         deadline = time.monotonic() + float(sys.argv[1])
         fresh = 0
@@ -182,10 +182,10 @@ if __name__ == "__main__":
         time.sleep(random.random() * 0.01)
         run.searchers[0].kill()
         run.searchers[0].join()
-        board.set("searcher 0", "beat", 0.0)
+        status.set("searcher 0", "beat", 0.0)
         run.check()
-        assert board.get("searcher 0", "beat") > 0.0, "being started is a sign of life"
-    board.stop = True
+        assert status.get("searcher 0", "beat") > 0.0, "being started is a heartbeat"
+    status.stop = True
     run.stop()
     print("survived 30")
 """
@@ -304,7 +304,7 @@ def test_a_run_whose_output_is_lost_goes_on_to_its_end(where, tmp_path, monkeypa
 
     def is_shown() -> bool:
         with suppress(BlockingIOError):
-            return b"sign of life" in os.read(terminal, 1 << 16)
+            return b"heartbeat" in os.read(terminal, 1 << 16)
         return False
 
     path = "/dev/full" if where == "a full disk" else os.ttyname(other_end)
@@ -370,7 +370,7 @@ def check_end(run: Run, cause: str, record_property) -> str:
     return err
 
 
-FAULTS = {SIGKILL: "ended with exit code -9", SIGSTOP: "is stopped: no sign of life for 12 s"}
+FAULTS = {SIGKILL: "ended with exit code -9", SIGSTOP: "is stopped: no heartbeat for 12 s"}
 STRUCK = [
     (SIGKILL, "trainer", 1),
     (SIGKILL, "trainer", 2),
@@ -417,7 +417,7 @@ def test_a_collective_that_hangs_ends_the_run_and_shows_where_each_process_is(
     tmp_path, monkeypatch, record_property
 ):
     with planted("time.sleep(1e6)", "trainer 1", tmp_path, monkeypatch) as run:
-        err = check_end(run, "error: the trainer gave no sign of life for 12 s", record_property)
+        err = check_end(run, "error: the trainer sent no heartbeat for 12 s", record_property)
         assert "in fail" in err.split("trainer-1.log:")[1], "where trainer 1 sleeps"
         assert "step_optimizer" in err.split("trainer-1.log:")[0], "where the trainer waits for it"
 

@@ -30,7 +30,6 @@ from launch.supervisor import RunFailed
 from models.tokens import token_texts
 from rollouts import Rollout
 from runtime.record import timeline
-from runtime.responses.evaluation import EvaluationRun
 from runtime.responses.samples import SampleLog
 from tasks import Query, Task, load_task
 from tba import main
@@ -405,17 +404,3 @@ def test_the_text_of_each_token_is_found_in_time_proportional_to_their_number():
     assert seconds[1] < 30 * seconds[0], "a policy that has gone wrong costs no time"
     assert set("".join(texts)) == {"\ufffd"}
     assert token_texts(ByT5Tokenizer(), ByT5Tokenizer()("ab").input_ids)[:2] == ["a", "b"]
-
-
-def test_an_evaluation_on_the_way_has_its_interval_in_the_metrics():
-    run = EvaluationRun.__new__(EvaluationRun)
-    query = Query(0, "", "")
-    run.version, run.long_prompts, run.unscored = 40, 0, [Rollout(query, "")]
-    run.task, own = Task(), dict(texts=["a"], finished=[True])
-    run.scored = [Rollout(query, "", rewards=np.array([i % 4 == 0]), **own) for i in range(400)]
-    line = json.loads(json.dumps(run.result().line("accuracy", "0a1b")))
-    low, high = line.pop("accuracy_interval")
-    assert line == {"step": 40, "accuracy": 0.25, "base_model": "0a1b"}
-    assert 0.19 < low < 0.23 and 0.27 < high < 0.31
-    run.scored = []  # no score, no interval
-    assert run.result().line("accuracy", "0a1b") == line | {"accuracy": 0.0}

@@ -14,7 +14,7 @@ from launch.display.live import LiveView
 from launch.display.terminal import Terminal
 from runtime.record.metrics import RATE_WINDOW, rate_of
 from runtime.record.report import Report
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 
 
 def shown(view: LiveView, step: int) -> str:
@@ -26,16 +26,16 @@ def shown(view: LiveView, step: int) -> str:
 def test_the_live_view_has_the_time_left_a_line_a_searcher_and_first_what_matters_most(monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(rich.get_console(), "get_time", lambda: clock[0])
-    board = Board(["trainer", "searcher 0", "searcher 1"])
-    view = LiveView(board, steps=100)
+    status = StatusTable(["trainer", "searcher 0", "searcher 1"])
+    view = LiveView(status, steps=100)
     view.close()
     first = shown(view, 20)
     assert "step 20 of 100" in first and "-:--:-- left" in first, "there is no pace yet"
     for name, tokens, version in ("searcher 0", 500.0, 38), ("searcher 1", 250.0, 30):
-        board.loaded(name)
-        board.set(name, "tokens", tokens)
-        board.set(name, "version", version)
-    board.set("searcher 1", "restarts", 1)
+        status.loaded(name)
+        status.set(name, "tokens", tokens)
+        status.set(name, "version", version)
+    status.set("searcher 1", "restarts", 1)
     clock[0] = 1010.0
     text = shown(view, 40)
     assert "step 40 of 100 0:00:10" in text and "0:00:30 left" in text
@@ -58,9 +58,9 @@ def test_plain_lines_show_what_the_trainer_says_and_the_figures_that_an_objectiv
 ):
     # There is no log Z: only trajectory balance has one.
     config = Config(task="arithmetic", steps=1, output_dir=str(tmp_path))
-    board, (said, stdout) = Board(["trainer"]), Pipe(duplex=False)
-    terminal = Terminal(config, board, said)
-    report = Report(str(tmp_path), config, board, "accuracy")
+    status, (said, stdout) = StatusTable(["trainer"]), Pipe(duplex=False)
+    terminal = Terminal(config, status, said)
+    report = Report(str(tmp_path), config, status)
     report.step({"step": 1, "reward": 0.5, "loss": 2.0, "received": 8})
     os.write(stdout.fileno(), b"a line\nhalf of")
     terminal.look()

@@ -22,8 +22,8 @@ from models.engine import Engine
 from models.policy import load_policy
 from runtime.checkpoints.writer import CheckpointWriter
 from runtime.record.report import Report
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
+from runtime.transport.status import StatusTable
 from searcher import Searcher
 from trainer import Trainer
 from weights import SharedWeights
@@ -119,7 +119,7 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
     own = dict(task=str(tmp_path / "pinned.py"), model=str(untied_model), temperature=0.9)
     config = Config(**own, **sizes, **lengths, searchers=1)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
-    board, record = Board(["trainer", "searcher 0"]), Record(monkeypatch)
+    status, record = StatusTable(["trainer", "searcher 0"]), Record(monkeypatch)
     found, original, steps, seen = ScriptedQueue(record), Engine.step, 0, {}
     tensors = dict(load_policy(config, torch.device("cpu")).named_parameters()).items()
     columns = ("cursor", "version", "evaluated", "unscored_groups", "long_prompts")
@@ -135,7 +135,7 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
             record(f"  the trainer publishes version {version}")
         if steps == 50:
             found.refusals = 10
-        board.stop = steps == 80
+        status.stop = steps == 80
         outputs = original(self)
         record(f"step {steps}, pins {weights.pins.tolist()}, rows {self.rows}")
         return outputs
@@ -148,15 +148,15 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
         if column not in columns or seen.get(column, 0.0) == value:
             return None
         seen[column] = value
-        return f"board: {column} {value:g}"
+        return f"status: {column} {value:g}"
 
     monkeypatch.setattr(Engine, "step", script)
     record.watch(Engine, "add", added)
     record.watch(Engine, "load", lambda *_: f"load version {weights.version}")
-    record.watch(Board, "set", written)
+    record.watch(StatusTable, "set", written)
     read = "read_reference", lambda *_: f"read reference {weights.reference_version}"
     record.watch(SharedWeights, *read)
-    Searcher(config, 0, 0, "searcher 0", weights, found, board, str(tmp_path)).search()
+    Searcher(config, 0, 0, "searcher 0", weights, found, status, str(tmp_path)).search()
     record.compare("searcher.txt")
 
 
@@ -182,7 +182,7 @@ class ScriptedSearcher:
             self.waiting += [self.draw_group() for _ in range(2)]
         if self.evaluated < self.weights.evaluation_version < step:
             self.evaluated = self.weights.evaluation_version
-            self.waiting.append(Evaluation(self.evaluated, 0.5, 6, 0, 0))
+            self.waiting.append(Evaluation(self.evaluated, {"accuracy": (0.5, 0.2, 0.8)}, 6))
         self.step = step
         return len(self.waiting)
 
@@ -218,8 +218,8 @@ def play_trainer(model: Path, run_dir: Path, monkeypatch, **settings) -> Record:
     own = dict(task="arithmetic", model=str(model), steps=24, initial_responses=24)
     config = Config(**own, **sizes, **periods, **draws, **settings)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=2, reference=True)
-    board, record = Board(["trainer", "searcher 0"]), Record(monkeypatch)
-    board.loaded("searcher 0")
+    status, record = StatusTable(["trainer", "searcher 0"]), Record(monkeypatch)
+    status.loaded("searcher 0")
     found = ScriptedSearcher(weights)
     shown = "step reward staleness_mean staleness_max received buffer_responses".split()
     shown += "buffer_queries skipped_publishes mismatch_version learning_rate".split()
@@ -254,6 +254,6 @@ def play_trainer(model: Path, run_dir: Path, monkeypatch, **settings) -> Record:
     record.watch(Report, "step", lambda _, __, line: f"record { {n: line.get(n) for n in shown} }")
     record.watch(CheckpointWriter, "begin", saved)
     record.watch(Learner, "save_model", lambda *_: "save the model")
-    found.trainer = Trainer(config, weights, found, board, str(run_dir))
+    found.trainer = Trainer(config, weights, found, status, str(run_dir))
     found.trainer.train()
     return record

@@ -150,9 +150,9 @@ def test_a_run_leaves_all_outputs_replays_and_samples_from_what_its_busy_trainer
 def test_eval_only_ends_with_what_the_run_found_as_json(finished, capfd):
     run_dir, _ = finished
     assert main(["arithmetic", "--eval_only", "--model", str(run_dir / "model")]) == 0
-    *table, last = capfd.readouterr().out.splitlines()
-    assert table[1].startswith("accuracy ") and table[2] == "on 1000 test queries"
-    assert "of the responses were cut off" in table[3] and table[4].startswith("  best: reward 1")
+    metric, cut_off, best, *_, last = capfd.readouterr().out.splitlines()
+    assert metric.startswith("accuracy: ") and metric.endswith(", on 1000 test queries)")
+    assert "of the responses were cut off" in cut_off and best.startswith("  best: reward 1")
     found, final = json.loads(last), read(run_dir, "metrics.jsonl")[-1]
     value, low, high = found["metrics"]["accuracy"]
     assert 0 < low < value < high < 1

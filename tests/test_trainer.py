@@ -21,8 +21,8 @@ from models.schedules import beta_at, lr_schedule
 from runtime.evaluation_requests import EvaluationRequests
 from runtime.memory_trial import try_largest_batch
 from runtime.record.metrics import describe
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
+from runtime.transport.status import StatusTable
 from trainer import Trainer, trainer_of
 from weights import SharedWeights
 
@@ -36,8 +36,8 @@ def make_trainer(model, run_dir, **settings) -> Trainer:
     own = dict(searchers=1, steps=10, responses_per_query=3, samples_per_query=3)
     config = Config(model=str(model), **own, **settings)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
-    board = Board(["trainer", "searcher 0"])
-    return trainer_of(config)(config, weights, queue.Queue(), board, str(run_dir))
+    status = StatusTable(["trainer", "searcher 0"])
+    return trainer_of(config)(config, weights, queue.Queue(), status, str(run_dir))
 
 
 @pytest.fixture
@@ -212,19 +212,19 @@ class SlowQueue(queue.Queue):
 def test_a_wait_times_out_when_nothing_comes_and_not_while_responses_come(make, monkeypatch):
     trainer = make(searcher_timeout=0.3, queries_per_batch=1, initial_responses=8 * 24)
     trainer.metrics.mismatch_due = 10**9  # no policy sampled these groups
-    trainer.board.loaded("searcher 0")
+    trainer.status.loaded("searcher 0")
     looks = itertools.count()
 
     def beat() -> None:
         assert next(looks) < 1000, "that a searcher lives is not what is awaited"
-        trainer.board.beat("searcher 0")
+        trainer.status.beat("searcher 0")
 
     missing = "the first 192 responses, 0 are here: no progress for"
     with monkeypatch.context() as patch, pytest.raises(TimeoutError, match=missing):
         patch.setattr(trainer, "receive", beat)
         trainer.next_batch()
     clock = SimpleNamespace(monotonic=partial(next, itertools.count(step=0.05)))
-    monkeypatch.setattr("runtime.transport.board.time", clock)  # 0.1 s go by with each look
+    monkeypatch.setattr("runtime.transport.status.time", clock)  # 0.1 s go by with each look
     trainer.rollout_queue = SlowQueue()
     assert trainer.next_batch() and clock.monotonic() > 2 * 0.3
 
@@ -259,18 +259,18 @@ def test_a_resume_between_a_multiple_of_eval_every_and_the_next_sync_asks_at_tha
     config = Config(sync_period=10, eval_every=25)
     weights = SharedWeights({"a": (1,)}, torch.float32, readers=1)
     for step in (26, 30):
-        requests = EvaluationRequests(config, weights, Board(["trainer", "searcher-0"]))
+        requests = EvaluationRequests(config, weights, StatusTable(["trainer", "searcher-0"]))
         requests.load_state_dict({"evaluation_due": False, "evaluated": 0}, step)
         assert not requests.is_due(29) and requests.is_due(30)
 
 
 def test_an_evaluation_that_has_not_arrived_is_asked_for_again_by_a_resumed_run():
-    config, board = Config(sync_period=2, eval_every=4), Board(["trainer", "searcher-0"])
+    config, status = Config(sync_period=2, eval_every=4), StatusTable(["trainer", "searcher-0"])
     weights = SharedWeights({"a": (1,)}, torch.float32, readers=1)
-    requests = EvaluationRequests(config, weights, board)
-    requests.arrive(Evaluation(0, 1.0, 2, 0, 0))
+    requests = EvaluationRequests(config, weights, status)
+    requests.arrive(Evaluation(0, {}, 2))
     assert not requests.state_dict(step=4)["evaluation_due"]
     weights.publish(4, [("a", torch.zeros(1))], evaluate=True)
     assert requests.state_dict(step=5)["evaluation_due"], "it is under way"
-    requests.arrive(Evaluation(4, 1.0, 2, 0, 0))
+    requests.arrive(Evaluation(4, {}, 2))
     assert not requests.state_dict(step=5)["evaluation_due"]

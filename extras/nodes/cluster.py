@@ -27,8 +27,8 @@ from launch.places import Place
 from launch.supervisor import DEATHS, RunFailed, Supervisor
 from runtime.record.metrics import RATE_WINDOW, rate_of
 from runtime.record.timeline import to_json
-from runtime.transport.board import Board, Watchdog
 from runtime.transport.messages import Evaluation, Notice
+from runtime.transport.status import StatusTable, Watchdog
 from weights import SharedWeights
 
 LOOK_SECONDS = 1.0  # between two looks at which nodes there are
@@ -36,12 +36,12 @@ WAIT_SECONDS = 0.1  # for an answer, before it is looked whether the run is over
 LOGS_SECONDS = 1.0  # for the logs of a node that has failed
 GOODBYE_SECONDS = 8.0  # for a node to end its searchers and send its logs
 RETRY_SECONDS = 10.0  # before a node whose actor died gets another one
-MAX_NODES = 64  # rows of the board
+MAX_NODES = 64  # rows of the status table
 GROUPS = 32  # that a node sends at once
 
 
-class ClusterBoard(Board):
-    """The trainer's board: a row for each searcher of this machine, one for each further node."""
+class ClusterStatus(StatusTable):
+    """The status table of the driver: a row for each searcher here, and for each further node."""
 
     def __init__(self, names: list[str]):
         """names: of the processes of this machine."""
@@ -57,8 +57,8 @@ class ClusterBoard(Board):
         beats = self.words[:, self.COLUMNS.index("beat")].tolist()
         return [self.names[i] for i in self.searching if beats[i]] or self.nodes[:1]
 
-    def sign_of_life(self, name: str) -> str:
-        return super().sign_of_life(name) if self.get(name, "beat") else "no node is there"
+    def last_heartbeat(self, name: str) -> str:
+        return super().last_heartbeat(name) if self.get(name, "beat") else "no node is there"
 
     def figures(self, version: int) -> dict[str, float]:
         """What each node that is there does, for metrics.jsonl."""
@@ -90,7 +90,7 @@ class Far:
     """A node, as the driver sees it."""
 
     id: str  # Ray's
-    row: str  # of the board
+    row: str  # of the status table
     name: str  # for people
     logs: str  # what the names of its logs begin with
     actor: "ray.actor.ActorHandle"
@@ -113,13 +113,13 @@ class Cluster(Supervisor):
         config: Config,
         places: list[Place],
         weights: SharedWeights,
-        board: ClusterBoard,
+        status: ClusterStatus,
         run_dir: str,
         target: str,
         say: Callable[[str], None],
         given: Config,
     ):
-        super().__init__(config, places, weights, board, run_dir, target, say)
+        super().__init__(config, places, weights, status, run_dir, target, say)
         self.given, self.pin = given, len(places)
         self.environment = describe_environment()
         self.far: dict[str, Far] = {}  # by Ray's id of the node
@@ -131,7 +131,7 @@ class Cluster(Supervisor):
         self.stored_reference: tuple[int, ray.ObjectRef | None] = 0, None
         self.storing = threading.Lock()  # the threads have one pin
         # The newest version whose evaluation has come; of a run that is resumed, before it.
-        self.evaluated = int(board.words[:, board.COLUMNS.index("evaluated")].max())
+        self.evaluated = int(status.words[:, status.COLUMNS.index("evaluated")].max())
         self.alone = Watchdog()  # no node is there
         self.failure: RunFailed | None = None  # of a thread
         self.start_thread(self.watch_nodes)
@@ -139,14 +139,14 @@ class Cluster(Supervisor):
     def check(self) -> None:
         """Watch over this machine's searchers, and over all nodes. Raises RunFailed."""
         super().check()
-        if self.failure and not self.board.stop:
+        if self.failure and not self.status.stop:
             raise self.failure
 
     # Nodes that come and go
 
     def watch_nodes(self) -> None:
         """Look for nodes until the run is over: in a thread, as Ray may not answer for a minute."""
-        while not self.board.stop and not self.failure:
+        while not self.status.stop and not self.failure:
             with self.note_failure():
                 self.look_for_nodes()
             time.sleep(LOOK_SECONDS)
@@ -177,10 +177,10 @@ class Cluster(Supervisor):
 
     def start_node(self, node: dict) -> None:
         """Start the actor of a node, whose searchers load from now on, and the node's thread."""
-        free = [row for row in self.board.nodes if self.board.get(row, "beat") == 0]
+        free = [row for row in self.status.nodes if self.status.get(row, "beat") == 0]
         if not free:
             return
-        row, id, number = free[0], node["NodeID"], self.board.nodes.index(free[0]) + 1
+        row, id, number = free[0], node["NodeID"], self.status.nodes.index(free[0]) + 1
         options = dict(num_gpus=node["Resources"].get("GPU"), scheduling_strategy=on_node(node))
         actor = (
             ray.remote(Node)
@@ -189,7 +189,7 @@ class Cluster(Supervisor):
                 self.given,
                 self.weights.shapes,
                 self.weights.slots[0].dtype,
-                seeds=(number, int(self.board.get(row, "tokens"))),
+                seeds=(number, int(self.status.get(row, "tokens"))),
                 evaluates=not self.places and not self.far and self.evaluated < 0,
                 target=self.target,
                 environment=self.environment,
@@ -199,9 +199,9 @@ class Cluster(Supervisor):
         logs = f"node-{number}"
         if actors := list(Path(self.run_dir, "logs").glob(f"{logs}-*searcher-0.log")):  # earlier
             logs += f"-{len(actors) + 1}"
-        earlier = {column: self.board.get(row, column) for column in COUNTED}
+        earlier = {column: self.status.get(row, column) for column in COUNTED}
         self.far[id] = Far(id, row, name, logs, actor, earlier)
-        self.board.beat(row)
+        self.status.beat(row)
         self.start_thread(self.attend, self.far[id])
 
     def lose(self, far: Far, why: str) -> None:
@@ -209,8 +209,8 @@ class Cluster(Supervisor):
         has_logs = self.fetch_logs(far, far.actor.logs.remote(), LOGS_SECONDS)
         logs = f"are logs/{far.logs}-*" if has_logs else "could not be fetched"
         ray.kill(far.actor)
-        self.board.set(far.row, "beat", 0)
-        self.board.set(far.row, "ready", 0)
+        self.status.set(far.row, "beat", 0)
+        self.status.set(far.row, "ready", 0)
         self.deaths_of[far.id].append(f"{far.name} {why}")
         self.retry_at[far.id] = time.monotonic() + RETRY_SECONDS
         del self.far[far.id]
@@ -222,7 +222,7 @@ class Cluster(Supervisor):
         """Attend to a node, in a thread, until it is lost or the run is over."""
         with self.note_failure():
             why = self.exchange(far)
-            if not self.board.stop:
+            if not self.status.stop:
                 self.lose(far, why)
 
     def exchange(self, far: Far) -> str:
@@ -231,11 +231,11 @@ class Cluster(Supervisor):
         try:
             places = self.answer(far.actor.describe_places.remote(), patience)
             self.say(f"{far.name}: {places}")
-            while not self.board.stop:
+            while not self.status.stop:
                 self.send_weights(far, patience)
-                call = far.actor.collect.remote(GROUPS, self.board.last_step_done)
+                call = far.actor.collect.remote(GROUPS, self.status.last_step_done)
                 self.take(far, self.answer(call, patience))
-                if self.board.get(far.row, "ready"):
+                if self.status.get(far.row, "ready"):
                     patience = self.config.searcher_timeout
             return "is told to end"
         except RayTaskError as error:
@@ -253,8 +253,8 @@ class Cluster(Supervisor):
         watchdog = Watchdog()
         while not ray.wait([call], timeout=WAIT_SECONDS)[0]:
             silence = watchdog.look(call)
-            if silence > patience or self.board.stop:
-                raise TimeoutError(f"gave no sign of life for {silence:.0f} s (--searcher_timeout)")
+            if silence > patience or self.status.stop:
+                raise TimeoutError(f"sent no heartbeat for {silence:.0f} s (--searcher_timeout)")
         return ray.get(call)
 
     def send_weights(self, far: Far, patience: float) -> None:
@@ -265,7 +265,7 @@ class Cluster(Supervisor):
         if weights.version <= far.version and not is_asked or weights.version < 0:
             return
         version, stored, *reference = self.store_weights()
-        if self.board.stop:
+        if self.status.stop:
             return
         call = far.actor.take_weights.remote(version, stored, is_asked, *reference)
         if self.answer(call, patience):
@@ -293,7 +293,7 @@ class Cluster(Supervisor):
         far.clock = found.clock - time.monotonic()
         row = found.row | {"beat": found.row["beat"] - far.clock}
         for column, value in row.items():
-            self.board.set(far.row, column, far.earlier.get(column, 0.0) + value)
+            self.status.set(far.row, column, far.earlier.get(column, 0.0) + value)
         self.write_logs(far, found.logs)
         for item in found.items:
             if isinstance(item, Notice):

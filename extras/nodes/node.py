@@ -1,6 +1,6 @@
 """A node of a Ray cluster: a Supervisor and its searchers, as one machine has them (--ray).
 
-It has weights, a board and queues of its own, and draws the queries in an order of its own. The
+It has weights, a status and queues of its own, and draws the queries in an order of its own. The
 driver (extras/nodes/cluster.py) brings new weights, and collects what is found.
 """
 
@@ -30,12 +30,12 @@ from launch.places import Place, find_gpus, find_places, resolve, searchers_of
 from launch.provenance import ROOT, find_versions
 from launch.supervisor import Supervisor
 from models.folder import fetch_weights
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation, Notice
+from runtime.transport.status import StatusTable
 from tasks import load_task
 from weights import SharedWeights
 
-COUNTED = ("tokens", "busy", "restarts", "long_prompts", "unscored_groups")  # of the board
+COUNTED = ("tokens", "busy", "restarts", "long_prompts", "unscored_groups")  # of the status table
 COLLECT_SECONDS = 0.1  # that a call waits for groups: calls are dearer than groups
 Weights = dict[str, np.ndarray]
 
@@ -45,7 +45,7 @@ class Found:
     """What a node has to say when it is asked."""
 
     items: list[Group | Evaluation | Notice]
-    row: dict[str, float]  # of the driver's board: its searchers taken as one
+    row: dict[str, float]  # of the driver's status table: its searchers taken as one
     logs: dict[str, str]  # by name, if there is a Notice: something has died
     clock: float  # its time.monotonic()
 
@@ -117,10 +117,10 @@ class Node:
         config = dataclasses.replace(config, model=model)
         resets = config.reference_reset_period > 0
         self.weights = SharedWeights(shapes, dtype, len(self.places), reference=resets)
-        self.board = Board([place.name for place in self.places])
-        self.board.set(self.places[0].name, "evaluated", -1 if evaluates else 0)
+        self.status = StatusTable([place.name for place in self.places])
+        self.status.set(self.places[0].name, "evaluated", -1 if evaluates else 0)
         self.supervisor = Supervisor(
-            config, self.places, self.weights, self.board, self.run_dir, target, self.say
+            config, self.places, self.weights, self.status, self.run_dir, target, self.say
         )
 
     def say(self, text: str) -> None:
@@ -136,7 +136,7 @@ class Node:
 
         Waits COLLECT_SECONDS for them. Raises RunFailed when a searcher dies again and again.
         """
-        self.board.last_step_done = last_step_done
+        self.status.last_step_done = last_step_done
         self.supervisor.check()
         items, deadline = [], time.monotonic() + COLLECT_SECONDS
         with suppress(queue.Empty):
@@ -145,7 +145,7 @@ class Node:
                 items.append(self.supervisor.rollout_queue.get(timeout=rest))
         for item in items:
             if isinstance(item, Evaluation):
-                self.board.set(self.places[0].name, "evaluated", item.version)
+                self.status.set(self.places[0].name, "evaluated", item.version)
         # Threads may append meanwhile.
         notices = [self.notices.popleft() for _ in range(len(self.notices))]
         logs = self.logs() if notices else {}
@@ -153,9 +153,9 @@ class Node:
 
     def row(self) -> dict[str, float]:
         """Take the searchers as one: sums, of busy seconds the mean, and else what is lowest."""
-        sums = {column: self.board.total(column) for column in COUNTED}
+        sums = {column: self.status.total(column) for column in COUNTED}
         lowest = {
-            column: float(self.board.words[:, Board.COLUMNS.index(column)].min())
+            column: float(self.status.words[:, StatusTable.COLUMNS.index(column)].min())
             for column in ("beat", "ready", "version")
         }
         return sums | lowest | {"busy": sums["busy"] / len(self.places)}
@@ -185,7 +185,7 @@ class Node:
 
     def stop(self) -> dict[str, str]:
         """End the searchers. Returns logs()."""
-        self.board.stop = True
+        self.status.stop = True
         self.supervisor.stop()
         logs = self.logs()
         shutil.rmtree(self.run_dir, ignore_errors=True)

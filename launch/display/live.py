@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingC
 from rich.table import Table
 
 from runtime.record.metrics import RATE_WINDOW, rate_of
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 
 SHOWN = (  # first, and alone where there is no terminal
     "reward",
@@ -26,8 +26,8 @@ PACE_SECONDS = 300.0  # over which the pace is taken that the time left is estim
 class LiveView:
     """Shows a run as it goes. steps: that it is to make."""
 
-    def __init__(self, board: Board, steps: int):
-        self.board = board
+    def __init__(self, status: StatusTable, steps: int):
+        self.status = status
         self.progress = Progress(
             "step {task.completed} of {task.total}",
             TimeElapsedColumn(),
@@ -65,17 +65,17 @@ class LiveView:
 
     def searchers(self, step: int) -> Table:
         """Build a table with a line for each searcher."""
-        board, table = self.board, Table()
-        for header in ("", "tokens/s", "steps behind", "restarts", "sign of life"):
+        status, table = self.status, Table()
+        for header in ("", "tokens/s", "steps behind", "restarts", "heartbeat"):
             table.add_column(header, justify="right")
-        for name in board.searchers:
+        for name in status.searchers:
             seen = self.tokens[name]
-            seen.append((self.progress.get_time(), board.get(name, "tokens")))
+            seen.append((self.progress.get_time(), status.get(name, "tokens")))
             rate = rate_of(seen, RATE_WINDOW)
-            behind = max(0, step - int(board.get(name, "version")))
-            restarts = int(board.get(name, "restarts"))
-            sign = board.sign_of_life(name).removeprefix(f"{name} ")
-            table.add_row(name, f"{rate:.0f}", str(behind), str(restarts), sign)
+            behind = max(0, step - int(status.get(name, "version")))
+            restarts = int(status.get(name, "restarts"))
+            beat = status.last_heartbeat(name).removeprefix(f"{name} ")
+            table.add_row(name, f"{rate:.0f}", str(behind), str(restarts), beat)
         return table
 
 

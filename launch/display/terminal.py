@@ -12,7 +12,7 @@ from config import Config
 from launch.display.alarms import Alarms
 from launch.display.live import SHOWN, LiveView, number
 from launch.files import is_metrics, new_lines
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 
 PLAIN_PERIOD = 5.0  # seconds between two progress lines where there is no terminal
 LIVE_PERIOD = 0.25  # ... and between two updates of the live view
@@ -21,7 +21,7 @@ LIVE_PERIOD = 0.25  # ... and between two updates of the live view
 class Terminal:
     """Shows a run, live on a terminal. said: what the trainer writes to its stdout."""
 
-    def __init__(self, config: Config, board: Board, said: Connection):
+    def __init__(self, config: Config, status: StatusTable, said: Connection):
         self.steps, self.said = config.steps, said
         os.set_blocking(said.fileno(), False)
         self.begun = b""  # a line of it that is not whole yet
@@ -29,7 +29,7 @@ class Terminal:
         next(self.metrics)  # of what is resumed
         self.alarms = Alarms(config.output_dir, config)
         self.shown_at = -PLAIN_PERIOD
-        self.board, self.live = board, None
+        self.status, self.live = status, None
 
     def look(self) -> None:
         """Show what is new. Call it often."""
@@ -53,7 +53,7 @@ class Terminal:
             return
         self.shown_at = now
         if sys.stdout.isatty():
-            self.live = self.live or LiveView(self.board, self.steps)
+            self.live = self.live or LiveView(self.status, self.steps)
             self.live.show(metrics)
             return
         figures = [f"{name} {number(metrics[name])}" for name in SHOWN if name in metrics]

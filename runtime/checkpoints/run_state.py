@@ -12,7 +12,7 @@ from learner import Learner
 from runtime.checkpoints import checkpoint
 from runtime.evaluation_requests import EvaluationRequests
 from runtime.record.metrics import StepMetrics
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 from weights import SharedWeights
 
 Tensors = dict[str, Iterable[tuple[str, Tensor]]]  # by file: names and tensors
@@ -26,7 +26,7 @@ class RunState:
     learner: Learner
     weights: SharedWeights
     buffer: ReplayBuffer
-    board: Board
+    status: StatusTable
     metrics: StepMetrics
     evaluations: EvaluationRequests
 
@@ -45,12 +45,12 @@ class RunState:
             "reference_version": self.weights.reference_version,
             **self.metrics.state_dict(),
             **self.evaluations.state_dict(self.learner.step),
-            "board": self.board.state_dict(),
+            "board": self.status.state_dict(),
         }
         return tensors, arrays, values
 
     def load(self, directory: str) -> None:
-        """Take over a checkpoint. The board's part is read before any process is there."""
+        """Take over a checkpoint. The status table's part is read before any process is there."""
         values = checkpoint.load_state(directory)
         self.learner.load_state(checkpoint.load_tensors(directory, "learner"))
         if values["reference_version"]:

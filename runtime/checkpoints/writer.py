@@ -122,8 +122,8 @@ class CheckpointWriter:
 
     def note_seconds(self, seconds: float) -> None:
         """Note how long a write took: the grace period at the end of the run depends on it."""
-        board = self.waits.board
-        board.set("trainer", "save_seconds", max(seconds, board.get("trainer", "save_seconds")))
+        status = self.waits.status
+        status.set("trainer", "save_seconds", max(seconds, status.get("trainer", "save_seconds")))
 
     def save_model(self, save: Callable[[Path], None]) -> None:
         """Have the model saved. Where that fails the user is told, and the process ends."""

@@ -13,7 +13,7 @@ from runtime.transport.messages import Answers
 from tasks import Task, load_task
 
 
-def first_look(
+def describe_first(
     config: Config, groups: list[Group], figures: dict[str, float], left_out: int
 ) -> Iterator[str]:
     """Say what a user would ask of the first groups, a line each.

@@ -15,8 +15,8 @@ from buffer import Group, ReplayBuffer, Row, rows_of
 from learner import Learner
 from loss import Metrics
 from models.logprobs import mismatch
-from runtime.record.first_look import first_look
-from runtime.transport.board import Board
+from runtime.record.first_look import describe_first
+from runtime.transport.status import StatusTable
 from weights import SharedWeights
 
 RATE_WINDOW = 10.0  # seconds over which rates and busy shares are taken
@@ -35,10 +35,10 @@ class StepMetrics:
         weights: SharedWeights,
         buffer: ReplayBuffer,
         rollout_queue: torch.multiprocessing.Queue,
-        board: Board,
+        status: StatusTable,
     ):
         self.learner, self.weights, self.buffer = learner, weights, buffer
-        self.rollout_queue, self.board = rollout_queue, board
+        self.rollout_queue, self.status = rollout_queue, status
         self.figures: dict[str, float] = {}
         self.first: list[Group] = []  # that arrive before the first step
         self.mismatch_due = 0  # step from which the mismatch is to be measured again
@@ -86,12 +86,12 @@ class StepMetrics:
                 self.mismatch_due = self.learner.step + MISMATCH_PERIOD
                 return
 
-    def first_look(self, say: Callable[[str], None]) -> None:
+    def say_first_look(self, say: Callable[[str], None]) -> None:
         """Before the first step, say what a user would ask of the first responses."""
         groups, self.first = self.first, []
         if groups:
-            left_out = int(self.board.total("long_prompts"))
-            for line in first_look(self.learner.config, groups, describe(groups), left_out):
+            left_out = int(self.status.total("long_prompts"))
+            for line in describe_first(self.learner.config, groups, describe(groups), left_out):
                 say(line)
 
     def of(self, rows: list[Row], waited: float) -> Metrics:
@@ -113,24 +113,24 @@ class StepMetrics:
             "received": self.buffer.received,
             "buffer_responses": self.buffer.responses,
             "buffer_queries": self.buffer.queries,
-            "long_prompts": int(self.board.total("long_prompts")),
-            "unscored_groups": int(self.board.total("unscored_groups")),
+            "long_prompts": int(self.status.total("long_prompts")),
+            "unscored_groups": int(self.status.total("unscored_groups")),
             "bad_steps": self.learner.bad_steps,
-            "searcher_restarts": int(self.board.total("restarts")),
+            "searcher_restarts": int(self.status.total("restarts")),
             "skipped_publishes": self.skipped_publishes,
         }
 
     def rates(self, waited: float) -> Metrics:
         """Return busy shares and tokens per second, over the latest RATE_WINDOW seconds."""
-        board = self.board
-        counts = np.array([waited, board.total("busy"), board.total("tokens")])
+        status = self.status
+        counts = np.array([waited, status.total("busy"), status.total("tokens")])
         self.window.append((time.monotonic(), counts))
         waiting, working, tokens_per_second = rate_of(self.window, RATE_WINDOW)
         return {
             "trainer_busy": 1.0 - waiting,
-            "searcher_busy": working / len(board.searchers),
+            "searcher_busy": working / len(status.searchers),
             "searcher_tokens_per_second": tokens_per_second,
-            **board.figures(self.weights.version),
+            **status.figures(self.weights.version),
         }
 
 

@@ -5,18 +5,15 @@ from pathlib import Path
 
 from config import Config
 from runtime.record.timeline import Lines
-from runtime.transport.board import Board
 from runtime.transport.messages import Evaluation
+from runtime.transport.status import StatusTable
 
 
 class Report:
-    """Writes metrics.jsonl, which the launching process shows (launch/display/terminal.py).
+    """Writes metrics.jsonl, which the launching process shows (launch/display/terminal.py)."""
 
-    metric: what a score of the task is called.
-    """
-
-    def __init__(self, run_dir: str, config: Config, board: Board, metric: str):
-        self.config, self.board, self.metric = config, board, metric
+    def __init__(self, run_dir: str, config: Config, status: StatusTable):
+        self.config, self.status = config, status
         self.start = time.monotonic()
         self.metrics = Lines(Path(run_dir) / "metrics.jsonl")
 
@@ -30,18 +27,17 @@ class Report:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write the line of an evaluation, and show it."""
-        self.metrics.write(evaluation.line(self.metric, self.config.base_model))
-        if evaluation.version:
-            self.say(f"step {evaluation.version}: {self.metric} {evaluation}")
-            return
-        self.say(f"base {self.metric}: {evaluation}")
-        if evaluation.answers:
+        self.metrics.write(evaluation.line(self.config.base_model))
+        when = f"step {evaluation.version}" if evaluation.version else "base"
+        for line in evaluation.describe():
+            self.say(f"{when} {line}")
+        if evaluation.answers and not evaluation.version:
             self.say(str(evaluation.answers))
 
     def close(self) -> None:
         """Say what the run has left out."""
-        if skipped := int(self.board.total("long_prompts")):
+        if skipped := int(self.status.total("long_prompts")):
             limit = f"over --max_prompt_tokens {self.config.max_prompt_tokens}"
             self.say(f"{skipped} queries were skipped: prompt {limit}, empty or not Unicode")
-        if unscored := int(self.board.total("unscored_groups")):
+        if unscored := int(self.status.total("unscored_groups")):
             self.say(f"{unscored} groups were dropped, they got no scores: see logs/")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 
 SAMPLES = 4  # responses of a group in samples.jsonl, at most
 # Engine steps and polls that are closer than this, in seconds, become one span.
@@ -43,11 +43,11 @@ def to_json(value: object) -> str:
 class Timeline:
     """The spans of one process, appended to logs/<process>.spans.jsonl as they end.
 
-    The process's row of the board counts the seconds in which it did not wait.
+    The process's row of the status table counts the seconds in which it did not wait.
     """
 
-    def __init__(self, run_dir: str, board: Board, process: str):
-        self.board, self.process = board, process
+    def __init__(self, run_dir: str, status: StatusTable, process: str):
+        self.status, self.process = status, process
         name = process.replace(" ", "-")
         self.lines = Lines(Path(run_dir) / "logs" / f"{name}.spans.jsonl")
         self.last: tuple[str, float, float] | None = None  # name, start, end
@@ -58,7 +58,7 @@ class Timeline:
         yield
         end = time.monotonic()
         if name != "wait":
-            self.board.add(self.process, "busy", end - start)
+            self.status.add(self.process, "busy", end - start)
         if self.last and self.last[0] == name and start - self.last[2] < MERGED.get(name, 0.0):
             self.last = (name, self.last[1], end)
         else:

@@ -1,7 +1,7 @@
 """Evaluation: a searcher makes one beside its search when the trainer asks for it.
 
 It is a response to each test query. The final evaluation has a process of its own
-(launch/final_evaluation.py).
+(launch/evaluate.py).
 """
 
 import logging
@@ -133,32 +133,34 @@ class EvaluationRun:
     def is_done(self) -> bool:
         return len(self.scored) + len(self.unscored) == len(self.rollouts)
 
-    def scores(self) -> np.ndarray:
-        """Return the scores of the scored responses: (N,)."""
-        return np.array([float(rollout.rewards[0]) for rollout in self.scored])
-
-    def result(self) -> Evaluation:
-        scores = self.scores()
-        counts = len(scores), self.long_prompts, len(self.unscored)
-        if not len(scores):
-            return Evaluation(self.version, 0.0, *counts)
-        mean, low, high = mean_and_interval(scores)
+    def result(self, all_metrics: bool = False) -> Evaluation:
+        """Return the mean score; with all_metrics, what the task's evaluate() gives, too."""
+        self.scored.sort(key=lambda rollout: rollout.index)  # they came in any order
+        queries = [rollout.query for rollout in self.scored]
         texts = [rollout.texts[0] for rollout in self.scored]
         finished = [rollout.finished[0] for rollout in self.scored]
+        scores = np.array([float(rollout.rewards[0]) for rollout in self.scored])
+        ids = [query.id for query in queries]
+        counts = len(set(ids)), self.num_samples, self.long_prompts, len(self.unscored)
+        if not ids:
+            return Evaluation(self.version, {self.task.metric: (np.nan,) * 3}, *counts)
+        values = {self.task.metric: scores}
+        if all_metrics:
+            values = self.task.evaluate(queries, texts, finished, scores)
+        metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
         answers = look_at(self.task, texts, scores.tolist(), finished)
-        return Evaluation(self.version, mean, *counts, (low, high), answers)
+        return Evaluation(self.version, metrics, *counts, answers)
 
 
 def mean_and_interval(
-    values: np.ndarray, query_ids: list[int] | None = None, resamples: int = RESAMPLES
+    values: np.ndarray, query_ids: Sequence[int], resamples: int = RESAMPLES
 ) -> tuple[float, float, float]:
     """Return a mean and the ends of its 95 % interval, a percentile bootstrap over the queries.
 
     values: (N,) of responses, or (N, N) of their pairs: then the mean is over pairs of different
-    responses. query_ids: of the N responses; None: a query each.
+    responses. query_ids: of the N responses.
     """
-    ids = range(len(values)) if query_ids is None else query_ids
-    queries, query_of_response = np.unique(ids, return_inverse=True)
+    queries, query_of_response = np.unique(query_ids, return_inverse=True)
     probabilities = np.full(len(queries), 1 / len(queries))
     # How often each query is drawn: (resamples, queries); each of its responses as often.
     drawn = np.random.default_rng(0).multinomial(len(queries), probabilities, size=resamples)

@@ -10,7 +10,7 @@ import numpy as np
 
 from config import Config, extra
 from runtime.child import GIVE_UP
-from runtime.transport.board import Board
+from runtime.transport.status import StatusTable
 from tasks import Query, Task
 
 if TYPE_CHECKING:  # score workers import this file
@@ -87,10 +87,10 @@ def score(task: Task, queries: list[Query], texts: list[str], finished: list[boo
 
 
 class FailureLimit:
-    """Counts groups without scores on the board, and ends the process when there are too many."""
+    """Counts groups without scores, and ends the process when there are too many."""
 
-    def __init__(self, board: Board, name: str):
-        self.board, self.name = board, name
+    def __init__(self, status: StatusTable, name: str):
+        self.status, self.name = status, name
         self.failures: deque[bool] = deque(maxlen=SCORES_WATCHED)  # of the latest groups
 
     def count(self, rollout: "Rollout") -> None:
@@ -101,7 +101,7 @@ class FailureLimit:
         self.failures.append(rollout.error is not None)
         if rollout.error is None:
             return
-        self.board.add(self.name, "unscored_groups", 1)
+        self.status.add(self.name, "unscored_groups", 1)
         query_id = rollout.query.id
         logging.error("query %d is dropped, it got no scores", query_id, exc_info=rollout.error)
         failed, watched = sum(self.failures), len(self.failures)

@@ -1,5 +1,6 @@
 """What the processes of a run send each other besides groups."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -25,24 +26,37 @@ class Answers:
 
 @dataclass
 class Evaluation:
-    """The mean score of responses to test queries, of one version; from a searcher."""
+    """What the responses of one version to the test queries got.
+
+    metrics: by name the mean, and the ends of its 95 % interval. NaN if no response got a score.
+    """
 
     version: int
-    score: float
+    metrics: dict[str, tuple[float, float, float]]
     queries: int
-    long_prompts: int  # test queries left out, their prompt is too long or has no tokens
-    unscored: int  # test queries left out, the response got no score
-    interval: tuple[float, float] | None = None  # of 95 %
+    samples: int = 1  # responses to each
+    long_prompts: int = 0  # queries left out, their prompt is too long or has no tokens
+    unscored: int = 0  # responses left out, they got no score
     answers: Answers | None = None
 
-    def line(self, metric: str, base_model: str) -> dict:
-        """Make its line of metrics.jsonl. metric: what the score is called."""
-        interval = {f"{metric}_interval": self.interval} if self.interval else {}
-        return {"step": self.version, metric: self.score, **interval, "base_model": base_model}
+    def line(self, base_model: str, prefix: str = "") -> dict:
+        """Make its line of metrics.jsonl. prefix: of the names of the metrics."""
+        line = {"step": self.version, "base_model": base_model}
+        for name, (mean, *interval) in self.metrics.items():
+            line |= {f"{prefix}{name}": mean, f"{prefix}{name}_interval": interval}
+        return line
 
-    def __str__(self) -> str:
-        left_out = describe_left_out(self.long_prompts, self.unscored)
-        return f"{self.score:.2f} ({self.score:.4f} on {self.queries} test queries{left_out})"
+    def describe(self) -> Iterator[str]:
+        """Yield a line for each metric."""
+        counted = f"on {self.queries} test queries"
+        if self.samples > 1:
+            counted += f", {self.samples} samples each"
+        prompts = "prompt over --max_prompt_tokens, empty or not Unicode"
+        for count, reason in (self.long_prompts, prompts), (self.unscored, "they got no score"):
+            counted += f"; {count} left out, {reason}" if count else ""
+        for name, (mean, low, high) in self.metrics.items():
+            interval = f"95 % interval {low:.4f} to {high:.4f}"
+            yield f"{name}: {mean:.2f} ({mean:.4f}, {interval}, {counted})"
 
 
 @dataclass
@@ -50,10 +64,3 @@ class Notice:
     """A line for the user, from a searcher: the supervisor shows it."""
 
     text: str
-
-
-def describe_left_out(long_prompts: int, unscored: int) -> str:
-    """Say how many test queries were left out, and why; "" for none."""
-    prompts = "prompt over --max_prompt_tokens, empty or not Unicode"
-    reasons = (long_prompts, prompts), (unscored, "they got no score")
-    return "".join(f"; {count} left out, {reason}" for count, reason in reasons if count)

@@ -177,8 +177,8 @@ def test_node_faults_cost_no_step_and_dead_drivers_leave_nothing(nodes, tmp_path
         record_property("steps while an actor was stopped", run.step() - start)
         os.kill(actor, signal.SIGCONT)
         continued = time.monotonic()
-        run.until(lambda: max(of_nodes(run, "silence")) < 5, "a sign of life")
-        record_property("seconds to a sign of life", round(time.monotonic() - continued, 1))
+        run.until(lambda: max(of_nodes(run, "silence")) < 5, "a heartbeat")
+        record_property("seconds to a heartbeat", round(time.monotonic() - continued, 1))
 
         start = time.monotonic()
         os.kill(nodes.searchers()[0], signal.SIGKILL)
@@ -249,16 +249,16 @@ def test_a_node_killed_in_an_evaluation_costs_nothing(searchers, nodes, tmp_path
 
 
 def test_which_version_was_evaluated_is_known_whoever_did_it_and_is_there_now():
-    def board(searchers: int) -> cluster.ClusterBoard:
+    def status(searchers: int) -> cluster.ClusterStatus:
         config = build_config(["arithmetic", *flags(ray="local", searchers=searchers)])
-        return cluster.ClusterBoard([place.name for place in find_places(config)])
+        return cluster.ClusterStatus([place.name for place in find_places(config)])
 
-    here, nodes_alone = board(1), board(0)
+    here, nodes_alone = status(1), status(0)
     here.set("searcher 0", "evaluated", 0)
     nodes_alone.load_state_dict(here.state_dict())
     assert nodes_alone.get(nodes_alone.searchers[0], "evaluated") == 0
     nodes_alone.set(nodes_alone.searchers[0], "evaluated", 7)
-    again = board(1)
+    again = status(1)
     again.load_state_dict(nodes_alone.state_dict())
     assert again.get("searcher 0", "evaluated") == 7
 
@@ -290,8 +290,8 @@ class Driver:
         config = build_config(["arithmetic", *nodes.flags, *flags(**settings)])
         joining.check(config)
         self.weights = SharedWeights(self.SHAPES, torch.float32, readers=1)
-        self.board = cluster.ClusterBoard([place.name for place in find_places(config)])
-        here = dataclasses.replace(config, searchers=0), [], self.weights, self.board, str(run_dir)
+        self.status = cluster.ClusterStatus([place.name for place in find_places(config)])
+        here = dataclasses.replace(config, searchers=0), [], self.weights, self.status, str(run_dir)
         self.notices: list[str] = []
         own = f"tests.checked_search:{target}", self.notices.append, config
         self.cluster = cluster.Cluster(*here, *own)
@@ -339,13 +339,13 @@ class Driver:
         return self.work_until(lambda: len(self.tokens() - before) >= number, what)
 
     def tokens(self) -> Counter[str]:
-        return Counter({row: self.board.get(row, "tokens") for row in self.board.searchers})
+        return Counter({row: self.status.get(row, "tokens") for row in self.status.searchers})
 
     def heard(self, text: str) -> int:
         return sum(text in notice for notice in self.notices)
 
     def close(self) -> None:
-        self.board.stop = True
+        self.status.stop = True
         self.cluster.stop()
 
 
@@ -426,15 +426,15 @@ def test_searchers_of_nodes_wait_where_nobody_takes_their_groups(driver):
     found = driver.tokens().total() / (checked_search.RESPONSES * checked_search.TOKENS)
     room = QUEUE_GROUPS + 2 * (cluster.GROUPS + 2 * QUEUE_GROUPS + 2)
     assert found - driver.visits.total() <= room
-    assert not driver.heard("no sign of life"), driver.notices
+    assert not driver.heard("no heartbeat"), driver.notices
 
 
 def test_a_run_with_no_searcher_or_failing_ones_ends_and_says_so(nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "LOAD_SECONDS", 2.0)
     with closing(Driver(nodes, tmp_path / "run", searcher_timeout=1)) as driver:
-        assert driver.board.searchers == ["searchers of node 1"]
-        assert driver.board.sign_of_life("searchers of node 1") == "no node is there"
-        assert driver.board.figures(0) == {}
+        assert driver.status.searchers == ["searchers of node 1"]
+        assert driver.status.last_heartbeat("searchers of node 1") == "no node is there"
+        assert driver.status.figures(0) == {}
         with pytest.raises(RunFailed, match="no node searches for 2 s, and no searcher is here"):
             driver.work(PATIENCE)
     monkeypatch.setattr(cluster, "LOAD_SECONDS", PATIENCE)

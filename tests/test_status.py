@@ -1,0 +1,45 @@
+"""The status table: which of its rows are searchers, how they fail and how they fall silent."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from conftest import wait_for
+
+from runtime.responses.scoring import FailureLimit
+from runtime.transport import status as module
+from runtime.transport.status import StatusTable
+
+
+def test_further_processes_of_the_trainer_are_no_searchers_and_nothing_is_saved_of_them():
+    status = StatusTable(["trainer", "searcher 0", "searcher 1", "trainer 1"])
+    for name, cursor in zip(status.names, (100, 1, 2, 100)):
+        status.set(name, "cursor", cursor)
+    assert status.searchers == ["searcher 0", "searcher 1"] and status.total("cursor") == 3
+    alone = StatusTable(["trainer", "searcher 0", "searcher 1"])
+    alone.load_state_dict(status.state_dict())
+    assert [alone.get(name, "cursor") for name in alone.names] == [0, 1, 2]
+
+
+def test_a_searcher_gives_up_when_most_of_its_latest_groups_have_no_scores_not_when_a_third_has():
+    status, query = StatusTable(["searcher 0"]), SimpleNamespace(id=7)
+    limit = FailureLimit(status, "searcher 0")
+    good, bad = (SimpleNamespace(query=query, error=e) for e in (None, ValueError("no score")))
+    for rollout in [bad, good, good] * 100:
+        limit.count(rollout)
+    assert status.get("searcher 0", "unscored_groups") == 100
+    with pytest.raises(SystemExit):
+        for _ in range(40):
+            limit.count(bad)
+
+
+def test_a_pause_of_who_watches_is_nobodys_silence_and_a_silence_is_found_all_the_same(monkeypatch):
+    monkeypatch.setattr(module, "LONGEST_GAP", 0.1)
+    status = StatusTable(["searcher 0"])
+    status.loaded("searcher 0")
+    for _ in range(2):
+        assert not status.is_silent("searcher 0", 0.3)
+        time.sleep(0.5)  # no look meanwhile
+    wait_for(lambda: status.is_silent("searcher 0", 0.3), "the silence to be found")
+    status.beat("searcher 0")
+    assert not status.is_silent("searcher 0", 0.3)
