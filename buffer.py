@@ -225,9 +225,6 @@ class Pool:
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Go on exactly where the pool that gave `state` was."""
-        for mask in ("in_loss", "sampled"):  # a checkpoint from before there were masks
-            state.setdefault(f"{mask}_lengths", state["tokens_lengths"])
-            state.setdefault(mask, np.ones(len(state["tokens"]), bool))
         columns = {
             name: np.split(state[name], np.cumsum(state[f"{name}_lengths"])[:-1])
             for name in self.ARRAYS

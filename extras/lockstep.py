@@ -146,6 +146,5 @@ class Arrived:
         fields: dict[str, dict] = defaultdict(dict)  # by number of the group
         for key, value in state.items():
             i, name = key.split(".")
-            if name != "appended":  # of a checkpoint from before there were masks
-                fields[i][name] = value if value.ndim else value.item()
+            fields[i][name] = value if value.ndim else value.item()
         self.add([Group(**values) for values in fields.values()])
