@@ -133,7 +133,7 @@ class QueryRows:
     """The responses of one query, oldest out first when more than `capacity`. Adding costs O(1)."""
 
     def __init__(self):
-        # In no order of age: a newcomer takes the place of the one that leaves.
+        # Not sorted by age: a new row takes the index of the row that it replaces.
         self.rows: list[Row] = []
         self.rewards = np.empty(8, np.float64)  # rewards[i] is that of rows[i]; grows by doubling
         self.place: OrderedDict[bytes, int] = OrderedDict()  # tokens -> index in rows, oldest first
@@ -141,7 +141,7 @@ class QueryRows:
     def add(self, row: Row, key: bytes, capacity: int) -> None:
         """Add a response; the oldest one leaves when there are more than `capacity`.
 
-        key: what row.tokens.tobytes() gives, made once for the two pools that a response goes into.
+        key: row.tokens.tobytes(), computed once for the two pools that a response goes into.
         """
         if key in self.place:  # an exact duplicate: the newest copy stays, and counts as new
             index = self.place.pop(key)
@@ -157,7 +157,7 @@ class QueryRows:
     def draw(
         self, count: int, rule: Rule, oldest_version: int, rng: np.random.Generator
     ) -> list[Row]:
-        """Draw `count` rows of no version before `oldest_version`; [] if that leaves none."""
+        """Draw `count` rows of version `oldest_version` or later; [] if there are none."""
         rows, rewards = self.rows, self.rewards[: len(self.rows)]
         if oldest_version:
             young = [i for i, row in enumerate(rows) if row.version >= oldest_version]

@@ -178,8 +178,8 @@ class BatchSettings:
     samples_per_query: GroupSize = 24
     """S, responses that a searcher generates for a query; at least K."""
     tokens_per_micro_batch: NonNegativeInt = 0
-    """Most tokens in a micro-batch of whole queries, padding included, rounded down to queries of
-    full length. 0: one of those, the least. The gradient does not depend on it, memory does."""
+    """Most tokens in a micro-batch, padding included, rounded down to whole queries of full length.
+    0: one such query, the least. Memory depends on it, the gradient does not."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +210,10 @@ class SearchSettings:
     max_turns: PositiveInt = 10
     """Most turns of the model in an episode (multi-turn tasks only)."""
     max_episode_tokens: PositiveInt | None = None
-    """Of an episode: prompt, turns and replies together. None: the task has no episodes."""
+    """Most tokens in an episode: prompt, turns and replies together. None: no episodes."""
     constant_staleness: NonNegativeInt | None = None
-    """No buffer: one version makes each batch, which is trained on exactly so many steps later.
-    Then k = 1, S = K, and duplicates are kept."""
+    """Train on each batch exactly so many steps after the version that generated it, without a
+    replay buffer. Then k = 1, S = K, and duplicates are kept."""
     synchronous: bool = False
     """Train on-policy, for comparison: --constant_staleness 0, the trainer waits for each batch."""
 
@@ -248,14 +248,14 @@ class ProcessSettings:
     """What forward passes, published weights and vLLM compute in: float32 or bfloat16.
     auto: bfloat16 on a GPU, float32 without one."""
     master_dtype: MasterDType = "float32"
-    """Of the trainer's weights, with LoRA its adapters, and AdamW's two moments.
+    """Dtype of the trainer's weights (with LoRA of its adapters) and of AdamW's two moments.
     bfloat16: with --dtype bfloat16 only."""
     low_memory: Switch = "auto"
     """Make the trainer's step in two passes: the memory of a few rows, a third more work, the same
     gradient. auto: if the largest batch does not fit otherwise (--plan)."""
     trainer_processes: PositiveInt = 1
-    """Trainer processes, a GPU or a share of the cores each, that hold a share of the policy each
-    (FSDP2) and compute a share of each batch."""
+    """Trainer processes. Each has a GPU or a share of the cores, holds a share of the policy
+    (FSDP2), and computes a share of each batch."""
     searchers: NonNegativeInt | None = None
     """Searcher processes. None: one per GPU that no trainer process has, and at least one."""
     ray: str = ""
@@ -281,9 +281,9 @@ class ProcessSettings:
     """Steps between evaluations during the run. 0: only the base model and the final one."""
     evaluation_samples: PositiveInt = 1
     """Responses to each test query in the final evaluation and with --eval_only; a metric is the
-    mean over all of them. On the way it is one."""
+    mean over all of them. Evaluations during the run use one."""
     evaluation_temperature: EvaluationTemperature | None = None
-    """Their sampling temperature, 0: greedy. None: the task's, greedy unless it says otherwise."""
+    """Sampling temperature for test queries, 0: greedy. None: the task's, which mostly is that."""
     plan: bool = False
     """Only print what each process will need of memory and disk, and whether it is there."""
     plan_gpus: GPUs = ""
@@ -321,7 +321,7 @@ class Config(
     """Set at the start: the weights that the run began with, as identify_weights() names them."""
 
     def in_steps(self, steps_or_share: float) -> int:
-        """A number of steps as it is, a share (below 1) of the run's steps, rounded down."""
+        """Return a number of steps as it is; of a share, below 1, that of --steps, rounded down."""
         is_share = 0 < steps_or_share < 1
         # 0.29 x 100 is 28.999… in floating point.
         return int(steps_or_share * self.steps + 1e-9) if is_share else int(steps_or_share)
@@ -346,8 +346,8 @@ class Config(
         return 1, self.max_episode_tokens - 1  # a short prompt, and many turns
 
     @property
-    def full_query(self) -> int:
-        """Tokens that run for a query of full length.
+    def full_query_tokens(self) -> int:
+        """Return what a query of full length costs, in tokens: its prompt once, and K rows.
 
         models/logprobs.py counts the prompt once a pass, so its micro-batches stay below this.
         """
@@ -355,21 +355,23 @@ class Config(
         return prompt + self.responses_per_query * padded_row(prompt, response)
 
     @property
-    def micro_batch(self) -> int:
+    def micro_batch_tokens(self) -> int:
         """Most tokens in a micro-batch: the largest-batch trial runs that many."""
-        return max(1, self.tokens_per_micro_batch // self.full_query) * self.full_query
+        return (
+            max(1, self.tokens_per_micro_batch // self.full_query_tokens) * self.full_query_tokens
+        )
 
     @property
     def full_queries(self) -> int:
         """Most queries of full length in a micro-batch of a trainer process."""
         share = math.ceil(self.queries_per_batch / self.trainer_processes)
-        return min(share, self.micro_batch // self.full_query)
+        return min(share, self.micro_batch_tokens // self.full_query_tokens)
 
 
 def padded_row(prompt: int, response: int) -> int:
-    """Count what a row takes of a pass, in tokens: its response, padded.
+    """Return what a row costs in a forward pass, in tokens: its padded response.
 
-    Or a quarter of its positions, if that is more: a row holds keys and values of its prompt, too.
+    Or a quarter of all its positions, if that is more: it has keys and values of its prompt, too.
     """
     return max(1, response, (prompt + response) // 4)
 

@@ -33,7 +33,7 @@ class Learner:
     say: shows the user a line. The last methods of the class are what a subclass changes.
     """
 
-    gathers_state = False  # whether what state() yields exists nowhere else
+    gathers_state = False  # True: state() yields temporary tensors, which must be copied
 
     def __init__(self, config: Config, say: Callable[[str], None]):
         self.config, self.say = config, say
@@ -180,9 +180,10 @@ class Learner:
         return [padded[: len(row.tokens)] for padded, row in zip(logprobs, rows)]
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is trained and its moments, whole, by name, one at a time; three counters.
+        """Yield the state of the training by name, one full tensor at a time.
 
-        The learning rate's schedule is a function of the step.
+        That is three counters, the trained parameters, and AdamW's state of each. The learning rate
+        is a function of the step, so its schedule has no state.
         """
         yield "counters", torch.tensor([self.step, self.bad_steps, self.bad_steps_in_a_row])
         for name, parameter in self.trained.items():
@@ -230,7 +231,7 @@ class Learner:
 
     def split_batch(self, rows: list[Row]) -> list[tuple[list[Row], float]]:
         """Split a batch into what is computed at once, each part with its share of the batch."""
-        limits = self.config.micro_batch, TOKENS_PER_FORWARD[device().type]
+        limits = self.config.micro_batch_tokens, TOKENS_PER_FORWARD[device().type]
         parts = micro_batches(rows, self.config.responses_per_query, *limits)
         return [(part, len(part) / len(rows)) for part in parts]
 
@@ -249,19 +250,22 @@ class Learner:
             parameter.copy_(weights[name])
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return a parameter, its gradient or moment whole: here it is."""
+        """Return the full tensor of a parameter, gradient or moment: here the tensor itself."""
         return tensor
 
     def fill(self, parameter: Tensor, value: Tensor) -> None:
         """Copy a whole tensor into a parameter or moment."""
         parameter.copy_(value)
 
-    def in_step(self, parts: list, least: int = 1) -> list[tuple[Any, int]]:
-        """Return each part with 1, its weight. A sharded learner adds parts of weight 0."""
+    def in_step(self, parts: list) -> list[tuple[Any, int]]:
+        """Pair each part with its weight, 1.
+
+        A sharded learner appends parts of weight 0, so that all ranks run equally many.
+        """
         return [(part, 1) for part in parts]
 
     def all_fit(self, fits: bool) -> bool:
-        """Whether a pass fitted into memory in all processes of the trainer."""
+        """Return whether a pass fitted into memory in all trainer processes. fits: in this one."""
         return fits
 
 

@@ -78,12 +78,11 @@ class Rollout:
 
 
 class Workload:
-    """Draws any query of a searcher's share, with any version, as soon as there is room.
+    """Draws a searcher's queries as soon as there is room, whatever version is in its engine.
 
-    share: this searcher draws the queries share, share + config.searchers, … of a shuffled list,
-    each epoch in another order, and nobody else does, unless there are fewer queries than
-    searchers. cursor: where in its order it starts, 0 or the cursor of the searcher that it
-    replaces.
+    share: the searcher draws queries share, share + config.searchers, … of a shuffled list, in a
+    new order each epoch. No other searcher draws them, unless there are fewer queries than
+    searchers. cursor: the place in its order where it starts; a restart passes the last one.
     """
 
     has_seeds = False  # vLLM draws for each seeded request by itself, which costs time
@@ -115,9 +114,9 @@ class Workload:
     def may_draw(self) -> bool:
         """Return whether a query may start now.
 
-        config.search_ahead: how many steps, of B groups each, the search may be ahead of the
-        trainer. Set where both share a GPU: there groups that are never trained on cost the
-        trainer's time.
+        With config.search_ahead the search stays at most so many steps, of B groups each, ahead of
+        the trainer. It is set where both share a GPU: groups that are never trained on would slow
+        the trainer down.
         """
         config = self.config
         if config.search_ahead is None:

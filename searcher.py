@@ -104,7 +104,7 @@ class Searcher:
 
         In a resumed run config.model is of no use: wait for the trainer's first publish.
         """
-        self.status.loaded(self.name)
+        self.status.mark_ready(self.name)
         while self.config.resume and self.weights.version < 0 and not self.status.stop:
             self.status.beat(self.name)
             time.sleep(POLL_SECONDS)
@@ -169,7 +169,7 @@ class Searcher:
             raise ValueError(f"no prompt of the task has 1 to --max_prompt_tokens {limit} tokens")
 
     def sampling(self, rollout: Rollout) -> dict:
-        """How vLLM samples the responses to a query, as in vllm.SamplingParams."""
+        """Return how vLLM samples the responses to a query, as in vllm.SamplingParams."""
         key = f"{self.config.seed}.searcher {self.workload.share}.{rollout.request}"
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest())
         sampling = {
@@ -183,9 +183,9 @@ class Searcher:
     def step_engine(self) -> list[Rollout]:
         """Generate one token of every response. Returns the rollouts that finished with it."""
         is_over = self.status.last_step_done and not self.evaluation.is_running
-        # At a shutdown what is generated is lost, and saving needs the cores. In lockstep the last
-        # batch is still trained on.
-        is_over |= self.status.end and not self.config.lockstep
+        # At a shutdown new responses would be lost, and saving needs the cores. In lockstep the
+        # trainer waits for the rest of its batch.
+        is_over |= self.status.shutdown and not self.config.lockstep
         if self.outbox or is_over or self.generation.is_idle:  # a full queue, or no work
             with self.timeline.span("wait"):
                 time.sleep(POLL_SECONDS)
@@ -198,7 +198,7 @@ class Searcher:
 
         Where score() runs in worker processes, it may be some that were handed over earlier.
         """
-        for is_test in (True, False):  # a call of score() for each kind
+        for is_test in (True, False):  # a call for each: ids are unique within a split alone
             rollouts = [rollout for rollout in generated if rollout.is_for_evaluation == is_test]
             if rollouts:
                 with self.timeline.span("score"):

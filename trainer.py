@@ -35,7 +35,7 @@ class Trainer:
     on from. rank: of extras/sharding.py, where the trainer has several processes.
     """
 
-    is_exact = False  # a run that was killed and resumed goes on, but otherwise than it would have
+    is_exact = False  # True: a killed and resumed run gives the numbers of an unbroken one
 
     def __init__(
         self,
@@ -83,10 +83,9 @@ class Trainer:
 
     def train(self) -> None:
         """Learn off-policy; sync with the searchers every k steps, seldom wait (section 4.1)."""
-        self.status.loaded("trainer")
+        self.status.mark_ready("trainer")
         self.publish()  # version 0, or what a resumed run's searchers wait for
-        # status.end: shut down, with a checkpoint.
-        while self.step < self.config.steps and not self.status.end:
+        while self.step < self.config.steps and not self.status.shutdown:
             if self.step % self.config.sync_period == 0:
                 self.sync()
             rows = self.next_batch()
@@ -110,7 +109,7 @@ class Trainer:
             self.metrics.skipped_publishes += 1
 
     def receive(self) -> None:
-        """Drain the rollout queue: groups to the buffer, evaluations to who watches the run."""
+        """Drain the rollout queue: groups go to the buffer, evaluations to the report."""
         groups: list[Group] = []
         with suppress(queue.Empty):
             # qsize() counts what the sender's thread still holds: hence the timeout.
@@ -145,7 +144,7 @@ class Trainer:
         """
         if self.weights.version == self.step:
             return True
-        if self.resets:  # first: who finds a new version takes the reset first, if it could be made
+        if self.resets:  # first: a searcher that sees this version must find its reset too
             self.resets.publish_if_due(self.step)
         is_asked = self.evaluations.is_due(self.step)
         with self.timeline.span("publish"):
@@ -198,24 +197,24 @@ class Trainer:
         self.status.beat("trainer")
 
     def receive_what_is_saved(self) -> None:
-        """Receive: a resumed searcher goes on after what it has sent."""
+        """Drain the queue before a checkpoint: a resumed searcher does not repeat what it sent."""
         self.receive()
 
     def finish(self) -> None:
         """Save the model and a checkpoint. At the last step the searchers stop searching."""
         self.status.last_step_done = self.step == self.config.steps
-        try:  # first the model: it is not lost where a wait for a checkpoint fails
+        try:  # the model first: a wait for a checkpoint that fails must not lose it
             self.checkpoints.save_model(self.learner.save_model)
         finally:
             self.checkpoints.wait()
-            self.checkpoints.hurry()
-            # Where checkpoints are exact, step 0 needs none: version 0 makes all batches anew.
+            self.checkpoints.use_normal_priority()
+            # In lockstep step 0 needs no checkpoint: version 0 makes its batches again.
             is_needed = self.step > 0 or not self.is_exact
             if self.step != self.checkpoints.written_step and is_needed:
                 self.save_checkpoint(is_last=True)
                 self.checkpoints.wait()
         if self.status.last_step_done:
-            # One that has not ended. The last version's own is made from the saved model
+            # Of one that still runs. The final evaluation loads the saved model, and comes later
             # (launch/evaluate.py).
             self.receive()
             self.receive_until(lambda: not self.evaluations.is_pending, "the evaluation asked for")

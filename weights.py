@@ -33,7 +33,9 @@ def full_fence() -> None:
 
 
 class SharedWeights:
-    """Create it in the parent; children get it as a process argument.
+    """Weights in shared memory, with one writer, the trainer, and several readers, the searchers.
+
+    Created in the parent, and passed to each child as a process argument.
 
     shapes: of every published tensor, by name, in the order they are laid out. dtype: what the
     searchers compute in; published tensors are cast to it. readers: their number; reader i uses pin
@@ -55,13 +57,13 @@ class SharedWeights:
         self.versions = torch.full((SLOTS,), -1, dtype=torch.int64).share_memory_()
         # The slot that reader i reads, or -1.
         self.pins = torch.full((readers,), -1, dtype=torch.int64).share_memory_()
-        # The newest slot; the newest version that asks for an evaluation.
-        self.newest = torch.tensor([-1, -1]).share_memory_()
+        self.newest_slot = torch.tensor([-1]).share_memory_()
+        self.newest_to_evaluate = torch.tensor([-1]).share_memory_()  # a version
         self.reference = torch.empty(size if reference else 0).share_memory_()
         # 1 while reader i reads the reference.
         self.reference_pins = torch.zeros(readers, dtype=torch.int64).share_memory_()
         # Its version; WRITING while it is being written.
-        self.reference_words = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.reference_word = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @property
     def memories(self) -> list[Tensor]:
@@ -78,8 +80,8 @@ class SharedWeights:
         trainer step of these weights. evaluate: a searcher is asked to evaluate them. Raises
         KeyError and ValueError for tensors that are not as announced.
         """
-        newest = int(self.newest[0])
-        full_fence()  # the store of `newest` before this load of the pins
+        newest = int(self.newest_slot)
+        full_fence()  # the store of `newest_slot` before this load of the pins
         pinned = self.pins.tolist()
         free = [slot for slot in range(SLOTS) if slot != newest and slot not in pinned]
         if not free:
@@ -87,20 +89,20 @@ class SharedWeights:
         self._fill(self.slots[free[0]], version, tensors)
         self.versions[free[0]] = version
         if evaluate:
-            self.newest[1] = version
-        self.newest[0] = free[0]
+            self.newest_to_evaluate[0] = version
+        self.newest_slot[0] = free[0]
         return True
 
     @property
     def version(self) -> int:
         """The newest version, -1 before the first publish."""
-        newest = int(self.newest[0])
+        newest = int(self.newest_slot)
         return int(self.versions[newest]) if newest >= 0 else -1
 
     @property
     def evaluation_version(self) -> int:
         """The newest version that asks for an evaluation, -1 if none did."""
-        return int(self.newest[1])
+        return int(self.newest_to_evaluate)
 
     @contextmanager
     def read(self, reader: int, keep: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
@@ -110,15 +112,15 @@ class SharedWeights:
         `keep` until unpin(reader) or the next read. Raises RuntimeError before the first publish.
         """
         while True:
-            slot = int(self.newest[0])
+            slot = int(self.newest_slot)
             if slot < 0:
                 raise RuntimeError("no weights have been published yet: check `version` first")
             self.pins[reader] = slot
-            full_fence()  # the store of the pin before the second look at `newest`
+            full_fence()  # the store of the pin before the second look at `newest_slot`
             # If it is the newest still, the writer, which never takes the newest slot, sees the pin
             # before it next looks for a free one. Otherwise the writer may be filling this slot:
             # pin again. It takes a publish in between, so nobody starves.
-            if slot == int(self.newest[0]):
+            if slot == int(self.newest_slot):
                 break
         try:
             yield int(self.versions[slot]), self._views(self.slots[slot])
@@ -135,13 +137,13 @@ class SharedWeights:
         previous = self.reference_version
         # The writer sets WRITING, then checks pins; a reader pins, then checks WRITING. With a full
         # fence in each, one of the two sees the other.
-        self.reference_words[0] = WRITING
+        self.reference_word[0] = WRITING
         full_fence()
         if self.reference_pins.any():
-            self.reference_words[0] = previous
+            self.reference_word[0] = previous
             return False
         self._fill(self.reference, version, tensors)
-        self.reference_words[0] = version
+        self.reference_word[0] = version
         return True
 
     @property
@@ -150,7 +152,7 @@ class SharedWeights:
 
         0, the policy that the run began with, until publish_reference.
         """
-        return int(self.reference_words[0])
+        return int(self.reference_word[0])
 
     @contextmanager
     def read_reference(self, reader: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
@@ -168,10 +170,8 @@ class SharedWeights:
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         """Every version that is still whole in a slot; for the writer, until it publishes again."""
-        versions = enumerate(self.versions.tolist())
-        return {
-            version: self._views(self.slots[slot]) for slot, version in versions if version >= 0
-        }
+        slots = zip(self.versions.tolist(), self.slots)
+        return {version: self._views(memory) for version, memory in slots if version >= 0}
 
     def unpin(self, reader: int) -> None:
         """Free what the reader was reading: at its own end of a read, or when it was found dead."""

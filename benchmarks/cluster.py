@@ -54,7 +54,7 @@ def search(group: Group, always: bool, *its_arguments) -> None:
     _, _, pin, row, weights, groups, status, _ = its_arguments
     torch.set_num_threads(1)
     version = -1
-    status.loaded(row)
+    status.mark_ready(row)
     while not status.stop:
         status.beat(row)
         newest = copy_newest(weights, pin, version)

@@ -191,8 +191,8 @@ def steps(root: str, quick: bool, say: Say) -> None:
     learner = Learner(settings(root), print)
     for tokens, queries, low in VARIANTS:
         TOKENS_PER_FORWARD["cuda"] = tokens
-        full_query = learner.config.full_query
-        learner.config = replace(learner.config, tokens_per_micro_batch=queries * full_query)
+        full_query_tokens = learner.config.full_query_tokens
+        learner.config = replace(learner.config, tokens_per_micro_batch=queries * full_query_tokens)
         learner.low_memory, times, most = bool(low), [], []
         what = f"a step: passes of {tokens}, {queries} queries" + ", two passes" * low
         try:

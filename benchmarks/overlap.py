@@ -226,7 +226,7 @@ def replay(*arguments) -> None:
     torch.set_num_threads(1)
     recorded, rate = pickle.loads(Path(run_dir, "recorded.pkl").read_bytes())
     version, sent, begin = -1, 0, None
-    status.loaded(name)
+    status.mark_ready(name)
     while not status.stop:
         status.beat(name)
         version = copy_newest(weights, pin, version)

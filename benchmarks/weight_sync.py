@@ -94,7 +94,7 @@ def measure(size: str, cores: list[int]) -> dict[str, str]:
             version += 1
             start = time.perf_counter()
             if kind < 0:
-                weights.slots[(int(weights.newest[0]) + 1) % len(weights.slots)].copy_(source)
+                weights.slots[(int(weights.newest_slot) + 1) % len(weights.slots)].copy_(source)
             elif not weights.publish(version, tensors):
                 sys.exit("no slot was free: the readers are slower than ten publishes")
             times[kind].append(time.perf_counter() - start)

@@ -253,5 +253,5 @@ def follow(config: Config, rank: Rank, status: StatusTable, row: str) -> None:
     """A trainer process other than the first."""
     learner = ShardedLearner(config, print, rank)
     try_largest_batch(config, learner, print)
-    status.loaded(row)
+    status.mark_ready(row)
     rank.follow(learner, beat=lambda: status.beat(row))

@@ -1,6 +1,6 @@
-"""The evaluation of a saved model, in a process of its own: at the end of a run, or alone.
+"""Evaluates a saved model by all metrics of its task: at the end of a run, or alone (--eval_only).
 
-That is all metrics of the task.
+It is done in a process of its own.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from runtime.transport.messages import Evaluation
 from runtime.transport.status import Watchdog
 from tasks import Task, load_task
 
-EVALUATION_SECONDS = 3600.0  # for an evaluation, the start of its engine included
+EVALUATION_SECONDS = 3600.0  # for each response to all queries, the engine's start included
 MEMORY_BESIDE_MODELS = 0.4  # of a GPU's, for vLLM where a task has models for its evaluation
 POLL_SECONDS = 0.005  # while only workers are busy
 
 
 def evaluate_only(config: Config) -> int:
-    """--eval_only. Returns the exit code; raises UserError."""
+    """Evaluate --model without a run (--eval_only). Returns the exit code; raises UserError."""
     task, _, prompts, _ = preflight.load_data(config)
     config = preflight.check_model(config, task)
     weight_shapes(config)  # raises UserError for a model that cannot be used
@@ -83,8 +83,7 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> Evaluation |
     else:
         memory = config.gpu_memory_utilization or MEMORY_ALONE
         # The trainer has ended: vLLM may measure what is free.
-        own = dict(gpu_memory_utilization=memory, kv_cache_bytes=None)
-        config = dataclasses.replace(config, **own)
+        config = dataclasses.replace(config, gpu_memory_utilization=memory, kv_cache_bytes=None)
     place = dataclasses.replace(place, name="evaluation")
     connection, other_end = torch.multiprocessing.get_context("spawn").Pipe()
     target = "launch.evaluate:evaluate_model"
@@ -114,7 +113,7 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> Evaluation |
 def evaluate_model(config: Config, connection: Connection) -> None:
     """Load config.model afresh and send its Evaluation through `connection`.
 
-    Whatever comes from there means stop. Raises ValueError when no response gets a score,
+    Whatever it gets from there means stop. Raises ValueError when no response gets a score,
     UserError for a weight that is not finite.
     """
     from models.engine import Engine  # in this process alone: it imports vLLM

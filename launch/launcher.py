@@ -127,10 +127,7 @@ def supervise(run: Run) -> int:
 
 def report(run_dir: str) -> None:
     """Draw the pictures of a run, and write report.html."""
-    from launch.display import (
-        html_report,  # slow to import, and not wanted before
-        pictures,  # slow to import, and not wanted before
-    )
+    from launch.display import html_report, pictures  # slow to import, and not wanted before
 
     for name, make in {"the pictures": pictures.draw, "report.html": html_report.write}.items():
         try:

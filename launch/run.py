@@ -152,14 +152,14 @@ class Run:
     def describe_death(self, dead: list[torch.multiprocessing.Process]) -> str:
         """Say which trainer process died first: that ends the others. Shows its log.
 
-        dead: those that were seen to be. One that was killed may be seen later than those that it
-        took along: its connections close before it ends.
+        dead: those known to be. A killed one may be noticed after those that failed because of it,
+        as its connections close before it ends.
         """
         has_said_why = any(process.exitcode == NOT_SAVED for process in dead)
         if len(self.trainers) > 1 and not has_said_why:
             time.sleep(KILLED_SECONDS)
         dead = [*dead, *(process for process in self.trainers if process.exitcode)]
-        # One that was killed has raised nothing.
+        # A killed process has raised nothing: its "failed" is 0, so it is the first.
         first = min(dead, key=lambda process: self.status.get(process.name, "failed"))
         first.join(EXIT_SECONDS)  # its log has its traceback then
         self.terminal.look()  # it may have said why
@@ -184,13 +184,6 @@ class Run:
         logs = [children.log_tail(self.config.output_dir, process.name) for process in alive]
         return "\n".join([f"the trainer sent {what}", *logs])
 
-    def wait_for(self, trainer: torch.multiprocessing.Process, seconds: float) -> None:
-        """Wait until the trainer has ended, so many seconds at most, and show what it says."""
-        end = time.monotonic() + seconds
-        while trainer.exitcode is None and time.monotonic() < end:
-            self.terminal.look()
-            trainer.join(POLL_SECONDS)
-
     def grace_seconds(self) -> float:
         """Seconds that the trainer has to finish its step and to save, by the slowest of each.
 
@@ -206,14 +199,17 @@ class Run:
 
     def stop(self) -> None:
         """End all processes. The trainer has time to save; what is still loading is killed."""
-        self.status.end = True
+        self.status.shutdown = True
         if self.trainers:
             trainer, *others = self.trainers
             seconds = self.grace_seconds() if trainer.exitcode is None else 0.0
             if seconds and self.interrupt.signal:
                 saving = f"to finish a step and to save may take up to {seconds:.0f} s"
                 print(f"the run ends: {saving}; a second Ctrl-C ends it at once", file=sys.stderr)
-            self.wait_for(trainer, seconds)
+            deadline = time.monotonic() + seconds
+            while trainer.exitcode is None and time.monotonic() < deadline:
+                self.terminal.look()  # at what it still says
+                trainer.join(POLL_SECONDS)
             if seconds and trainer.exitcode is None:
                 problem = f"the trainer did not save and end within {seconds:.0f} s: it is killed"
                 print(problem, file=sys.stderr)

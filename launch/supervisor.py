@@ -1,6 +1,6 @@
 """The Supervisor: starts the searchers, restarts those that die, and forwards what they send.
 
-Each incarnation of a searcher has a queue of its own, read by a thread of its own: a process that
+Each start of a searcher makes a queue of its own, read by a thread of its own: a process that
 is killed may leave its queue locked, or half a group in it. All threads put into the one rollout
 queue that the trainer drains.
 """
@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch.multiprocessing
 
@@ -34,7 +35,9 @@ class RunFailed(Exception):
 
 
 class Supervisor:
-    """Searcher i has share i of the queries, pin i of the weights, and a row of the status table.
+    """Starts the searchers of this machine, restarts those that fail, forwards what they send.
+
+    Searcher i has share i of the queries, pin i of the weights, and a row of the status table.
 
     rollout_queue: of Group and Evaluation, for the trainer. target: the "module:function" that is a
     searcher. say: shows the user a line.
@@ -99,10 +102,8 @@ class Supervisor:
     def put(self, item: Group | Evaluation) -> None:
         """Put into the rollout queue once it has room, unless the run is over by then."""
         while not self.status.stop:
-            try:
+            with suppress(queue.Full):  # the searcher will wait too, on its own queue
                 return self.rollout_queue.put(item, timeout=POLL_SECONDS)
-            except queue.Full:  # the searcher will wait too, on its own queue
-                pass
 
     def check(self) -> None:
         """Restart searchers that died or fell silent.

@@ -1,4 +1,4 @@
-"""The device of a process, and what is computed in there."""
+"""The device of this process, and the dtype that it computes in."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress

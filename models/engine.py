@@ -102,7 +102,7 @@ def gpu_settings(config: Config) -> dict:
     if config.kv_cache_bytes is None:
         return settings | {"gpu_memory_utilization": config.gpu_memory_utilization}
     # vLLM's profiling would count what the trainer allocates meanwhile. And it refuses to start
-    # where less than its share is free: so it gets a token one.
+    # where less than its share is free: so that share is nominal.
     room = {"kv_cache_memory_bytes": config.kv_cache_bytes}
     return settings | room | {"gpu_memory_utilization": 0.01}
 

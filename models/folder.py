@@ -18,7 +18,7 @@ from transformers.utils import logging
 from config import UserError, first_line
 from models.hub import fetch_model, shards_of, weight_files
 from models.loading import save_model
-from models.misfit import explain, list_names, refuse_misfit
+from models.loading_errors import check_loaded_keys, explain, list_names
 
 NOT_WEIGHTS = ("training_args.bin", "optimizer.bin")  # for vLLM
 
@@ -60,7 +60,7 @@ def fetch_weights(
         except Exception as error:  # such as one expert less than are to be stacked
             problem = f"cannot be loaded as {kind.__name__}: {first_line(error)}"
             raise UserError(f"{name} {problem}") from error
-        refuse_misfit(name, made, info)
+        check_loaded_keys(name, made, info)
         try:
             if is_policy:
                 with tempfile.TemporaryDirectory() as to:

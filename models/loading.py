@@ -50,9 +50,9 @@ def load_model(flag: str, model: str, kind: type = AutoModelForCausalLM, **how) 
     how |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
     made, info = kind.from_pretrained(directory_of(flag, model), **how)
     if any(info[f"{kind}_keys"] for kind in ("missing", "mismatched", "unexpected")):
-        from models.misfit import refuse_misfit  # few models have such
+        from models.loading_errors import check_loaded_keys  # few models have such
 
-        refuse_misfit(f"{flag} {model!r}", made, info)
+        check_loaded_keys(f"{flag} {model!r}", made, info)
     return made.eval()
 
 
@@ -75,7 +75,7 @@ def read_tokenizer(
             if not encodes_as(tokenizer, file):
                 raise ValueError("it does not give the ids of its tokenizer.json")
     except Exception as error:  # the library tokenizers has no other
-        from models.misfit import explain
+        from models.loading_errors import explain
 
         problem = f"the tokenizer of {flag} {model!r} cannot be used"
         raise UserError(f"{problem}: {explain(file, error)}") from error
@@ -97,12 +97,9 @@ def encodes_as(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
 
 
 def save_model(
-    model: torch.nn.Module, weights: dict[str, Tensor] | None, came_from: str, to: Path
+    model: torch.nn.Module, weights: dict[str, Tensor], came_from: str, to: Path
 ) -> None:
-    """Save a model, and with it as they came tokenizer, chat template and generation_config.
-
-    weights: None for its own.
-    """
+    """Save a model with these weights; copy tokenizer, chat template and generation_config."""
     model.generation_config = GenerationConfig()  # not every one that can be read can be written
     model.save_pretrained(to, state_dict=weights)
     (to / "generation_config.json").unlink(missing_ok=True)

@@ -55,6 +55,7 @@ def response_logprobs(
             chunk = torch.zeros(mask.shape, dtype=taken.dtype, device=device)
             chunk = chunk.masked_scatter(mask, taken)
             chunks.append(F.pad(chunk, (0, width - mask.shape[1])))
+    # In the order of the given rows; those that were merged are repeated.
     order = np.argsort(np.concatenate(chunked_rows))[place]
     return torch.cat(chunks)[torch.from_numpy(order).to(device)]
 
@@ -62,15 +63,15 @@ def response_logprobs(
 def distinct_passes(
     prompts: list[np.ndarray], responses: list[np.ndarray], device: torch.device
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[int], list[np.ndarray]]:
-    """Return the distinct rows, for each given row its place among them, and each pass's places."""
+    """Merge equal rows, and split the distinct ones into forward passes.
+
+    Returns their prompts and responses, the index of each given row among them, and the indices of
+    the rows of each pass.
+    """
     kept, place = _distinct([(a.tobytes(), b.tobytes()) for a, b in zip(prompts, responses)])
     prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
-    return (
-        prompts,
-        responses,
-        place,
-        split_rows(prompts, responses, TOKENS_PER_FORWARD[device.type]),
-    )
+    passes = split_rows(prompts, responses, TOKENS_PER_FORWARD[device.type])
+    return prompts, responses, place, passes
 
 
 def split_rows(

@@ -14,7 +14,7 @@ def load_policy(
 ) -> torch.nn.Module:
     """Load config.model in --master_dtype and evaluation mode: pi is without dropout.
 
-    linear_dtype: what a policy that is not trained computes in (hold_as_multiplied).
+    linear_dtype: what a policy that is not trained computes in (cast_linear_layers).
 
     Raises ValueError for an architecture that response_logprobs does not know, and UserError for
     weights that are not finite, or not the model's.
@@ -25,7 +25,7 @@ def load_policy(
     check_architecture(model)  # in fp32, to compare to 1e-3
     model.to(getattr(torch, config.master_dtype))
     if linear_dtype:
-        hold_as_multiplied(model, linear_dtype)
+        cast_linear_layers(model, linear_dtype)
     return model.to(device)
 
 
@@ -36,7 +36,7 @@ def trained_parameters(policy: torch.nn.Module) -> dict[str, torch.nn.Parameter]
 
 
 def find_not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Name the first weight with a NaN or an infinity: its sum has one too, and is quick."""
+    """Name the first weight with a NaN or an infinity, found by its sum, which is quick."""
     return next((name for name, weight in weights if not weight.sum().isfinite()), None)
 
 
@@ -46,8 +46,8 @@ def check_finite(model: torch.nn.Module, config: Config) -> None:
         raise UserError(f"the weight {name} of --model {config.model!r} is NaN or infinite")
 
 
-def hold_as_multiplied(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Hold the matrices of linear layers in the dtype in which autocast multiplies by them.
+def cast_linear_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast the matrices of linear layers to the dtype in which autocast multiplies by them.
 
     They take half of the memory in bf16, and no casts. The products are the same. The input
     embedding stays as it is: it is read in fp32.

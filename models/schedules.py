@@ -12,20 +12,20 @@ def beta_at(config: Config, step: int) -> float:
         return config.beta
     if config.beta_stop_step is not None and step >= config.in_steps(config.beta_stop_step):
         return config.beta_final
-    return line(config.beta, config.beta_final, step, config.in_steps(config.beta_steps))
+    return interpolate(config.beta, config.beta_final, step, config.in_steps(config.beta_steps))
 
 
 def reward_temperature_at(config: Config, step: int) -> float:
     """Return tau at a step: a line from reward_temperature to 1."""
-    return line(config.reward_temperature, 1.0, step, config.reward_temperature_steps)
+    return interpolate(config.reward_temperature, 1.0, step, config.reward_temperature_steps)
 
 
 def reference_temperature_at(config: Config, step: int) -> float:
     """Return gamma at a step: a line from 1 to reference_temperature."""
-    return line(1.0, config.reference_temperature, step, config.reference_temperature_steps)
+    return interpolate(1.0, config.reference_temperature, step, config.reference_temperature_steps)
 
 
-def line(start: float, end: float, step: int, steps: int) -> float:
+def interpolate(start: float, end: float, step: int, steps: int) -> float:
     """Return where a line from start to end, in so many steps, is at a step."""
     return start + (end - start) * min(1.0, step / max(1, steps))
 

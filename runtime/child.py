@@ -1,4 +1,4 @@
-"""A process of a run, from its start: it dies with its parent, and logs what it writes.
+"""The entry point of every process of a run: it dies with its parent, and has a log of its own.
 
 Text that cannot be written is dropped, the run goes on.
 """
@@ -29,7 +29,7 @@ def enter(
 ) -> None:
     """Call `target` ("module:function") in a process that has just been spawned.
 
-    stdout: whoever reads what it prints. None: its log, where what it writes to stderr is.
+    stdout: the pipe that gets what it prints. None: its log, which always gets its stderr.
     """
     die_with_parent()
     if os.getppid() != parent:
@@ -72,7 +72,7 @@ class Output(io.FileIO):
 
 
 def tolerate_failed_prints() -> None:
-    """Let no print to stdout or stderr raise in this process: of an OSError, or of its encoding."""
+    """Keep prints to stdout and stderr from raising OSError or UnicodeEncodeError."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):

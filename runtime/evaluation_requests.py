@@ -18,14 +18,14 @@ class EvaluationRequests:
 
     def __init__(self, config: Config, weights: SharedWeights, status: StatusTable):
         self.config, self.weights, self.status = config, weights, status
-        self.asked_step = 0  # of the latest request before this start; -1: one is due in any case
+        self.asked_step = 0  # step of the latest request before a resume; -1: ask at once
         self.arrived_version = -1
 
     def is_due(self, step: int) -> bool:
         """Return whether a sync has passed a multiple of --eval_every since the latest request."""
         period, k = self.config.eval_every, self.config.sync_period
         latest = max(self.asked_step, self.weights.evaluation_version)
-        step, latest = step - step % k, latest - latest % k  # of the latest syncs by then
+        step, latest = step - step % k, latest - latest % k  # each one's latest sync
         return step // period > latest // period if period else latest < 0
 
     def arrive(self, evaluation: Evaluation) -> None:

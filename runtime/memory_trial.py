@@ -42,7 +42,7 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
 
 
 def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
-    """Rows of full length, random, as equal rows would run once."""
+    """Make rows of full length, of random tokens: equal rows would be merged into one."""
     num_queries, group_size = config.full_queries, config.responses_per_query
     size = num_queries * group_size
     prompt_tokens, response_tokens = config.longest_row
@@ -55,10 +55,10 @@ def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
 
 
 def fits(config: Config, learner: Learner, rows: list[Row]) -> bool:
-    """Whether a step on these rows fits into memory, gradients and moments included.
+    """Return whether a step on these rows, AdamW's moments included, fits into memory on all ranks.
 
-    On all ranks. They make the same passes on equal devices: if one lacks memory, all do. One that
-    lacks it alone would wait for the others in vain, until the timeout of their collective.
+    They make the same passes on equal devices: if one lacks memory, all do. One that failed alone
+    would leave the others waiting in a collective, until its timeout.
     """
     parameters, fits_here = list(learner.trained.values()), True
     try:

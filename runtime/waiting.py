@@ -27,9 +27,9 @@ class Waits:
     def until(
         self, is_done: Callable[[], bool], what: Callable[[], str], even_at_end: bool = False
     ) -> Iterator[None]:
-        """Yield until is_done(), each time for the caller to do what may help.
+        """Poll is_done() until it is true; yield each time, for the caller to do what may help.
 
-        what: says what is awaited, and how much of it has come: a change of that is progress.
+        what: describes what is awaited and how much of it has come. Another text is progress.
         even_at_end: a shutdown does not end this wait. Raises TimeoutError after
         --searcher_timeout seconds without progress in which no searcher was loading.
         """
@@ -41,7 +41,7 @@ class Waits:
         with self.timeline.span("wait"):
             while True:
                 yield
-                if is_done() or (is_interruptible and self.status.end):
+                if is_done() or (is_interruptible and self.status.shutdown):
                     break
                 self.status.beat("trainer")
                 now, awaited = time.monotonic(), what()
@@ -51,6 +51,7 @@ class Waits:
                     waited = f"waiting since {now - start:.0f} s for {awaited}"
                     self.report.say(f"{waited}; heartbeats: {beats}")
                 are_ready = all(self.status.get(name, "ready") for name in self.status.searchers)
+                # `now` is new each time: while a searcher loads the timeout does not run.
                 seconds = watchdog.look(awaited if are_ready else now)
                 if seconds > self.config.searcher_timeout:
                     problem = f"no progress for {seconds:.0f} s (--searcher_timeout)"

@@ -24,7 +24,7 @@ def run(config, share, pin, name, weights, rollout_queue, status, run_dir) -> No
     cursor = int(status.get(name, "cursor"))
     workload = Workload(config, queries, share, cursor, weights)
     rng, version, were_whole = np.random.default_rng(), -1, True
-    status.loaded(name)
+    status.mark_ready(name)
     while not status.stop:
         status.beat(name)
         if weights.version > version:

@@ -118,7 +118,7 @@ def test_the_final_checkpoint_is_waited_for_and_needs_no_copy(is_shutdown, train
     first = {key: copy.clone() for key, copy in trainer.checkpoints.copies.items()}
     trainer.learner.update(make_rows(4, 3))
     disk.stand_still(seconds=0.3)
-    trainer.status.end = is_shutdown  # which ends other waits
+    trainer.status.shutdown = is_shutdown  # which ends other waits
     trainer.finish()
     assert names(trainer) == ["step-00000001", "step-00000002"]
     # What does not change any more was written as it is.
@@ -131,7 +131,7 @@ def test_the_final_checkpoint_is_waited_for_and_needs_no_copy(is_shutdown, train
 def impatient(untied_model, tmp_path) -> Trainer:
     """A trainer whose waits end after 3 s without progress."""
     trainer = make_trainer(untied_model, tmp_path, searcher_timeout=3.0)
-    trainer.status.loaded("searcher 0")
+    trainer.status.mark_ready("searcher 0")
     trainer.learner.update(make_rows(4, 3))
     return trainer
 
@@ -238,7 +238,7 @@ def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(tr
     run.config, run.status, run.trainers = trainer.config, status, []
     run.can_save, run.longest_silence, run.parameters = True, 0.0, 100_000
     assert run.grace_seconds() == 0.0, "nothing to save while it loads"
-    status.loaded("trainer")
+    status.mark_ready("trainer")
     small = run.grace_seconds()
     disk.stand_still(seconds=0.3)
     save(trainer, step=0)
@@ -246,8 +246,8 @@ def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(tr
     run.parameters = 10**9
     assert run.grace_seconds() > small + 300
     run.parameters = 100_000
-    for seconds in (20.0, 7.0):
-        trainer.checkpoints.note_seconds(seconds)
+    status.set("trainer", "save_seconds", 20.0)  # one that was slower
+    save(trainer, step=1)
     assert run.grace_seconds() == 3 * 20.0 > small >= SAVE_SECONDS
     run.check_trainer()
     status.watchdogs["trainer"].seconds = 100.0  # as if a step took so long
@@ -326,7 +326,7 @@ def test_the_writer_gives_way_to_the_trainer_but_for_the_last_checkpoint(trainer
 
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert of_writer() == max(NICENESS, own)
-    trainer.checkpoints.hurry()
+    trainer.checkpoints.use_normal_priority()
     assert of_writer() == own
 
 

@@ -17,7 +17,7 @@ from models.architecture import weight_shapes
 from models.device import onednn_multiplies
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
-from models.policy import hold_as_multiplied, load_policy
+from models.policy import cast_linear_layers, load_policy
 from tasks import load_task
 from weights import SharedWeights
 
@@ -85,7 +85,7 @@ def test_the_reference_policy_of_half_the_size_gives_the_same_numbers(path):
     with torch.no_grad():
         cast = response_logprobs(model, prompts, tokens, 0.7, torch.bfloat16)
         before = sum(p.nbytes for p in model.parameters())
-        hold_as_multiplied(model, torch.bfloat16)
+        cast_linear_layers(model, torch.bfloat16)
         held = response_logprobs(model, prompts, tokens, 0.7, torch.bfloat16)
     assert torch.equal(held, cast)
     assert sum(p.nbytes for p in model.parameters()) < 0.8 * before

@@ -243,7 +243,7 @@ def test_a_searcher_leaves_the_cores_to_a_trainer_that_saves(lockstep, searcher,
     searcher.start_queries()
     staleness = 0 if lockstep else None
     searcher.config = replace(searcher.config, constant_staleness=staleness)
-    searcher.status.end, steps = True, []
+    searcher.status.shutdown, steps = True, []
     monkeypatch.setattr(searcher.generation, "step", lambda version: steps.append(version) or [])
     searcher.step_engine()
     assert searcher.generation.rows and steps == ([0] if lockstep else [])

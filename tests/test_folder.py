@@ -212,7 +212,8 @@ def test_what_came_with_a_model_is_saved_with_it_byte_by_byte(chat_folder, tmp_p
     (chat_folder / "tokenizer.json").rename(tmp_path / "blob")
     (chat_folder / "tokenizer.json").symlink_to(tmp_path / "blob")
     fetch_weights("--model", str(chat_folder), is_policy=True)
-    save_model(load_model("--model", str(chat_folder)), None, str(chat_folder), tmp_path / "saved")
+    made = load_model("--model", str(chat_folder))
+    save_model(made, made.state_dict(), str(chat_folder), tmp_path / "saved")
     before, after = (
         {str(file.relative_to(of)): file.read_bytes() for file in of.rglob("*") if file.is_file()}
         for of in (chat_folder, tmp_path / "saved")

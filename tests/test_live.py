@@ -32,7 +32,7 @@ def test_the_live_view_has_the_time_left_a_line_a_searcher_and_first_what_matter
     first = shown(view, 20)
     assert "step 20 of 100" in first and "-:--:-- left" in first, "there is no pace yet"
     for name, tokens, version in ("searcher 0", 500.0, 38), ("searcher 1", 250.0, 30):
-        status.loaded(name)
+        status.mark_ready(name)
         status.set(name, "tokens", tokens)
         status.set(name, "version", version)
     status.set("searcher 1", "restarts", 1)

@@ -175,7 +175,7 @@ class ScriptedSearcher:
         step = self.trainer.step
         self.asked = self.asked + 1 if step == self.step else 1
         if step != self.step and step in (5, 6, 7):  # at step 6 slow readers hold every slot
-            others = {0, 1, 2} - {int(self.weights.newest[0])}
+            others = {0, 1, 2} - {int(self.weights.newest_slot)}
             self.weights.pins[:] = torch.tensor([-1, -1] if step == 7 else sorted(others))
         new = step != self.step or step == 0 and self.asked <= 4
         if new and step not in self.SILENT or self.asked == 5 and self.step in self.SILENT:
@@ -219,7 +219,7 @@ def play_trainer(model: Path, run_dir: Path, monkeypatch, **settings) -> Record:
     config = Config(**own, **sizes, **periods, **draws, **settings)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=2, reference=True)
     status, record = StatusTable(["trainer", "searcher 0"]), Record(monkeypatch)
-    status.loaded("searcher 0")
+    status.mark_ready("searcher 0")
     found = ScriptedSearcher(weights)
     shown = "step reward staleness_mean staleness_max received buffer_responses".split()
     shown += "buffer_queries skipped_publishes mismatch_version learning_rate".split()

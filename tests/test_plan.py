@@ -18,7 +18,7 @@ from launch.planning.plan import Plan, find_problem, make_plan
 from launch.planning.sizes import Pass
 from models import logprobs
 from models.logprobs import response_logprobs, split_rows
-from models.policy import hold_as_multiplied
+from models.policy import cast_linear_layers
 from runtime.memory_trial import largest_micro_batch
 from tasks import load_task
 from tba import main
@@ -141,7 +141,7 @@ def test_the_reference_policys_pass_is_counted_without_casts_of_what_is_held_as_
     config = Config(model=shapes["shallow"], dtype=dtype, **SHORT)
     dtype = getattr(torch, dtype)
     policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model)).eval()
-    hold_as_multiplied(policy, dtype)
+    cast_linear_layers(policy, dtype)
     for parameter in policy.parameters():
         parameter.requires_grad = False
     rows = largest_micro_batch(config, policy.config.vocab_size)[:5]

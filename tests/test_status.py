@@ -36,7 +36,7 @@ def test_a_searcher_gives_up_when_most_of_its_latest_groups_have_no_scores_not_w
 def test_a_pause_of_who_watches_is_nobodys_silence_and_a_silence_is_found_all_the_same(monkeypatch):
     monkeypatch.setattr(module, "LONGEST_GAP", 0.1)
     status = StatusTable(["searcher 0"])
-    status.loaded("searcher 0")
+    status.mark_ready("searcher 0")
     for _ in range(2):
         assert not status.is_silent("searcher 0", 0.3)
         time.sleep(0.5)  # no look meanwhile

@@ -78,7 +78,7 @@ def test_gradient_and_metrics_do_not_depend_on_the_micro_batch(make):
     for tokens in (0, 160, 1000):
         settings = dict(queries_per_batch=4, tokens_per_micro_batch=tokens, beta=1.0)
         learner = make(**settings, **SHORT).learner
-        parts = micro_batches(rows, 3, learner.config.micro_batch, tokens_per_pass=1024)
+        parts = micro_batches(rows, 3, learner.config.micro_batch_tokens, tokens_per_pass=1024)
         sizes.append([len(part) for part in parts])
         gradients.append(gradient(learner, rows))
         with torch.no_grad():
@@ -212,7 +212,7 @@ class SlowQueue(queue.Queue):
 def test_a_wait_times_out_when_nothing_comes_and_not_while_responses_come(make, monkeypatch):
     trainer = make(searcher_timeout=0.3, queries_per_batch=1, initial_responses=8 * 24)
     trainer.metrics.mismatch_due = 10**9  # no policy sampled these groups
-    trainer.status.loaded("searcher 0")
+    trainer.status.mark_ready("searcher 0")
     looks = itertools.count()
 
     def beat() -> None:
@@ -244,7 +244,7 @@ def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what
     trainer = make(sync_period=2, eval_every=2)
     weights, metrics = trainer.weights, trainer.metrics
     trainer.sync()
-    slow = [slot for slot in range(len(weights.slots)) if slot != int(weights.newest[0])]
+    slow = [slot for slot in range(len(weights.slots)) if slot != int(weights.newest_slot)]
     weights.pins = torch.tensor(slow)  # slow readers hold every slot but the newest
     trainer.learner.step = 2
     trainer.sync()

@@ -21,7 +21,7 @@ from config import ENGINE_ROWS, Config, UserError, extra, first_line
 from models.architecture import decoder_layers, policy_without_weights
 from models.hub import fetch_model
 from models.logprobs import response_states
-from models.policy import hold_as_multiplied, linear_layers, trained_parameters
+from models.policy import cast_linear_layers, linear_layers, trained_parameters
 
 # Estimated: fp32 copies of a step's logits, while vLLM samples; what it captures on a GPU; what it
 # reads at a time there, and on a large one.
@@ -142,7 +142,7 @@ def pass_bytes(
     dtype: what is computed in; has_gradient: whether a backward pass follows, and with LoRA there
     are adapters; on_gpu: whether autocast is CUDA's. With a gradient autocast's copies of the
     weights are part of it; gradients are not. A policy that is not trained has no such copies
-    (hold_as_multiplied), nor has a sharded one.
+    (cast_linear_layers), nor has a sharded one.
     """
     if not has_gradient:
         config = replace(config, lora_rank=0)
@@ -188,7 +188,7 @@ def _count(
                 if parameter.ndim > 1:  # autocast has nothing left to copy
                     parameter.data = parameter.data.to(dtype)
     else:
-        hold_as_multiplied(policy, dtype)
+        cast_linear_layers(policy, dtype)
     if config.lora_rank:
         extra("lora").add_adapters(policy, config)
     kept = peak = 0

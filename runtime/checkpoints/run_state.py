@@ -31,7 +31,10 @@ class RunState:
     evaluations: EvaluationRequests
 
     def collect(self) -> tuple[Tensors, Arrays, dict]:
-        """Return the tensors of each file of them, one at a time, its arrays, and plain values."""
+        """Collect tensors by file, arrays by file, and plain values.
+
+        Tensors are yielded one at a time, so that a sharded learner gathers one at a time.
+        """
         tensors = {"learner": self.learner.state()}
         if self.weights.reference_version:
             tensors["reference"] = self.weights.reference_tensors().items()

@@ -54,12 +54,11 @@ class CheckpointWriter:
         state: dict,
         may_alias: bool = False,
     ) -> None:
-        """Copy the named tensors and plain values, and have them written, with the named arrays.
+        """Copy the state, and write it in the background as the checkpoint of `step`.
 
-        Tensors come one at a time: what makes them need not hold two of them.
-
-        Call wait() before: the copies are those of the checkpoint before. The arrays must not
-        change afterwards. may_alias: nor do the tensors, so what can be written is not copied.
+        Call wait() first: the copies of the previous checkpoint are reused. Tensors arrive one at a
+        time. The arrays must not change afterwards. may_alias: the tensors do not change either, so
+        those that can be written directly are not copied.
         """
         taken = {
             part: {name: self.take(part, name, tensor, may_alias) for name, tensor in named}
@@ -71,10 +70,10 @@ class CheckpointWriter:
         )
 
     def take(self, part: str, name: str, tensor: Tensor, may_alias: bool) -> Tensor:
-        """Copy a tensor to host memory, in which its copy for the checkpoint before was.
+        """Copy a tensor into its buffer in host memory, which all checkpoints reuse.
 
-        The last time the library may write it as it is. But tensors on a GPU it would copy, all of
-        them at once, and it refuses transposed ones.
+        With may_alias a contiguous tensor on the CPU is returned as it is. safetensors would copy
+        those on a GPU itself, all at once, and refuses transposed ones.
         """
         if may_alias and tensor.is_cpu and tensor.is_contiguous():
             return tensor
@@ -82,8 +81,8 @@ class CheckpointWriter:
             self.copies[part, name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return self.copies[part, name].copy_(tensor)
 
-    def hurry(self) -> None:
-        """Have the next write give way to nothing: the run ends, and waits for it."""
+    def use_normal_priority(self) -> None:
+        """Write at normal priority from now on: the run ends, and waits for it."""
         self.thread = ThreadPoolExecutor(1)
         self.clock = self.thread.submit(clock_of_thread).result()
 
@@ -111,19 +110,15 @@ class CheckpointWriter:
             return True
         if not self.under_way.done():
             return False
-        ended, self.under_way = self.under_way, None
+        ended, self.under_way, status = self.under_way, None, self.waits.status
         try:
-            self.note_seconds(ended.result())
+            slowest = max(ended.result(), status.get("trainer", "save_seconds"))
+            status.set("trainer", "save_seconds", slowest)  # the grace period depends on it
             self.written_step = self.begun_step
         except OSError as error:
             problem = f"no checkpoint was written, the one before stays: {error}"
             self.say(f"step {self.begun_step}: {problem}")
         return True
-
-    def note_seconds(self, seconds: float) -> None:
-        """Note how long a write took: the grace period at the end of the run depends on it."""
-        status = self.waits.status
-        status.set("trainer", "save_seconds", max(seconds, status.get("trainer", "save_seconds")))
 
     def save_model(self, save: Callable[[Path], None]) -> None:
         """Have the model saved. Where that fails the user is told, and the process ends."""

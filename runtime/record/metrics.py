@@ -74,8 +74,11 @@ class StepMetrics:
             self.measure_mismatch([*groups, *later], 0 if is_due else 1)
 
     def measure_mismatch(self, groups: list[Group], least: int) -> None:
-        """Compare log-probabilities of a group of one version, `least` or later, that is held."""
-        held = {version: of for version, of in self.weights.held().items() if version >= least}
+        """Measure the mismatch on the latest group that a single version generated.
+
+        That version must still be in a slot of shared memory, and be `least` or later.
+        """
+        held = {v: tensors for v, tensors in self.weights.held().items() if v >= least}
         for group in reversed(groups):
             if group.version == group.last_version and group.version in held:
                 ours = self.learner.logprobs_under(

@@ -47,7 +47,7 @@ class RewardScorer:
             rollout.rewards = np.array([next(rewards) for _ in rollout.texts])
 
     def reply(self, query: Query, turns: list[str]) -> Future:
-        """Ask the environment for its reply, where score() runs, with the same limit of time."""
+        """Ask the environment for its reply, which comes at once: score() runs here, too."""
         future = Future()
         try:
             future.set_result(self.task.reply(query, turns))

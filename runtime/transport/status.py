@@ -49,8 +49,8 @@ class Flag:
 class StatusTable:
     """A row of numbers per process, and the flags that end the run.
 
-    A word has one writer at a time: its process, or the supervisor while that is restarted. Only
-    `evaluated` is written by the trainer. All processes read all words.
+    A word has one writer at a time: the process of its row, or the supervisor during a restart; the
+    trainer writes `evaluated`. All processes read all words.
     """
 
     COLUMNS = (
@@ -69,10 +69,9 @@ class StatusTable:
     )
     SAVED = ("evaluated", "cursor", "restarts", "long_prompts", "unscored_groups")
 
-    # The trainer shall come to an end, with a checkpoint; searchers go on until `stop`.
-    end = Flag(0)
-    stop = Flag(1)  # all shall stop
-    # Searchers shall only finish an evaluation: the trainer has made its last step.
+    shutdown = Flag(0)  # the trainer is to save a checkpoint and end; searchers go on until `stop`
+    stop = Flag(1)  # all are to end
+    # The trainer has made its last step: searchers only finish an evaluation that runs.
     last_step_done = Flag(2)
 
     def __init__(self, names: list[str]):
@@ -128,8 +127,8 @@ class StatusTable:
         """Send a heartbeat."""
         self.set(name, "beat", time.monotonic())
 
-    def loaded(self, name: str) -> None:
-        """Say that everything is loaded. From now on a silence is noticed sooner: beat first."""
+    def mark_ready(self, name: str) -> None:
+        """Note that everything is loaded. From now on a silence is noticed sooner: beat first."""
         self.beat(name)
         self.set(name, "ready", 1)
 

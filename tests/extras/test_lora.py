@@ -25,7 +25,7 @@ from launch.planning.plan import show_plan
 from launch.planning.sizes import Pass
 from models.architecture import trained_shapes, weight_shapes
 from models.logprobs import response_logprobs
-from models.policy import hold_as_multiplied, load_policy, trained_parameters
+from models.policy import cast_linear_layers, load_policy, trained_parameters
 from runtime.memory_trial import largest_micro_batch, try_largest_batch
 from tba import main
 
@@ -228,7 +228,7 @@ def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(dtype, t
     batch = dict(responses_per_query=5, max_prompt_tokens=70, max_response_tokens=50)
     config = Config(model=str(tmp_path), lora_rank=8, dtype=dtype, **batch)
     dtype = getattr(torch, dtype)
-    hold_as_multiplied(policy, dtype)
+    cast_linear_layers(policy, dtype)
     lora.add_adapters(policy, config)
     rows = largest_micro_batch(config, 1000)
     inputs = [row.prompt for row in rows], [row.tokens for row in rows], 1.0, dtype

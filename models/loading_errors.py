@@ -10,7 +10,7 @@ from config import UserError, first_line
 SHOWN = 3  # names in a message
 
 
-def refuse_misfit(name: str, made: torch.nn.Module, info: dict[str, set]) -> None:
+def check_loaded_keys(name: str, made: torch.nn.Module, info: dict[str, set]) -> None:
     """Raise UserError for weights that a model lacks, has in another shape, or has no place for.
 
     info: what from_pretrained says of the loading, after its renaming, tying and ignoring.
@@ -25,12 +25,12 @@ def refuse_misfit(name: str, made: torch.nn.Module, info: dict[str, set]) -> Non
     for key, in_file, expected in sorted(info["mismatched_keys"]):
         shapes = f"{tuple(in_file)}, and by its config.json {tuple(expected)}"
         raise UserError(f"{name}: {key} has the shape {shapes}: use the config.json of its own")
-    if left_out := [key for key in unknown if is_of_layer(made, key)]:
+    if left_out := [key for key in unknown if is_layer_weight(made, key)]:
         problem = f"its config.json, of a {kind}, has no place for {list_names(left_out)}"
         raise UserError(f"{name}: {problem}: use the config.json of its own")
 
 
-def is_of_layer(made: torch.nn.Module, key: str) -> bool:
+def is_layer_weight(made: torch.nn.Module, key: str) -> bool:
     """Whether a key without a place is a weight of a layer, or of one more than there are.
 
     Buffers of old files (GPT-2's masked_bias) and unused heads are not.
