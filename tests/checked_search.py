@@ -52,18 +52,7 @@ def checksum(tokens: np.ndarray) -> int:
 
 
 def make_group(query: int, version: int, facts: list[int], tokens: np.ndarray) -> Group:
-    return Group(
-        query,
-        version,
-        version,
-        reference_version=0,
-        batch=None,
-        prompt=np.array(facts, np.int32),
-        lengths=np.full(RESPONSES, TOKENS, np.int32),
-        tokens=tokens,
-        ref_logprobs=tokens.astype(np.float32),
-        behavior_logprobs=tokens.astype(np.float32),
-        rewards=np.zeros(RESPONSES, np.float32),
-        finished=np.ones(RESPONSES, bool),
-        temperature=1.0,
-    )
+    prompt, lengths = np.array(facts, np.int32), np.full(RESPONSES, TOKENS, np.int32)
+    arrays = prompt, lengths, tokens, *(tokens.astype(np.float32) for _ in range(2))
+    outcome = np.zeros(RESPONSES, np.float32), np.ones(RESPONSES, bool)
+    return Group(query, version, version, 0, None, *arrays, *outcome, 1.0)

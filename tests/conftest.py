@@ -9,7 +9,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import torch
 import transformers
 from common import as_flags as flags
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from buffer import Group
 from config import Config, UserError
@@ -123,44 +122,40 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_model(directory: Path, tied: bool, seed: int = 0) -> Path:
-    """A random model of 0.1 M parameters that reads and writes bytes.
+# Of the tiny models. 32 a head: the fewest that vLLM takes on a CPU.
+SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
+SHAPE |= dict(num_hidden_layers=2, intermediate_size=64, max_position_embeddings=512)
+TOY = dict(intermediate_size=128, max_position_embeddings=1024, initializer_range=0.2)
 
-    A Qwen2 with tied embeddings or a Llama without.
-    """
-    torch.manual_seed(seed)
+
+def make(directory: Path, kind: str, template: str | None = CHAT_TEMPLATE, **settings) -> str:
+    """Save a random model of that class, of 0.1 M parameters, that reads and writes bytes."""
+    torch.manual_seed(0)
     tokenizer = byte_tokenizer()
-    settings = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-    settings |= dict(num_attention_heads=2, num_key_value_heads=2, vocab_size=len(tokenizer))
-    settings |= dict(max_position_embeddings=1024, initializer_range=0.2, tie_word_embeddings=tied)
-    eos = tokenizer.eos_token_id
-    settings |= dict(bos_token_id=None, eos_token_id=eos, pad_token_id=eos)
-    config = transformers.Qwen2Config if tied else transformers.LlamaConfig
-    kind = transformers.Qwen2ForCausalLM if tied else transformers.LlamaForCausalLM
-    model = kind(config(**settings))
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    tokenizer.chat_template = template
+    end, model_class = tokenizer.eos_token_id, getattr(transformers, kind)
+    tokens = dict(vocab_size=len(tokenizer), eos_token_id=end, pad_token_id=end, bos_token_id=None)
+    model = model_class(model_class.config_class(**SHAPE | tokens | settings))
+    for part in (model, tokenizer):
+        part.save_pretrained(directory / kind)
+    return str(directory / kind)
 
 
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "untied", tied=False)
+    return Path(make(tmp_path_factory.mktemp("models"), "LlamaForCausalLM", None, **TOY))
 
 
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
+    models = tmp_path_factory.mktemp("models")
+    return Path(make(models, "Qwen2ForCausalLM", None, tie_word_embeddings=True, **TOY))
 
 
 @pytest.fixture(scope="session")
-def chat_model(tmp_path_factory, untied_model) -> Path:
+def chat_model(tmp_path_factory) -> Path:
     """The model of untied_model, with a tokenizer that has a chat template."""
-    directory = shutil.copytree(untied_model, tmp_path_factory.mktemp("models") / "chat")
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(directory)
-    return directory
+    return Path(make(tmp_path_factory.mktemp("models"), "LlamaForCausalLM", **TOY))
 
 
 def make_group(query: int, version: int, lengths, tokens, **fields) -> Group:
@@ -227,14 +222,23 @@ def start_tba(*arguments, tag="", directory=None, prefix=()) -> subprocess.Popen
     return subprocess.Popen(command, **how, **pipes)
 
 
-def tba(*arguments, **settings) -> subprocess.CompletedProcess:
-    """`python tba.py ARGUMENTS`, to its end. settings: as of start_tba."""
+def tba(*arguments, code: int = 0, **settings) -> subprocess.CompletedProcess:
+    """`python tba.py ARGUMENTS`, to its end, with that exit code. settings: as of start_tba."""
     process = start_tba(*arguments, **settings)
     try:
         out, err = process.communicate(timeout=WHOLE_RUN)
     finally:
         process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    assert process.returncode == code, (out, err)
+    return subprocess.CompletedProcess(process.args, code, out, err)
+
+
+def python(*words, code: int = 0, **settings) -> subprocess.CompletedProcess:
+    """Python with these arguments, to its end, with that exit code. settings: subprocess.run's."""
+    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=WHOLE_RUN) | settings
+    done = subprocess.run([sys.executable, *map(str, words)], **how)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 def living(tag: str) -> list[int]:

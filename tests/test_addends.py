@@ -53,9 +53,7 @@ def test_any_two_numbers_that_add_up_are_right_in_a_finished_response(index):
 
 
 @pytest.mark.runs
-def test_of_the_base_models_samples_a_third_are_right_and_spread_over_all_right_answers(
-    tmp_path, monkeypatch
-):
+def test_a_third_of_the_base_models_samples_are_right_in_all_ways(tmp_path, monkeypatch):
     """A split's responses and rewards are (queries, SAMPLES), sampled at temperature 1."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     directory = TASK.base_model()
@@ -106,9 +104,7 @@ def test_two_runs_that_build_at_once_both_get_a_whole_directory(tmp_path, monkey
     assert [*(tmp_path / "tba").iterdir()] == [one], "nothing unfinished is left"
 
 
-def test_the_models_of_a_task_are_built_once_and_anew_when_their_recipe_changes(
-    tmp_path, monkeypatch
-):
+def test_the_models_of_a_task_are_built_once_for_each_recipe(tmp_path, monkeypatch):
     build, queries = Mock(side_effect=Path.mkdir), TASK.queries("train")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pupil_module, "cached", lambda name, recipe, _: cached(name, recipe, build))

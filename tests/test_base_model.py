@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
-from conftest import make_model
+from conftest import make
 from safetensors.torch import load_file, save_file
 from test_trainer import make_trainer
 
@@ -26,9 +27,7 @@ def change(directory, which: slice = slice(-1, None)) -> None:
 
 
 @pytest.mark.parametrize("piece_bytes, which", [(1 << 20, slice(-1, None)), (256, slice(None))])
-def test_the_name_of_weights_changes_with_them_and_not_with_their_place_but_in_a_cache(
-    piece_bytes, which, tied_model, tmp_path, monkeypatch
-):
+def test_weights_are_named_by_their_numbers(piece_bytes, which, tied_model, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "PIECE_BYTES", piece_bytes)  # of a small one the file is a large one
     name = identify_weights(str(tied_model))
     copy = shutil.copytree(tied_model, tmp_path / "copy")
@@ -42,7 +41,7 @@ def test_the_name_of_weights_changes_with_them_and_not_with_their_place_but_in_a
 
 
 def test_a_run_names_its_base_model_and_is_not_resumed_on_another(tmp_path, capsys):
-    model = make_model(tmp_path / "model", tied=True)
+    model = Path(make(tmp_path, "Qwen2ForCausalLM", tie_word_embeddings=True))
     run_dir, name = tmp_path / "run", identify_weights(str(model))
     trainer = make_trainer(model, run_dir, base_model=name)
     trainer.rollout_queue.put(Evaluation(0, {"accuracy": (0.5, 0.4, 0.6)}, 10))

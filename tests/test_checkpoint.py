@@ -136,9 +136,7 @@ def impatient(untied_model, tmp_path) -> Trainer:
     return trainer
 
 
-def test_model_and_last_checkpoint_are_waited_for_beyond_the_timeout_while_work_is_done(
-    impatient, monkeypatch
-):
+def test_model_and_last_checkpoint_are_waited_for_while_work_is_done(impatient, monkeypatch):
     """By a clock that goes on by 1 s with each piece of work, and else stands still."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     save_file = writer.save_file
@@ -167,9 +165,7 @@ def test_model_and_last_checkpoint_are_waited_for_beyond_the_timeout_while_work_
 
 
 @pytest.mark.parametrize("model_fails", [False, True])
-def test_of_the_last_checkpoint_and_the_model_neither_is_lost_with_the_other(
-    model_fails, impatient, disk, tmp_path, monkeypatch
-):
+def test_model_and_checkpoint_fail_one_by_one(model_fails, impatient, disk, tmp_path, monkeypatch):
     """By a clock that goes on only while the disk stands still."""
     save = impatient.learner.save_model
 
@@ -207,9 +203,7 @@ def test_a_full_disk_costs_one_checkpoint_and_another_error_the_run(trainer, dis
         save(trainer, step=5)
 
 
-def test_a_resume_deletes_only_what_the_run_has_written_and_one_that_fails_changes_no_settings(
-    trainer, tmp_path, monkeypatch
-):
+def test_a_resume_deletes_only_its_own_and_if_it_fails_nothing(trainer, tmp_path, monkeypatch):
     root = tmp_path / "checkpoints"
     save(trainer, step=1)
     # The user's: a copy, and a note that happens to have such a name.
@@ -257,9 +251,7 @@ def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(tr
     assert 360.0 <= run.grace_seconds() < 400.0
 
 
-def test_files_are_on_the_disk_before_the_rename_and_the_new_name_before_the_old_ones_go(
-    trainer, monkeypatch
-):
+def test_files_are_on_the_disk_before_the_rename_and_old_ones_go_last(trainer, monkeypatch):
     done = []
 
     def record(owner: object, name: str, describe) -> None:
@@ -331,9 +323,7 @@ def test_the_writer_gives_way_to_the_trainer_but_for_the_last_checkpoint(trainer
 
 
 @pytest.mark.parametrize("step, received, has_begun", [(0, 0, 0), (0, 12, 1), (3, 40, 1)])
-def test_a_run_that_never_began_is_not_said_to_be_able_to_go_on(
-    step, received, has_begun, tmp_path
-):
+def test_only_what_has_begun_can_go_on(step, received, has_begun, tmp_path):
     assert not resuming.has_begun(str(tmp_path))
     directory = tmp_path / "checkpoints" / f"step-{step:08}"
     directory.mkdir(parents=True)

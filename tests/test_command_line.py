@@ -4,11 +4,10 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, flags, read, tba
+from conftest import flags, python, read
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import Config
@@ -66,6 +65,7 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
         "option.json": '{"task": "arithmetic", "options": {"colour": 1}}',
         "refused.py": asking(f"0, {chat.format('user')}", f"1, {chat.format('system')}"),
         "clash.py": own("seed: int = 0"),
+        "bad_row/train.jsonl": '{"query": "q"}',
         "tldr/train.jsonl": row,
         "tldr/test.jsonl": row,
     }.items():
@@ -146,10 +146,7 @@ BAD_INPUT = [
     ("tldr --preset 1b --tiny", "--preset is '1b', but --tiny is a preset of its own"),
     ("{tldr} --reference_model {tmp}/absent", "--reference_model"),
     ("{tldr} --reference_model {model} --reward_model {model}", "has 2 labels: it must have 1"),
-    (
-        "{redteam} --lora_rank 0 --lora_alpha None --toxic_label bad",
-        "has no label 'bad': it has LABEL_0, LABEL_1",
-    ),
+    ("{redteam} --lora_rank 0 --lora_alpha None --toxic_label bad", "label 'bad'…LABEL_0, LABEL_1"),
     ("--reward_temperature 2", "--reward_temperature is 2.0 but nothing says how long"),
     ("--reference_temperature 1.2", "--reference_temperature is 1.2 but nothing says when"),
     ("jsonl --preset k40", "--preset is 'k40': this task has none"),
@@ -157,6 +154,11 @@ BAD_INPUT = [
     ("--resume {tmp}/used", "used' has no checkpoint"),
     ("--output_dir {tmp}/used", "already holds a run"),
     ("--output_dir {tmp}/a_file/run", "cannot be written"),
+    ("--report {tmp}/absent", "absent' is no run's directory: it has no config.json of one"),
+    ("--report {tmp}/used", "is no run's directory"),
+    ("--report {tmp} --plan", "--report and --plan are both given: give one of the two"),
+    ("--report {tmp} --eval_only", "--report and --eval_only are both given"),
+    ("tldr --data_dir {tmp}/bad_row", "train.jsonl line 1…has no 'reference_response'"),
 ]
 
 
@@ -205,18 +207,10 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize("arguments, source, expected", BAD_FILES)
-def test_a_task_or_objective_of_ones_own_that_cannot_be_used_is_refused(
-    arguments, source, expected, tmp_path, capfd
-):
+def test_a_task_or_objective_of_no_use_is_refused(arguments, source, expected, tmp_path, capfd):
     file = tmp_path / "own.py"
     file.write_text(source)
     refused(arguments.format(file=file).split(), expected.replace("{file}", str(file)), capfd)
-
-
-def test_a_row_that_a_task_cannot_use_is_named_with_its_line(tmp_path, capfd):
-    (tmp_path / "train.jsonl").write_text('{"query": "q"}')
-    expected = "train.jsonl line 1…has no 'reference_response'"
-    refused(["tldr", "--data_dir", tmp_path], expected, capfd)
 
 
 OF_ANOTHER_TYPE = [
@@ -245,9 +239,7 @@ def test_an_integer_is_a_number_and_a_setting_of_no_plain_type_is_left_alone(tmp
 
 
 @pytest.mark.parametrize("flag", ["--api_key {}", "--api-key={}"])
-def test_a_tasks_secret_is_in_no_file_and_a_resumed_run_needs_it_anew(
-    flag, tmp_path, untied_model, monkeypatch, capfd
-):
+def test_a_secret_is_in_no_file_but_needed_anew(flag, tmp_path, untied_model, monkeypatch, capfd):
     task, run_dir, secret = tmp_path / "own.py", tmp_path / "run", "sk-\n0123"
     task.write_text(own("api_key: str = ''", "max_tokens: int = 3", source=asking("0, 'Hi'")))
     arguments = [str(task), *(part.format(secret) for part in flag.split())]
@@ -278,17 +270,11 @@ def test_a_start_on_another_kind_of_processor_says_that_it_was_never_tried(monke
         assert (expected in capfd.readouterr().err) == warns
 
 
-@pytest.mark.parametrize(
-    "modules, absent",
-    [
-        ("launch.launcher, trainer", {"ray", "wandb", "tensorboard"}),
-        ("tba, config", {"torch", "vllm", "transformers"}),
-    ],
-)
-def test_nothing_optional_and_for_the_command_line_nothing_slow_is_imported(modules, absent):
+def test_nothing_optional_and_for_the_command_line_nothing_slow_is_imported():
     """Keep torch out of tba.py: spawned children import it before their target sets anything."""
-    code = f"import sys, {modules}; assert not {absent} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    slow, optional = {"torch", "vllm", "transformers"}, {"ray", "wandb", "tensorboard"}
+    for modules, absent in ("launch.launcher, trainer", optional), ("tba, config", slow):
+        python("-c", f"import sys, {modules}; assert not {absent} & set(sys.modules)")
 
 
 @pytest.mark.parametrize(
@@ -318,12 +304,6 @@ def test_a_new_run_may_have_the_settings_of_an_earlier_one_and_flags_over_them(t
     assert (over.options, over.sync_period) == ({"data_dir": "y"}, 3)
 
 
-def test_an_error_reaches_the_shell():
-    result = tba("--steps", 0)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: --steps is 0: it must be positive\n"
-
-
 def test_flags_lie_over_the_preset_that_over_the_defaults_and_nothing_changes_later(tmp_path):
     config, preset = build_config(["gsm8k", *flags(steps=3, beta=0.5)]), build_config(["gsm8k"])
     assert config == dataclasses.replace(preset, steps=3, beta=0.5)
@@ -345,9 +325,7 @@ def test_a_tasks_own_settings_are_flags_and_lie_over_its_preset():
 
 
 @pytest.mark.parametrize("decorator", ["@dataclass", "@dataclass(frozen=True)"])
-def test_a_tasks_settings_may_have_comments_and_no_default_and_may_be_frozen(
-    decorator, tmp_path, recwarn, capsys
-):
+def test_a_tasks_settings_may_have_no_default_and_be_frozen(decorator, tmp_path, recwarn, capsys):
     settings = "# Colors", "shade: int", '"""How dark."""', "size: int = 0"
     (tmp_path / "own.py").write_text(own(*settings, decorator=decorator))
     task = str(tmp_path / "own.py")

@@ -161,36 +161,29 @@ class Numbers(Task):
         return response if response.isdigit() else None
 
 
-@pytest.mark.parametrize(
-    "responses, says",
-    [
-        (
-            [("7", 1, True), ("8", 0, True), ("a" * 500, 0, False), ("b", 0.5, True)],
-            [
-                "25% of the responses were cut off (--max_response_tokens), 50% have no answer",
-                "  best: reward 1, answer '7': '7'",
-                "  wrong: reward 0, answer '8': '8'",
-                f"  cut off: reward 0, answer None: '{'a' * 100} … {'a' * 100}'",
-            ],
-        ),
-        (
-            [("7", 0, True), ("a\nb", 0, True)],
-            [
-                "0% of the responses were cut off, 50% have no answer",
-                "  best: reward 0, answer '7': '7'",
-            ],
-        ),
-        (
-            [("a\nb", 0, False)],
-            [
-                "100% of the responses were cut off (--max_response_tokens), 100% have no answer",
-                "  cut off: reward 0, answer None: 'a\\nb'",
-            ],
-        ),
-    ],
-)
+LOOKS = [
+    (
+        [("7", 1, True), ("8", 0, True), ("a" * 500, 0, False), ("b", 0.5, True)],
+        "25% of the responses were cut off (--max_response_tokens), 50% have no answer\n"
+        "  best: reward 1, answer '7': '7'\n"
+        "  wrong: reward 0, answer '8': '8'\n"
+        f"  cut off: reward 0, answer None: '{'a' * 100} … {'a' * 100}'",
+    ),
+    (
+        [("7", 0, True), ("a\nb", 0, True)],
+        "0% of the responses were cut off, 50% have no answer\n  best: reward 0, answer '7': '7'",
+    ),
+    (
+        [("a\nb", 0, False)],
+        "100% of the responses were cut off (--max_response_tokens), 100% have no answer\n"
+        "  cut off: reward 0, answer None: 'a\\nb'",
+    ),
+]
+
+
+@pytest.mark.parametrize("responses, says", LOOKS)
 def test_a_look_shows_the_best_response_a_wrong_one_and_one_that_was_cut_off(responses, says):
-    assert str(look_at(Numbers(), *zip(*responses))).splitlines() == says
+    assert str(look_at(Numbers(), *zip(*responses))) == says
 
 
 def test_an_extract_that_fails_finds_no_answer_and_ends_nothing():
@@ -204,8 +197,5 @@ def test_an_extract_that_fails_finds_no_answer_and_ends_nothing():
 
 
 def test_a_task_that_extracts_no_answers_has_no_share_without_one():
-    turns = look_at(Task(), [["to", "and fro"]], [1.0], [True])
-    assert str(turns).splitlines() == [
-        "0% of the responses were cut off",
-        "  best: reward 1: ['to', 'and fro']",
-    ]
+    turns = str(look_at(Task(), [["to", "and fro"]], [1.0], [True]))
+    assert turns == "0% of the responses were cut off\n  best: reward 1: ['to', 'and fro']"

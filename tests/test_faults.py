@@ -37,9 +37,8 @@ def test_a_nan_weight_ends_a_run_or_an_evaluation_in_one_line(flag, untied_model
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"][3] = np.nan
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    result = tba("arithmetic", "--model", model, flag, "--output_dir", tmp_path / "run")
-    assert result.returncode == 1 and "accuracy" not in result.stdout
-    assert "Traceback" not in result.stderr
+    result = tba("arithmetic", "--model", model, flag, "--output_dir", tmp_path / "run", code=1)
+    assert "accuracy" not in result.stdout and "Traceback" not in result.stderr
     expected = f"error: the weight model.norm.weight of --model '{model}' is NaN or infinite"
     assert expected in result.stderr.splitlines()
 
@@ -78,9 +77,7 @@ def share(ids: list[int], rank: int, searchers: int) -> list[int]:
     return [ids[i] for i in np.random.default_rng((0, rank, 0)).permutation(own)]
 
 
-def test_searchers_killed_in_mid_generation_are_replaced_and_no_query_of_their_shares_is_left_out(
-    tmp_path, record_property
-):
+def test_killed_searchers_are_replaced_and_no_query_of_theirs_is_lost(tmp_path, record_property):
     """kill -9 to all at once: steps go on, and the searchers come back."""
     task, searchers = own_task(tmp_path / "visits.py", VISITS), 2
     with Run(tmp_path / "run", task, *TINY_TASK, "--searchers", searchers, *FOREVER) as run:
@@ -228,9 +225,7 @@ ENDS = [(SIGINT, 0, ["nohup"]), (SIGTERM, 5, HEARS), (SIGHUP, 0, HEARS)]
 
 
 @pytest.mark.parametrize("how, every, prefix", ENDS)
-def test_a_run_is_not_resumed_while_it_lives_and_a_signal_that_it_hears_ends_it_with_a_checkpoint(
-    how, every, prefix, tmp_path, capsys, record_property
-):
+def test_a_signal_ends_a_run_that_is_saved(how, every, prefix, tmp_path, capsys, record_property):
     settings = [*SMALL, *FOREVER, "--checkpoint_every", every]
     with Run(tmp_path / "run", "arithmetic", *settings, prefix=prefix) as run:
         run.is_at(10)
@@ -256,9 +251,7 @@ def test_a_run_is_not_resumed_while_it_lives_and_a_signal_that_it_hears_ends_it_
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])
-def test_a_trainer_that_does_not_end_at_a_signal_is_killed_and_named_and_at_once_at_a_second_one(
-    is_repeated, tmp_path, record_property
-):
+def test_a_trainer_that_does_not_end_at_a_signal_is_killed(is_repeated, tmp_path, record_property):
     with Run(tmp_path / "run", "arithmetic", *SMALL, *FOREVER) as run:
         run.is_at(10)
         run.kill("trainer", SIGSTOP)  # so that it cannot end by itself
@@ -278,9 +271,7 @@ def test_a_trainer_that_does_not_end_at_a_signal_is_killed_and_named_and_at_once
         run.nothing_is_left()
 
 
-def test_a_trainer_has_time_to_finish_a_step_as_slow_as_those_before_and_to_save(
-    tmp_path, monkeypatch
-):
+def test_a_trainer_has_time_to_finish_as_slow_a_step_and_to_save(tmp_path, monkeypatch):
     settings = flags(checkpoint_every=10)
     with planted("time.sleep(15)", "trainer", tmp_path, monkeypatch, settings) as run:
 
@@ -381,9 +372,7 @@ STRUCK = [
 
 
 @pytest.mark.parametrize("how, name, processes", STRUCK)
-def test_a_trainer_that_is_killed_or_stopped_ends_the_run_with_its_log_and_leaves_nothing(
-    how, name, processes, tmp_path, record_property
-):
+def test_a_trainer_killed_or_stopped_ends_the_run(how, name, processes, tmp_path, record_property):
     settings = flags(trainer_processes=processes, checkpoint_every=10, searcher_timeout=12)
     with Run(tmp_path / "run", "arithmetic", *SMALL, *settings, *FOREVER) as run:
         run.is_at(10)
@@ -404,18 +393,14 @@ def test_a_trainer_process_that_is_killed_while_it_loads_ends_the_run(name, tmp_
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer 1"])
-def test_a_trainer_process_that_raises_ends_the_run_with_its_traceback(
-    name, tmp_path, monkeypatch, record_property
-):
+def test_a_trainer_process_that_raises_ends_the_run(name, tmp_path, monkeypatch, record_property):
     fault = 'raise ValueError("planted")'
     with planted(fault, name, tmp_path, monkeypatch) as run:
         err = check_end(run, f"error: {in_words(name)} ended with exit code 1", record_property)
         assert "ValueError: planted" in err
 
 
-def test_a_collective_that_hangs_ends_the_run_and_shows_where_each_process_is(
-    tmp_path, monkeypatch, record_property
-):
+def test_a_collective_that_hangs_ends_the_run_and_is_shown(tmp_path, monkeypatch, record_property):
     with planted("time.sleep(1e6)", "trainer 1", tmp_path, monkeypatch) as run:
         err = check_end(run, "error: the trainer sent no heartbeat for 12 s", record_property)
         assert "in fail" in err.split("trainer-1.log:")[1], "where trainer 1 sleeps"
@@ -445,8 +430,7 @@ def test_a_run_of_two_trainer_processes_is_interrupted_and_resumed_by_one_and_by
         state, at = checkpoint.load_state(newest(run)), run.step()
         assert state["step"] == at, "it was saved at the end"
         settings = flags(steps=at + 10, trainer_processes=processes)
-        done = tba("--resume", run.run_dir, *settings)
-        assert done.returncode == 0, done.stderr
+        tba("--resume", run.run_dir, *settings)
         assert run.step() == at + 10
 
 
@@ -454,9 +438,7 @@ def test_a_run_of_two_trainer_processes_is_interrupted_and_resumed_by_one_and_by
 
 
 @pytest.mark.long
-def test_a_run_killed_at_twenty_random_moments_goes_on_from_its_last_whole_checkpoint_each_time(
-    tmp_path, record_property
-):
+def test_a_run_killed_at_random_goes_on_from_its_last_whole_checkpoint(tmp_path, record_property):
     rng, reached, lost, unfinished = random.Random(0), 0, [], 0
     run_dir = tmp_path / "run"
     metrics, writing = run_dir / "metrics.jsonl", run_dir / "checkpoints" / "unfinished"
@@ -521,9 +503,7 @@ def fill(path: Path) -> None:
             file.write(bytes(1 << 12))
 
 
-def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(
-    tmp_path, record_property, capsys
-):
+def test_a_full_disk_costs_checkpoints_and_metrics_and_no_more(tmp_path, record_property, capsys):
     with small_disk(tmp_path) as disk:
         with Run(disk / "run", "arithmetic", *SMALL, *FOREVER, "--checkpoint_every", 20) as run:
             run.until(lambda: newest(run), "a checkpoint")
@@ -560,9 +540,7 @@ def test_a_full_disk_costs_checkpoints_and_lines_of_metrics_and_nothing_else(
 
 
 @pytest.mark.parametrize("room, exit_code", [(1 << 20, 0), (200 << 10, 1)])
-def test_a_run_whose_disk_fills_goes_on_to_its_end_and_fails_only_without_its_model(
-    room, exit_code, tmp_path
-):
+def test_a_run_whose_disk_fills_ends_and_fails_only_without_its_model(room, exit_code, tmp_path):
     """First there is room for the model and for no checkpoint, then for neither."""
     settings = [*SMALL, "--steps", 20]
     with small_disk(tmp_path) as disk, Run(disk / "run", "arithmetic", *settings) as run:
@@ -583,8 +561,8 @@ def test_a_run_whose_disk_fills_goes_on_to_its_end_and_fails_only_without_its_mo
 def test_a_run_whose_final_evaluation_fails_has_failed_and_keeps_its_model(tmp_path):
     task = own_task(tmp_path / "own.py", "    def evaluate(self, *responses):\n        1 / 0\n")
     settings = flags(max_prompt_tokens=16, max_response_tokens=8, steps=1, eval_every=0)
-    result = tba(task, *SMALL, *settings, "--output_dir", tmp_path / "run")
-    assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
+    result = tba(task, *SMALL, *settings, "--output_dir", tmp_path / "run", code=1)
+    assert "ZeroDivisionError" in result.stderr
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
@@ -610,7 +588,6 @@ def test_queries_without_scores_are_dropped_and_counted_in_training_and_in_evalu
     run_dir = tmp_path / "run"
     settings = flags(max_response_tokens=10, steps=30, model=tied_model, output_dir=run_dir)
     result = tba(tmp_path / "capitals.py", *SMALL, *settings)
-    assert result.returncode == 0, result.stderr
     line = [line for line in read(run_dir, "metrics.jsonl") if "loss" in line][-1]
     assert line["unscored_groups"] > 0 and "groups were dropped" in result.stdout
     log = (run_dir / "logs" / "searcher-0.log").read_text()
@@ -637,9 +614,7 @@ BAD_SCORES = """
 """
 
 
-def test_queries_whose_score_raises_or_hangs_are_dropped_and_the_others_keep_their_rate(
-    tmp_path, record_property
-):
+def test_queries_without_scores_are_dropped_and_others_keep_pace(tmp_path, record_property):
     """Both runs at once, so that they share whatever pace the machine has.
 
     For a minute, and up to two more: tests on the same cores may hold up one run more than the
@@ -698,12 +673,10 @@ FATAL = [
 
 
 @pytest.mark.parametrize("body, settings, problem, cause", FATAL, ids=["dies", "once", "raises"])
-def test_a_task_whose_score_dies_three_times_or_once_in_lockstep_or_mostly_raises_ends_the_run(
-    body, settings, problem, cause, tmp_path
-):
+def test_a_score_that_dies_or_mostly_raises_ends_the_run(body, settings, problem, cause, tmp_path):
     task = own_task(tmp_path / "fatal.py", body)
-    result = tba(task, *TINY_TASK, *FOREVER, *settings, "--output_dir", tmp_path / "run")
-    assert result.returncode == 1 and problem in result.stderr and cause in result.stderr
+    result = tba(task, *TINY_TASK, *FOREVER, *settings, "--output_dir", tmp_path / "run", code=1)
+    assert problem in result.stderr and cause in result.stderr
 
 
 # Long runs, and several
@@ -715,9 +688,7 @@ FEW = """
 
 
 @pytest.mark.long
-def test_thirty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(
-    tmp_path, record_property
-):
+def test_thirty_thousand_groups_leave_memory_and_open_files_alone(tmp_path, record_property):
     """The slope of memory behind the first 12,000 groups, in which buffer and caches fill up."""
     settings = flags(capacity_per_query=12, checkpoint_every=0, sync_period=10)
     task, thousands = own_task(tmp_path / "few.py", FEW), range(12, 31, 2)
@@ -746,8 +717,7 @@ def test_thirty_thousand_groups_leave_memory_and_file_descriptors_as_they_were(
 
 def test_two_runs_at_once_do_not_disturb_each_other(tmp_path):
     settings = ["arithmetic", "--synchronous", *SMALL, *flags(steps=10, seed=3)]
-    alone = tba(*settings, "--output_dir", tmp_path / "alone")
-    assert alone.returncode == 0
+    tba(*settings, "--output_dir", tmp_path / "alone")
     with Run(tmp_path / "first", *settings) as first, Run(tmp_path / "second", *settings) as second:
         for run in (first, second):
             run.ends_with(0)

@@ -57,6 +57,10 @@ def renamed(old: str, new: str):
     return lambda of: {name.replace(old, new, 1): tensor for name, tensor in of.items()}
 
 
+def plus(more: dict):
+    return lambda of: of | more
+
+
 def copied(file: str, to: str) -> Spoil:
     return lambda folder: shutil.copy(folder / file, folder / to)
 
@@ -75,22 +79,13 @@ BAD_FOLDERS = {
     "compiled": (weights(renamed("", "_orig_mod.")), "and 18 more of …take '_orig_mod.' off"),
     "a layer more": (fields("config.json", num_hidden_layers=3), "lacks model.layers.2.…6 more"),
     "a layer less": (fields("config.json", num_hidden_layers=1), "has no place for model.layers.1"),
-    "a bias": (weights(lambda of: of | BIAS), "has no place for model.layers.0.mlp.up_proj.bias"),
-    "a shape": (
-        weights(lambda of: of | {UP: torch.ones(64, 64)}),
-        "the shape (64, 64), …(128, 64)",
-    ),
-    "pointer": (
-        lambda f: (f / SAFE).write_text(POINTER),
-        f"has no whole {SAFE}: {SAFE} is git-lfs's pointer to it: run",
-    ),
+    "a bias": (weights(plus(BIAS)), "has no place for model.layers.0.mlp.up_proj.bias"),
+    "a shape": (weights(plus({UP: torch.ones(64, 64)})), "the shape (64, 64), …(128, 64)"),
+    "pointer": (lambda f: (f / SAFE).write_text(POINTER), f"no whole {SAFE}: …git-lfs's pointer"),
     "cut short": (cut(SAFE), f"has no whole {SAFE}: "),
     "empty": (cut(SAFE, 0), f"has no whole {SAFE}: "),
     "none": (lambda f: (f / SAFE).unlink(), "lacks weights for transformers"),
-    "a backup": (
-        copied(SAFE, "old.safetensors"),
-        f"vLLM would read old.safetensors, the trainer {SAFE}",
-    ),
+    "a backup": (copied(SAFE, "old.safetensors"), f"read old.safetensors, the trainer {SAFE}"),
     "consolidated": (copied(SAFE, "consolidated.safetensors"), "would read consolidated.safetens"),
     "an old index": (fields(INDEX, weight_map={HEAD: SHARD}), f"vLLM would read {SHARD}, the trai"),
     "an adapter": (fields("adapter_config.json"), "for its adapter_config.json transformers"),
@@ -98,9 +93,7 @@ BAD_FOLDERS = {
 
 
 @pytest.mark.parametrize("kind", BAD_FOLDERS)
-def test_a_folder_whose_files_are_not_its_model_is_refused_in_one_line(
-    kind, untied_model, tmp_path, capfd
-):
+def test_a_folder_that_is_not_its_model_is_refused_in_one_line(kind, untied_model, tmp_path, capfd):
     spoil, says = BAD_FOLDERS[kind]
     folder = Path(shutil.copytree(untied_model, tmp_path / "model"))
     spoil(folder)
@@ -130,27 +123,16 @@ SHAPE = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_att
 SHAPE |= dict(vocab_size=257, max_position_embeddings=64, pad_token_id=256, eos_token_id=256)
 GPT2 = dict(n_embd=64, n_layer=2, n_head=2, n_positions=64, vocab_size=257)
 OLD_GPT2 = {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-NEOX = [
-    f"gpt_neox.layers.0.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
-]
+OLD_NEOX = "bias masked_bias rotary_emb.inv_freq".split()
+NEOX = {f"gpt_neox.layers.0.attention.{name}": torch.ones(4) for name in OLD_NEOX}
 CAUSAL, REWARD = AutoModelForCausalLM, AutoModelForSequenceClassification
 GOOD = {
-    "buffers": ("GPT2LMHeadModel", GPT2, lambda of: of | OLD_GPT2, CAUSAL),
+    "buffers": ("GPT2LMHeadModel", GPT2, plus(OLD_GPT2), CAUSAL),
     "no prefix": ("GPT2LMHeadModel", GPT2, renamed("transformer.", ""), CAUSAL),
-    "a head that is not used": (
-        "GPT2LMHeadModel",
-        GPT2,
-        lambda of: of | {"v_head.weight": torch.ones(1)},
-        CAUSAL,
-    ),
-    "reward": (
-        "GPTNeoXForSequenceClassification",
-        SHAPE | {"num_labels": 1},
-        lambda of: of | dict.fromkeys(NEOX, torch.ones(4)),
-        REWARD,
-    ),
-    "experts": ("MixtralForCausalLM", SHAPE | {"num_local_experts": 2}, lambda of: of, CAUSAL),
-    "an encoder": ("BertForMaskedLM", SHAPE, lambda of: of, AutoModel),
+    "an unused head": ("GPT2LMHeadModel", GPT2, plus({"v_head.weight": torch.ones(1)}), CAUSAL),
+    "reward": ("GPTNeoXForSequenceClassification", SHAPE | {"num_labels": 1}, plus(NEOX), REWARD),
+    "experts": ("MixtralForCausalLM", SHAPE | {"num_local_experts": 2}, plus({}), CAUSAL),
+    "an encoder": ("BertForMaskedLM", SHAPE, plus({}), AutoModel),
 }
 
 
@@ -218,10 +200,8 @@ def test_what_came_with_a_model_is_saved_with_it_byte_by_byte(chat_folder, tmp_p
         {str(file.relative_to(of)): file.read_bytes() for file in of.rglob("*") if file.is_file()}
         for of in (chat_folder, tmp_path / "saved")
     )
-    assert {name for name in before | after if before.get(name) != after.get(name)} <= {
-        "config.json",
-        SAFE,
-    }
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed <= {"config.json", SAFE}
     assert not any(file.is_symlink() for file in (tmp_path / "saved").iterdir())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, WHOLE_RUN, flags, read, steps_of
+from conftest import ROOT, WHOLE_RUN, flags, python, read, steps_of
 
 from config import Config, UserError
 from launch import children
@@ -153,9 +153,7 @@ def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     code = "import sys, tba; from launch import places\n"
     code += "places.search_ahead = lambda *_: 10; sys.exit(tba.main(sys.argv[1:]))"
     small = flags(steps=150, initial_responses=240, queries_per_batch=1, eval_every=0)
-    command = [sys.executable, "-c", code, *small, *flags(output_dir=run_dir)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WHOLE_RUN)
-    assert result.returncode == 0, result.stderr
+    python("-c", code, *small, *flags(output_dir=run_dir))
     lines = steps_of(run_dir)
     made = np.array([line["received"] for line in lines])
     allowed = np.array([240 + 12 * (line["step"] + 10) for line in lines])

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from decimal import Decimal
@@ -17,7 +16,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import ROOT, byte_tokenizer, make_group, read
+from conftest import byte_tokenizer, make_group, python, read
 from transformers import ByT5Tokenizer
 
 from buffer import Group
@@ -32,7 +31,6 @@ from rollouts import Rollout
 from runtime.record import timeline
 from runtime.responses.samples import SampleLog
 from tasks import Query, Task, load_task
-from tba import main
 
 EMOJI = "👩‍🔬 \U0001f600"
 HALF = "\ud83d"  # of an emoji: no encoding has it
@@ -107,9 +105,7 @@ def report_of(run: Path) -> Page:
     return Page(run / "report.html").check()
 
 
-def test_a_report_shows_starts_pictures_evaluations_waits_alarms_and_responses(
-    run_dir, monkeypatch
-):
+def test_a_report_shows_starts_evaluations_waits_alarms_and_responses(run_dir, monkeypatch):
     run = run_dir(sample(0), sample(2, "13", reward=0.0, finished=False), preset="demo")
     write_lines(run / "alarms.jsonl", [{"step": 3, "name": "mismatch", "text": "too large"}])
     for words in ["arithmetic", "--seed", "3"], ["--resume", str(run), "--steps", "9"]:
@@ -252,9 +248,7 @@ def test_what_is_not_finite_is_null_in_a_file_and_shown_as_such(run_dir):
     assert "5accuracynot finitenot finite to not finite" in Page(run / "report.html").check().text
 
 
-def test_groups_of_one_version_and_query_are_not_taken_for_one_and_beta_is_that_of_the_version(
-    run_dir,
-):
+def test_groups_of_one_version_and_query_stay_apart_and_beta_is_that_of_the_version(run_dir):
     page = report_of(run_dir(*(sample(text=str(number)) for number in range(8))))
     assert page.text.count("query 7: 4 of ") == 2
     run = run_dir(sample(0), sample(2), sample(4), beta=0.125)
@@ -269,27 +263,9 @@ def test_report_draws_the_pictures_and_loads_no_library_of_models(run_dir):
     run = run_dir(sample())
     code = f"import sys, tba; assert tba.main(['--report', {str(run)!r}]) == 0\n"
     code += "assert not {'transformers', 'vllm'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    python("-c", code)
     assert "Version 0" in Page(run / "report.html").check().text
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ("{}/absent", "absent' is no run's directory: it has no config.json of one"),
-        ("{}/model", "is no run's directory"),
-        ("{} --plan", "--report and --plan are both given: give one of the two"),
-        ("{} --eval_only", "--report and --eval_only are both given"),
-    ],
-)
-def test_report_of_what_is_no_run_is_one_line(words, expected, tmp_path, capsys):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    assert main(["--report", *words.format(tmp_path).split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and expected in err
-    assert not list(tmp_path.glob("**/report.html*"))
 
 
 def test_a_run_that_failed_has_pictures_and_a_report_before_its_tracker_ends(run_dir):

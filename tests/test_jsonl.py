@@ -31,9 +31,7 @@ def write(file, *rows) -> str:
         ("math", r"so \boxed{x+1}", [r"\boxed{1+x}"], [r"\boxed{x}"]),
     ],
 )
-def test_a_finished_response_is_right_if_its_answer_is_the_rows(
-    match, answer, right, wrong, tmp_path
-):
+def test_a_response_is_right_if_its_answer_is_the_rows(match, answer, right, wrong, tmp_path):
     data = write(tmp_path / "rows.jsonl", *[{"prompt": "q", "answer": answer}] * 2)
     task = load_task("jsonl", data=data, match=match)
     (query,) = task.queries("train")
@@ -45,44 +43,28 @@ def test_a_finished_response_is_right_if_its_answer_is_the_rows(
     assert bool(task.score_timeout) == (match in ("regex", "math")), "may take for ever"
 
 
-@pytest.mark.parametrize(
-    "row, options, says",
-    [
-        ({"question": "q", "answer": 1}, {}, "it lacks ('prompt', 'answer') (--prompt_column"),
-        ('["q", 1]', {}, "it lacks ('prompt', 'answer')"),
-        ('{"prompt": "q"', {}, "is not JSON in UTF-8"),
-        ({"prompt": "  ", "answer": 1}, {}, "'prompt' is empty, or neither a text nor messages"),
-        ({"prompt": [{"role": "user"}], "answer": 1}, {}, "neither a text nor messages"),
-        ({"prompt": "q", "answer": []}, {}, "'answer' is neither a text nor a number"),
-        ({"prompt": "q", "answer": True}, {}, "'answer' is neither a text nor a number"),
-        (
-            {"prompt": "q", "answer": "x"},
-            {"match": "number"},
-            "--match number: 'answer' is not one number",
-        ),
-        (
-            {"prompt": "q", "answer": "12 m^2"},
-            {"match": "number"},
-            "'answer' is not one number",
-        ),
-        (
-            {"prompt": "q", "answer": "3 to 5"},
-            {"match": "number"},
-            "'answer' is not one number",
-        ),
-        (
-            {"prompt": "q", "answer": " "},
-            {"match": "regex"},
-            "--match regex: 'answer' is nothing to match",
-        ),
-        ({"prompt": "q", "answer": "("}, {"match": "regex"}, "missing ), unterminated subpattern"),
-        ({"prompt": "q", "answer": "a{99999999999}"}, {"match": "regex"}, "repetition number"),
-    ],
-)
-def test_a_bad_row_is_named_by_its_line(row, options, says, tmp_path):
+BAD_ROWS = [
+    ({"question": "q", "answer": 1}, "exact", "it lacks ('prompt', 'answer') (--prompt_column"),
+    ('["q", 1]', "exact", "it lacks ('prompt', 'answer')"),
+    ('{"prompt": "q"', "exact", "is not JSON in UTF-8"),
+    ({"prompt": "  ", "answer": 1}, "exact", "'prompt' is empty, or neither a text nor messages"),
+    ({"prompt": [{"role": "user"}], "answer": 1}, "exact", "neither a text nor messages"),
+    ({"prompt": "q", "answer": []}, "exact", "'answer' is neither a text nor a number"),
+    ({"prompt": "q", "answer": True}, "exact", "'answer' is neither a text nor a number"),
+    ({"prompt": "q", "answer": "x"}, "number", "--match number: 'answer' is not one number"),
+    ({"prompt": "q", "answer": "12 m^2"}, "number", "'answer' is not one number"),
+    ({"prompt": "q", "answer": "3 to 5"}, "number", "'answer' is not one number"),
+    ({"prompt": "q", "answer": " "}, "regex", "--match regex: 'answer' is nothing to match"),
+    ({"prompt": "q", "answer": "("}, "regex", "missing ), unterminated subpattern"),
+    ({"prompt": "q", "answer": "a{99999999999}"}, "regex", "repetition number"),
+]
+
+
+@pytest.mark.parametrize("row, match, says", BAD_ROWS)
+def test_a_bad_row_is_named_by_its_line(row, match, says, tmp_path):
     data = write(tmp_path / "rows.jsonl", {"prompt": CHAT, "answer": "2"}, "", row)
     with pytest.raises(UserError) as error:
-        load_task("jsonl", data=data, **options).queries("train")
+        load_task("jsonl", data=data, match=match).queries("train")
     assert "rows.jsonl line 3" in str(error.value) and says in str(error.value)
 
 
@@ -146,6 +128,5 @@ def test_ten_rows_are_trained_on_and_the_first_prompt_is_shown(untied_model, tmp
     where = flags(data=data, model=untied_model, output_dir=tmp_path / "run")
     left = "VLLM_DP_RANK=1", "VLLM_DP_SIZE=2", "VLLM_DP_MASTER_PORT=1"  # by another launcher
     result = tba("jsonl", *short, *few, *where, prefix=("env", *left))
-    assert result.returncode == 0, result.stderr
     assert "the first prompt, as the model reads it: '" in result.stdout
     assert len(steps_of(tmp_path / "run")) == 3

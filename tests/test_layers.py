@@ -136,9 +136,5 @@ def test_planted_upward_imports_are_found_also_inside_a_function():
         "models.policy": "def f():\n    from launch.checks import preflight",
     }
     sources = SOURCES | {name: SOURCES[name] + line for name, line in planted.items()}
-    expected = [
-        ("buffer", "trainer"),
-        ("loss", "buffer"),
-        ("models.policy", "launch.checks.preflight"),
-    ]
-    assert find_upward(find_imports(sources)) == expected
+    up = [("buffer", "trainer"), ("loss", "buffer"), ("models.policy", "launch.checks.preflight")]
+    assert find_upward(find_imports(sources)) == up

@@ -53,9 +53,7 @@ def test_a_rate_follows_the_latest_seconds_and_is_zero_at_first():
     assert rate_of(slow_then_fast, RATE_WINDOW).tolist() == [3.0, 0.0]
 
 
-def test_plain_lines_show_what_the_trainer_says_and_the_figures_that_an_objective_has(
-    tmp_path, capsys
-):
+def test_plain_lines_show_what_the_trainer_says_and_an_objectives_figures(tmp_path, capsys):
     # There is no log Z: only trajectory balance has one.
     config = Config(task="arithmetic", steps=1, output_dir=str(tmp_path))
     status, (said, stdout) = StatusTable(["trainer"]), Pipe(duplex=False)

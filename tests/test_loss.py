@@ -140,11 +140,9 @@ def test_two_queries_give_the_numbers_worked_out_by_hand():
 @pytest.mark.parametrize("dtype", "int64 int32 uint8 float32 float64 bfloat16".split())
 def test_a_mask_of_any_dtype_gives_the_same(dtype):
     x = to_inputs(make_example("mixed"))
-    other = value_and_gradient(
-        trajectory_balance, replace(x, mask=x.mask.to(getattr(torch, dtype)))
-    )
-    boolean = value_and_gradient(trajectory_balance, replace(x, mask=x.mask.bool()))
-    torch.testing.assert_close(other, boolean, rtol=0, atol=0)
+    masks = x.mask.to(getattr(torch, dtype)), x.mask.bool()
+    found = [value_and_gradient(trajectory_balance, replace(x, mask=mask)) for mask in masks]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_group_of_one_response_repeated_is_already_balanced():

@@ -1,12 +1,10 @@
 """examples/one_file.py: its gradient is the learner's, and it learns the demo's sums."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, WHOLE_RUN
+from conftest import python
 from test_trainer import SHORT, gradient, make_rows
 from transformers import AutoModelForCausalLM
 
@@ -40,9 +38,7 @@ def test_on_the_same_rows_its_gradient_is_that_of_the_learner(untied_model):
 @pytest.mark.long
 @pytest.mark.parametrize("stale", [0, 20])
 def test_it_learns_the_demos_sums_with_fresh_and_with_stale_weights(stale, record_property):
-    command = [sys.executable, ROOT / "examples" / "one_file.py", "--stale", str(stale)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WHOLE_RUN)
-    assert done.returncode == 0, done.stderr
+    done = python("examples/one_file.py", "--stale", stale)
     accuracy = float(re.search(r"final accuracy: ([\d.]+)$", done.stdout.strip())[1])
     record_property("final accuracy", accuracy)
     assert accuracy >= 0.95

@@ -50,9 +50,7 @@ def shapes(tmp_path_factory) -> dict[str, str]:
     return make_shapes(tmp_path_factory.mktemp("shapes"))
 
 
-def plan_on(
-    gpus: str, available: dict[str, float] | None = None, **settings
-) -> tuple[Plan, str | None]:
+def plan_on(gpus: str, available: dict | None = None, **settings) -> tuple[Plan, str | None]:
     """Plan a run on such GPUs, of which that much is available, else all.
 
     Returns the plan, and what is wrong with it.
@@ -135,9 +133,7 @@ def test_counted_activations_are_within_15_percent_of_what_a_step_keeps_and_its_
 
 
 @DTYPES
-def test_the_reference_policys_pass_is_counted_without_casts_of_what_is_held_as_multiplied(
-    dtype, shapes, record_property
-):
+def test_the_reference_policys_pass_is_counted_as_it_is_held(dtype, shapes, record_property):
     config = Config(model=shapes["shallow"], dtype=dtype, **SHORT)
     dtype = getattr(torch, dtype)
     policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model)).eval()
@@ -255,9 +251,7 @@ def test_a_model_that_no_machine_holds_is_refused_before_anything_is_loaded(tmp_
     assert re.fullmatch(r"error: .* is short: .*\n", capfd.readouterr().err)
 
 
-def test_the_command_prints_the_plan_for_cards_that_are_not_there_or_this_machine_and_ends(
-    shapes, tmp_path, capfd
-):
+def test_the_command_prints_the_plan_for_given_cards_or_this_machine(shapes, tmp_path, capfd):
     where = flags(model=shapes["four"], output_dir=tmp_path / "run")
     command = ["gsm8k", *where, "--plan", "--plan_gpus"]
     capfd.readouterr()

@@ -54,9 +54,7 @@ def check_against_each_row_alone(model, temperature: float, atol: float) -> None
         torch.testing.assert_close(mine, parameter.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_log_probabilities_and_gradients_equal_those_of_each_row_alone(
-    untied_model, tied_model, monkeypatch
-):
+def test_log_probabilities_and_gradients_are_each_rows_own(untied_model, tied_model, monkeypatch):
     # Several chunks, of several rows each.
     monkeypatch.setitem(logprobs.TOKENS_PER_FORWARD, "cpu", 150)
     monkeypatch.setitem(logprobs.POSITIONS_PER_LOGITS, "cpu", 7)
@@ -90,9 +88,8 @@ def test_log_probabilities_and_gradients_are_right_for_other_architectures_too(k
     check_against_each_row_alone(model, temperature=0.7, atol=1e-4)
 
 
-def test_each_prompt_and_each_response_run_through_the_model_once(tied_model):
-    model = load(tied_model)
-    seen = []
+def test_each_prompt_and_each_response_run_through_the_model_once(policy):
+    model, seen = policy, []
     model.base_model.register_forward_pre_hook(
         lambda module, arguments, inputs: seen.append(tuple(inputs["input_ids"].shape)),
         with_kwargs=True,

@@ -3,9 +3,7 @@
 import json
 
 import pytest
-import torch
-import transformers
-from conftest import CHAT_TEMPLATE, PATIENCE, Run, byte_tokenizer, flags, read
+from conftest import Run, flags, make, read
 
 from launch.command_line import find_presets
 
@@ -13,24 +11,8 @@ TASKS = ("gsm8k", "competition_math", "tldr", "redteam", "arithmetic", "addends"
 PRESETS = [(task, preset) for task in TASKS for preset in find_presets(task)]
 # With one preset each. Runs of the others end in test_episodes, test_hub and test_runs.
 TO_THE_END = ("gsm8k", "competition_math", "addends")
-# 32 a head: the fewest that vLLM takes on a CPU.
-SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
-SHAPE |= dict(num_hidden_layers=2, intermediate_size=64, max_position_embeddings=512)
 CUT = flags(steps=2, checkpoint_every=0, initial_responses=40)
 SHORT = flags(max_prompt_tokens=250, max_response_tokens=8)
-
-
-def make(directory, kind: str, **settings) -> str:
-    """Save a random model of that class, with a tokenizer of bytes that has a chat template."""
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    end, model_class = tokenizer.eos_token_id, getattr(transformers, kind)
-    tokens = dict(vocab_size=len(tokenizer), eos_token_id=end, pad_token_id=end, bos_token_id=None)
-    model = model_class(model_class.config_class(**SHAPE | tokens | settings))
-    for part in (model, tokenizer):
-        part.save_pretrained(directory / kind)
-    return str(directory / kind)
 
 
 @pytest.fixture(scope="session")
@@ -68,8 +50,7 @@ def test_a_preset_starts_and_makes_two_steps(task, preset, stand_ins, tmp_path):
     with Run(tmp_path / "run", task, "--preset", preset, *CUT, *own) as run:
         run.is_at(2)
         if task in TO_THE_END and preset == next(iter(find_presets(task))):
-            _, err = run.process.communicate(timeout=PATIENCE)
-            assert run.process.returncode == 0, err
+            run.ends_with(0)
             final = read(run.run_dir, "metrics.jsonl")[-1]
             assert any(name.startswith("final_") for name in final)
     assert [line["step"] for line in run.steps()] == [1, 2]

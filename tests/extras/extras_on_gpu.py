@@ -1,6 +1,5 @@
 """Extras on the GPU of cuda.py: test_pretended_gpu.py runs this too."""
 
-import cuda
 import pytest
 import torch
 from branches_on_gpu import ROWS, check_computes_in_bf16, check_gradients
@@ -8,12 +7,6 @@ from cuda import OnCuda
 from test_trainer import make_trainer
 
 from extras.objectives import LOSSES
-
-
-@pytest.fixture
-def gpu():
-    with cuda.pretend():
-        yield
 
 
 @pytest.mark.parametrize("low_memory", ["off", "on"])

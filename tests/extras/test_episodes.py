@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import CHAT_TEMPLATE, PATIENCE, Run, flags, make_group, read, steps_of, tba
+from conftest import CHAT_TEMPLATE, Run, flags, make_group, read, steps_of, tba
 from test_fork import FILES, flags_of
 from transformers import AutoTokenizer
 
@@ -98,15 +98,13 @@ REACH = ["reach", *flags(queries_per_batch=4, eval_every=3, checkpoint_every=2, 
 @pytest.mark.faults
 def test_a_run_killed_in_the_midst_of_episodes_comes_to_the_same_end(tmp_path):
     command = [*REACH, "--synchronous", *flags(steps=6)]
-    whole = tba(*command, "--output_dir", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
+    tba(*command, "--output_dir", tmp_path / "whole")
     with Run(tmp_path / "killed", *command) as run:
         run.is_at(3)
         saved = run.run_dir / "checkpoints" / "step-00000002"
         run.until(saved.exists, "the checkpoint of step 2")  # it is written in the background
         run.process.kill()
-    resumed = tba("--resume", tmp_path / "killed")
-    assert resumed.returncode == 0, resumed.stderr
+    tba("--resume", tmp_path / "killed")
     for key in "step", "loss", "reward", "response_tokens":
         lines, resumed_lines = (steps_of(tmp_path / name) for name in ("whole", "killed"))
         assert [line[key] for line in lines] == [line[key] for line in resumed_lines]
@@ -121,29 +119,14 @@ def test_a_searcher_killed_in_the_midst_of_episodes_is_replaced(tmp_path):
     with Run(tmp_path / "run", *REACH, "--steps", 300) as run:
         run.is_at(3)
         run.kill("searcher 0")
-        out, err = run.process.communicate(timeout=PATIENCE)
-    assert run.process.returncode == 0, err
+        out, _ = run.ends_with(0)
     assert "searcher 0" in out and "final_moves" in read(run.run_dir, "metrics.jsonl")[-1]
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize("kind", [dict(lora_rank=4), dict(trainer_processes=2), dict(searchers=2)])
 def test_episodes_are_played_and_learnt_in_other_kinds_of_runs(kind, tmp_path):
-    result = tba(*REACH, *flags(**kind, steps=6, output_dir=tmp_path / "run"))
-    assert result.returncode == 0, result.stderr
+    tba(*REACH, *flags(**kind, steps=6, output_dir=tmp_path / "run"))
     last_step, final = steps_of(tmp_path / "run")[-1], read(tmp_path / "run", "metrics.jsonl")[-1]
     assert last_step["step"] == 6 and last_step["mismatch"] < 1e-4
     assert final["final_moves"] >= final["final_fewest"] > 0
-
-
-@pytest.mark.parametrize(
-    "task, bound, words",
-    [
-        ("arithmetic", 50, "has no reply()"),
-        ("reach", None, "has episodes: give --max_episode_tokens"),
-        ("reach", 16, "leaves no room for a turn"),
-    ],
-)
-def test_a_bound_that_does_not_fit_the_task_is_refused(task, bound, words, capsys):
-    assert main([task, *flags(max_episode_tokens=bound)]) == 2
-    assert words in capsys.readouterr().err

@@ -35,9 +35,7 @@ def test_a_lockstep_checkpoint_waits_for_all_batches_that_no_later_version_makes
     assert is_settled(), "there are nine steps"
 
 
-def test_constant_staleness_has_batches_of_one_version_resets_to_that_and_killed_leaves_nothing(
-    tmp_path,
-):
+def test_constant_staleness_has_batches_of_one_version_and_killed_leaves_nothing(tmp_path):
     settings = flags(constant_staleness=3, reference_reset_period=5)
     with Run(tmp_path / "run", "arithmetic", *settings, *SMALL, *FOREVER) as run:
         run.is_at(20)
@@ -58,16 +56,12 @@ def test_constant_staleness_has_batches_of_one_version_resets_to_that_and_killed
     assert not {9, 14} & at_reference
 
 
-def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on():
-    config = build_config(["gsm8k", "--synchronous"])
-    assert (config.constant_staleness, config.sync_period) == (0, 1)
-    assert config.samples_per_query == config.responses_per_query
-
-
-def test_the_settings_of_an_earlier_run_can_be_made_synchronous(tmp_path):
+def test_a_synchronous_run_syncs_every_step_and_generates_what_it_trains_on(tmp_path):
     (tmp_path / "config.json").write_text('{"task": "gsm8k"}')
-    config = build_config(["gsm8k", "--config", str(tmp_path / "config.json"), "--synchronous"])
-    assert config.constant_staleness == 0
+    for earlier in [], flags(config=tmp_path / "config.json"):
+        config = build_config(["gsm8k", *earlier, "--synchronous"])
+        assert (config.constant_staleness, config.sync_period) == (0, 1)
+        assert config.samples_per_query == config.responses_per_query
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -80,8 +74,7 @@ def test_the_one_step_of_the_page_has_the_loss_that_its_responses_give(tmp_path)
     (words,) = (words for words in commands() if "--synchronous" in words)
     for seed in range(3, 15):  # on another processor other responses come of a seed
         run_dir = tmp_path / str(seed)
-        result = tba(*words, *flags(seed=seed, output_dir=run_dir))
-        assert result.returncode == 0, result.stderr
+        tba(*words, *flags(seed=seed, output_dir=run_dir))
         samples = read(run_dir, "samples.jsonl")
         if len({line["reward"] for line in samples}) > 1:
             break

@@ -1,8 +1,7 @@
 """LoRA: adapters are trained, merged weights are published, saved and become the reference."""
 
-import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from config import Config, UserError
 from extras import lora
-from launch.command_line import build_config
 from launch.launcher import launch
 from launch.places import find_places
 from launch.planning import sizes
@@ -27,7 +25,6 @@ from models.architecture import trained_shapes, weight_shapes
 from models.logprobs import response_logprobs
 from models.policy import cast_linear_layers, load_policy, trained_parameters
 from runtime.memory_trial import largest_micro_batch, try_largest_batch
-from tba import main
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
 
@@ -89,9 +86,7 @@ def test_the_base_never_changes_and_only_adapters_have_gradients_and_moments(mod
 
 
 @pytest.mark.parametrize("alpha, factor", [(None, 2.0), (6.0, 1.5)])
-def test_the_gradient_is_that_of_the_whole_policy_on_its_way_to_the_adapters(
-    alpha, factor, untied_model, tmp_path
-):
+def test_adapters_get_the_gradient_of_the_whole_policy(alpha, factor, untied_model, tmp_path):
     """d loss / d A = alpha / rank B^T G, where G is the gradient of W, and likewise for B."""
     settings = dict(beta=1.0, lora_alpha=alpha)
     with_adapters = trained(untied_model, tmp_path / "adapters", **settings).learner
@@ -163,7 +158,6 @@ def test_the_largest_batch_trial_gives_the_base_no_gradient(tied_model, tmp_path
 def test_a_run_with_adapters_learns_and_samples_from_what_it_has_learnt(tmp_path):
     run_dir = tmp_path / "run"
     result = tba("arithmetic", *flags(steps=300, lora_rank=8, output_dir=run_dir))
-    assert result.returncode == 0, result.stderr
     assert "LoRA of rank 8: 0.02 M parameters are trained" in result.stdout
     lines = read(run_dir, "metrics.jsonl")
     base = next(line["accuracy"] for line in lines if "accuracy" in line)
@@ -172,9 +166,7 @@ def test_a_run_with_adapters_learns_and_samples_from_what_it_has_learnt(tmp_path
 
 
 @pytest.mark.parametrize("masters", ["float32", "bfloat16"])
-def test_in_bf16_the_base_takes_half_and_what_is_saved_is_of_the_masters_dtype_and_whole(
-    masters, untied_model, tmp_path
-):
+def test_in_bf16_the_base_takes_half_and_the_saved_model_is_whole(masters, untied_model, tmp_path):
     settings = dict(dtype="bfloat16", master_dtype=masters)
     learner = trained(untied_model, tmp_path, **settings).learner
     layer = learner.policy.model.layers[0].mlp.up_proj
@@ -213,10 +205,8 @@ def test_in_bf16_part_of_a_small_update_is_lost_on_its_way_to_the_searchers(
 
 
 def test_two_passes_of_low_memory_give_the_same_adapters(tied_model, tmp_path):
-    one, two = (
-        trained(tied_model, tmp_path / low, low_memory=low).learner.trained for low in ("off", "on")
-    )
-    torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
+    one, two = (trained(tied_model, tmp_path / low, low_memory=low) for low in ("off", "on"))
+    torch.testing.assert_close(two.learner.trained, one.learner.trained, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -265,16 +255,3 @@ def test_what_cannot_be_had_is_one_line(tied_model, monkeypatch):
     experts = Qwen3MoeConfig(**shape, num_experts=4, num_key_value_heads=2, head_dim=16)
     with pytest.raises(UserError, match="has experts, whose adapters could not be merged"):
         lora.add_adapters(AutoModelForCausalLM.from_config(experts), config)
-
-
-def test_a_run_with_adapters_is_resumed_with_their_rank(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(asdict(Config(lora_rank=4))))
-    assert build_config(flags(resume=tmp_path)).lora_rank == 4
-    with pytest.raises(UserError, match="--lora_rank is 8, but the run to resume has 4"):
-        build_config(flags(resume=tmp_path, lora_rank=8))
-
-
-def test_alpha_without_a_rank_is_one_line(capsys):
-    assert main(["arithmetic", "--lora_alpha", "16"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(r"--lora_alpha is 16.0, but --lora_rank 0 .*: give a rank, or .* None", line)

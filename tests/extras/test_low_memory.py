@@ -27,9 +27,7 @@ def small_passes(monkeypatch):
 @pytest.mark.parametrize(
     "dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["fp32", "fp64"]
 )
-def test_the_gradient_in_two_passes_is_that_in_one(
-    loss, dtype, tolerance, tied_model, small_passes
-):
+def test_two_passes_have_the_gradient_of_one(loss, dtype, tolerance, tied_model, small_passes):
     learner = Learner(Config(model=str(tied_model), loss=loss, **SETTINGS), print)
     learner.policy.to(dtype)
     learner.dtype = dtype
@@ -93,9 +91,7 @@ def test_a_batch_that_does_not_fit_makes_the_learner_take_two_passes(tied_model)
     assert all(parameter.grad is None for parameter in learner.policy.parameters())
 
 
-def test_an_objective_whose_gradient_takes_another_way_too_is_refused_in_two_passes(
-    tied_model, monkeypatch
-):
+def test_an_objective_whose_gradient_takes_another_way_too_is_refused(tied_model, monkeypatch):
     """Without a word it would learn from a part of its gradient."""
 
     def with_entropy(self, *arguments):

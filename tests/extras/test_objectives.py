@@ -185,9 +185,8 @@ identical_rewards = pytest.mark.parametrize("pattern", ["all equal", "all wrong"
 @pytest.mark.parametrize("distance", ["near", "far"])
 def test_an_objective_has_the_value_and_the_gradient_of_its_formula(name, pattern, distance):
     example = make_example(pattern, distance)
-    check_against_formula(
-        value_and_gradient(LOSSES[name], to_inputs(example)), REFERENCES[name], example
-    )
+    found = value_and_gradient(LOSSES[name], to_inputs(example))
+    check_against_formula(found, REFERENCES[name], example)
 
 
 @shipped_objective
@@ -264,17 +263,6 @@ def test_identical_rewards_move_nothing_where_policy_reference_and_behaviour_agr
     agreeing = [replace(row, behavior=row.policy, reference=row.policy) for row in example]
     _, gradient = value_and_gradient(LOSSES[name], to_inputs(agreeing))
     assert_close(gradient, torch.zeros_like(gradient), rtol=0.0, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["tb", "grpo"])
-@identical_rewards
-def test_under_identical_rewards_tb_and_grpo_still_pull_each_group_to_the_reference(name, pattern):
-    inputs = to_inputs(make_example(pattern))
-    _, gradient = value_and_gradient(LOSSES[name], inputs)
-    away = inputs.logprobs.detach() - inputs.ref_logprobs
-    # A descent step goes against `away`.
-    along = (gradient * away).view(-1, K * WIDTH).sum(dim=1)
-    assert (along > 1e-4).all()
 
 
 @pytest.mark.parametrize(
@@ -361,9 +349,8 @@ def test_neither_what_stands_on_padding_nor_its_width_changes_value_or_gradient(
 def test_queries_one_by_one_average_to_all_queries_at_once_in_any_order(name, pattern):
     example = queries(make_example(pattern))
     for order in example, example[::-1]:
-        values, gradients = zip(
-            *(value_and_gradient(LOSSES[name], to_inputs(query)) for query in order)
-        )
+        found = [value_and_gradient(LOSSES[name], to_inputs(query)) for query in order]
+        values, gradients = zip(*found)
         average = torch.stack(values).mean(), torch.cat(gradients) / len(order)
         whole = value_and_gradient(LOSSES[name], to_inputs(sum(order, [])))
         assert_close(average, whole, rtol=1e-9, atol=1e-12)

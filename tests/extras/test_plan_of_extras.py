@@ -19,9 +19,7 @@ def shapes(tmp_path_factory) -> dict[str, str]:
     return make_shapes(tmp_path_factory.mktemp("shapes"))
 
 
-def test_beside_the_trainer_vllm_gets_what_its_share_leaves_for_keys_and_values(
-    shapes, monkeypatch
-):
+def test_beside_the_trainer_vllm_gets_what_its_share_leaves_for_the_cache(shapes, monkeypatch):
     config = Config(**GSM8K | dict(model=shapes["rho"], gpu_memory_utilization=0.5))
     places, task = find_places(config, ["0"]), load_task("gsm8k")
     monkeypatch.setattr(plan, "this_machine", lambda *_: {"GPU 0": 79 * GIB})
@@ -61,9 +59,7 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize("gpus, settings, words", PROBLEMS)
-def test_a_plan_that_does_not_fit_says_what_is_short_and_the_setting_that_would_do(
-    gpus, settings, words, shapes
-):
+def test_a_plan_that_does_not_fit_says_which_setting_would_do(gpus, settings, words, shapes):
     _, problem = plan_on(gpus, model=shapes["four"], **settings)
     assert re.search(words, problem) and "\n" not in problem, problem
 

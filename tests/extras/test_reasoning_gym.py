@@ -3,13 +3,12 @@
 import os
 import pickle
 import string
-import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import ROOT, flags, read, tba
+from conftest import flags, python, read, tba
 
 from config import Config, UserError
 from launch import children
@@ -88,9 +87,8 @@ def test_queries_are_the_same_in_every_process_of_a_run_or_the_dataset_is_refuse
     code = "from tasks import load_task; import sys; sys.path[0] = ''\n"
     code += "print(load_task('reasoning_gym', dataset='isomorphic_strings').queries('train')[7])"
 
-    def ask(variables: dict[str, str]) -> bytes:
-        command, env = [sys.executable, "-c", code], os.environ | variables
-        return subprocess.check_output(command, cwd=ROOT, env=env)
+    def ask(variables: dict[str, str]) -> str:
+        return python("-c", code, env=os.environ | variables).stdout
 
     own = children.environment(Place("tests", None, [0]))
     assert ask(own) == ask(own) != ask({"PYTHONHASHSEED": "1"})
@@ -135,8 +133,7 @@ def test_a_tiny_model_learns_to_spell_backward(seed, tmp_path, record_property):
     own += flags(steps=200, queries_per_batch=16, responses_per_query=8, samples_per_query=8)
     own += flags(max_prompt_tokens=8, max_response_tokens=8)
     own += flags(learning_rate=1e-3, max_grad_norm=1, beta=0.1)
-    result = tba("reasoning_gym", *own, "--synchronous")
-    assert result.returncode == 0, result.stderr
+    tba("reasoning_gym", *own, "--synchronous")
     lines = read(tmp_path / "run", "metrics.jsonl")
     base = next(line["score"] for line in lines if "score" in line)
     final = lines[-1]["final_score"]

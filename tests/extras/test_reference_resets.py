@@ -47,9 +47,7 @@ def test_rows_that_an_earlier_reference_scored_are_scored_anew_when_they_are_dra
     assert rows[5].ref_logprobs.tolist() == [7.0]
 
 
-def test_a_trainer_that_resets_does_what_it_did_when_this_was_recorded(
-    untied_model, tmp_path, monkeypatch
-):
+def test_a_trainer_that_resets_does_what_it_did_when_recorded(untied_model, tmp_path, monkeypatch):
     record = play_trainer(untied_model, tmp_path, monkeypatch, reference_reset_period=8)
     record.compare("trainer_with_resets.txt")
 

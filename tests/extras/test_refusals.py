@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SMALL, WHOLE_RUN, flags
+from conftest import ROOT, SMALL, flags, python
 from test_command_line import refused
 from test_plan import make_shapes, plan_on
 
@@ -21,6 +20,10 @@ REFUSED = [
     ("{plan} 4x80 --trainer_processes 4", "is 4, … 4 GPUs: … a searcher another; give at most 3"),
     ("{plan} 8x80 --trainer_processes 4 --searchers 5", "is 5, … 8 GPUs: room for 4 beside 4"),
     ("--trainer_processes 33", "--trainer_processes is 33, more than --queries_per_batch 32"),
+    ("arithmetic --max_episode_tokens 50", "has no reply()"),
+    ("reach --max_episode_tokens None", "has episodes: give --max_episode_tokens"),
+    ("reach --max_episode_tokens 16", "leaves no room for a turn"),
+    ("--lora_alpha 16", "--lora_alpha is 16.0, but --lora_rank 0 …: give a rank, or … None"),
     ("--trainer_processes 2 --lora_rank 8", "--lora_rank 8 … 2 are both given, … are not sharded"),
     ("arithmetic --ray auto", "--ray needs Ray…pip install -r requirements-ray.txt"),
     ("--ray auto --synchronous", "--ray auto is for free-running search"),
@@ -28,9 +31,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("arguments, expected", REFUSED)
-def test_what_does_not_go_with_an_extra_is_refused(
-    arguments, expected, untied_model, monkeypatch, capfd
-):
+def test_an_extra_refuses_what_it_cannot_do(arguments, expected, untied_model, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "ray", None)
     for name in [name for name in sys.modules if name.startswith("extras.nodes")]:
         monkeypatch.delitem(sys.modules, name)
@@ -38,19 +39,11 @@ def test_what_does_not_go_with_an_extra_is_refused(
     refused(arguments.format(plan=plan).split(), expected, capfd)
 
 
-@pytest.mark.parametrize(
-    "row, expected",
-    [
-        ({"problem": "1+1?"}, "has no 'solution'"),
-        ({"problem": "1+1?", "solution": "2"}, r"has no \boxed{}"),
-    ],
-)
-def test_a_problem_of_math_that_cannot_be_used_is_named_with_its_line(
-    row, expected, tmp_path, capfd
-):
-    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+@pytest.mark.parametrize("row, lacks", [({}, "'solution'"), ({"solution": "2"}, r"\boxed{}")])
+def test_a_problem_of_math_that_cannot_be_used_is_named_with_its_line(row, lacks, tmp_path, capfd):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"problem": "1+1?"} | row))
     arguments = ["competition_math", "--data_dir", tmp_path]
-    refused(arguments, f"train.jsonl line 1…{expected}", capfd)
+    refused(arguments, f"train.jsonl line 1…has no {lacks}", capfd)
 
 
 @pytest.mark.parametrize(
@@ -69,18 +62,14 @@ def test_a_problem_of_math_that_cannot_be_used_is_named_with_its_line(
         "nodes/joining: arithmetic --ray auto",
     ],
 )
-def test_without_extras_what_wants_one_is_refused_by_name_and_the_demo_is_not(
-    wanted, tmp_path, monkeypatch, capfd
-):
+def test_without_extras_what_wants_one_is_refused_by_name(wanted, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(config, "__file__", str(tmp_path / "config.py"))
     name, arguments = wanted.split(": ")
     refused(arguments.split(), f"needs extras/{name}, which this copy of the project lacks", capfd)
     assert build_config(["arithmetic"]).loss == "tb"
 
 
-def test_without_extras_a_plan_neither_takes_two_passes_nor_advises_what_is_not_there(
-    tmp_path, monkeypatch
-):
+def test_without_extras_a_plan_takes_and_advises_nothing_of_them(tmp_path, monkeypatch):
     model = make_shapes(tmp_path)["four"]
     for has_extras in True, False:
         if not has_extras:
@@ -99,9 +88,5 @@ def test_a_copy_without_extras_and_their_tests_finds_its_other_tests_and_trains(
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("extras", "runs", ".*"))
     train = ["tba.py", "arithmetic", *SMALL, *flags(steps=20, output_dir=tmp_path / "run")]
-    for command in (["-m", "pytest", "-q", "--collect-only", "tests"], train):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=copy, capture_output=True, text=True, timeout=WHOLE_RUN
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert "final accuracy" in done.stdout
+    python("-m", "pytest", "-q", "--collect-only", "tests", cwd=copy)
+    assert "final accuracy" in python(*train, cwd=copy).stdout

@@ -348,8 +348,7 @@ def test_a_run_in_lockstep_with_two_processes_has_the_losses_of_one(mode, tmp_pa
     for processes in (1, 2):
         run_dir = tmp_path / str(processes)
         own = flags(steps=40, trainer_processes=processes, output_dir=run_dir)
-        done = tba("arithmetic", *mode, *own)
-        assert done.returncode == 0, done.stderr
+        tba("arithmetic", *mode, *own)
         losses.append([line["loss"] for line in steps_of(run_dir)])
         mismatches.append(max(line.get("mismatch", 0.0) for line in steps_of(run_dir)))
     assert len(losses[0]) == 40 and losses[1] == pytest.approx(losses[0], rel=1e-3)
@@ -363,8 +362,7 @@ def test_a_run_in_lockstep_with_two_processes_has_the_losses_of_one(mode, tmp_pa
 @pytest.mark.long
 def test_an_asynchronous_run_with_two_processes_reaches_095_and_its_weights_arrive(tmp_path):
     run_dir = tmp_path / "run"
-    done = tba("arithmetic", *flags(steps=300, trainer_processes=2, output_dir=run_dir))
-    assert done.returncode == 0, done.stderr
+    tba("arithmetic", *flags(steps=300, trainer_processes=2, output_dir=run_dir))
     assert read(run_dir, "metrics.jsonl")[-1]["final_accuracy"] >= 0.95
     mismatches = [line["mismatch"] for line in steps_of(run_dir) if "mismatch" in line]
     assert 0 < max(mismatches) < 1e-4, "as with one process, in fp32"

@@ -86,10 +86,7 @@ def test_a_turn_and_a_reply_are_what_its_template_makes_of_both(model):
     turn = tokenizer("It is 5.").input_ids + [ENDED]
     tokens = encode_prompt(tokenizer, asked) + turn
     tokens += encode_reply(tokenizer, asked, "And 4 more?", turn[-1])
-    said = [
-        {"role": "assistant", "content": "It is 5."},
-        {"role": "user", "content": "And 4 more?"},
-    ]
+    said = [dict(role="assistant", content="It is 5."), dict(role="user", content="And 4 more?")]
     assert tokens == encode_prompt(tokenizer, asked + said)
 
 

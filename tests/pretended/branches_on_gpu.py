@@ -6,15 +6,12 @@ import cuda
 import numpy as np
 import pytest
 import torch
-from conftest import byte_tokenizer
 from cuda import OnCuda
-from test_tldr import make_reward_model
+from test_tldr import REWARD
 from test_trainer import SHORT, make_rows
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from config import Config
-from launch import children
-from launch.places import find_places
 from launch.planning.sizes import Pass, pass_bytes
 from learner import Learner, find_objective
 from models.architecture import weight_shapes
@@ -28,12 +25,6 @@ from weights import SharedWeights
 
 ROWS = make_rows(queries=4, per_query=3)
 BATCH = dict(responses_per_query=3, queries_per_batch=4, tokens_per_micro_batch=160) | SHORT
-
-
-@pytest.fixture
-def gpu():
-    with cuda.pretend():
-        yield
 
 
 def make(model, **settings) -> Learner:
@@ -173,7 +164,7 @@ def test_a_checkpoint_is_on_the_host_and_resumes_alike(masters, gpu, untied_mode
 
 
 def test_models_of_a_task_are_on_the_gpu(gpu, tmp_path, untied_model):
-    classifier = Classifier(str(make_reward_model(tmp_path / "reward", byte_tokenizer())))
+    classifier = Classifier(make(tmp_path, **REWARD))
     sampler = Sampler(str(untied_model))
     for model in (classifier.model, sampler.model):
         assert all(p.is_cuda for p in model.parameters())
@@ -181,15 +172,6 @@ def test_models_of_a_task_are_on_the_gpu(gpu, tmp_path, untied_model):
     assert len(scores) == 2 and np.isfinite(scores).all()
     texts = sampler.sample(["a", "bc"], per_text=2, temperature=1.0, top_p=1.0, max_tokens=3)
     assert len(texts) == 4
-
-
-def test_a_process_gets_its_gpu_by_the_name_that_it_was_made_visible_by(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, 5")
-    environments = [children.environment(place) for place in find_places(Config())]
-    assert [found["CUDA_VISIBLE_DEVICES"] for found in environments] == ["GPU-a", "5"]
-    is_trainers = ["PYTORCH_CUDA_ALLOC_CONF" in found for found in environments]
-    assert is_trainers == [True, False]
 
 
 def test_of_attention_only_cudnns_is_off(gpu):

@@ -21,6 +21,7 @@ _lib = Path(importlib.util.find_spec("torch").origin).parent / "lib"
 for _path in (_lib / "libc10.so", _lib / "libtorch_cpu.so", os.environ["PRETENDED_GPU"]):
     ctypes.CDLL(str(_path), mode=ctypes.RTLD_GLOBAL)
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.utils import _python_dispatch as dispatch  # noqa: E402
 from torch.utils._pytree import tree_flatten, tree_map_only  # noqa: E402
@@ -157,4 +158,10 @@ def pretend() -> Iterator[None]:
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
         torch._C._set_only_lift_cpu_tensors(True)
         stack.enter_context(PretendedCuda())
+        yield
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    with pretend():
         yield
