@@ -40,8 +40,7 @@ from common import arguments, as_flags, make_group, mean_and_each, reached, save
 import tba
 from buffer import Group
 from config import Config
-from launch import children
-from launch.checks import checked
+from launch import checked, children
 from launch.command_line import build_config
 from launch.files import read_spans, trainer_busy
 from launch.places import Place, find_places

@@ -69,7 +69,7 @@ def make_run(name: str, output: Path, seed: int) -> None:
             sys.exit(f"a run failed, see {log.name}")
         if start == np.inf:
             start = end_of_evaluation(unfinished)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)  # SIGINT a shell may have had ignored
     process.wait(timeout=180)
     unfinished.rename(output)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from config import Config, UserError
 from launch import resuming
+from launch.checked import CheckedRun, check_run
 from launch.checks import preflight
-from launch.checks.checked import CheckedRun, check_run
 from launch.command_line import mask
 from launch.evaluate import final_evaluation
 from launch.files import rewind, trainer_busy

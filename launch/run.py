@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 from config import extra
 from launch import children
-from launch.checks.checked import CheckedRun
+from launch.checked import CheckedRun
 from launch.display.terminal import Terminal
 from launch.places import is_gpu_shared, searchers_of, trainers_of
 from launch.supervisor import STOP_SECONDS, RunFailed, Supervisor

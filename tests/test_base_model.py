@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import make
+from conftest import TOY, make
 from safetensors.torch import load_file, save_file
 from test_trainer import make_trainer
 
@@ -41,7 +41,7 @@ def test_weights_are_named_by_their_numbers(piece_bytes, which, tied_model, tmp_
 
 
 def test_a_run_names_its_base_model_and_is_not_resumed_on_another(tmp_path, capsys):
-    model = Path(make(tmp_path, "Qwen2ForCausalLM", tie_word_embeddings=True))
+    model = Path(make(tmp_path, "LlamaForCausalLM", **TOY))
     run_dir, name = tmp_path / "run", identify_weights(str(model))
     trainer = make_trainer(model, run_dir, base_model=name)
     trainer.rollout_queue.put(Evaluation(0, {"accuracy": (0.5, 0.4, 0.6)}, 10))

@@ -99,7 +99,7 @@ class ScriptedQueue:
             raise queue.Full
         if isinstance(item, Evaluation):
             what = f"evaluation of version {item.version} on {item.queries} queries"
-            self.record(f"send {what}, {item.unscored} unscored, {item.score:.4f}")
+            self.record(f"send {what}, {item.unscored} unscored, {item.metrics['score'][0]:.4f}")
             return
         lengths, rewards = sorted(set(item.lengths.tolist())), item.rewards[:4].tolist()
         self.record(

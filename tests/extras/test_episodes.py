@@ -10,7 +10,7 @@ from conftest import CHAT_TEMPLATE, Run, flags, make_group, read, steps_of, tba
 from test_fork import FILES, flags_of
 from transformers import AutoTokenizer
 
-from buffer import Pool, rows_of
+from buffer import rows_of
 from config import Config, UserError
 from extras.episodes import encode_reply
 from extras.objectives import LOSSES
@@ -78,18 +78,6 @@ def test_tokens_that_are_in_no_loss_move_no_objective(untied_model):
             losses.append({name: float(loss(inputs)[0]) for name, loss in LOSSES.items()})
         assert len(log_weights(inputs).tokens) == 4
     assert losses[0] == losses[1]
-
-
-def test_a_buffer_saved_before_there_were_masks_is_taken_up():
-    pool, old = Pool(), Pool()
-    for row in rows_of(make_group(0, 0, [2, 1], [1, 2, 3])):
-        old.add(row, row.tokens.tobytes(), 9)
-    state = old.state_dict()
-    masks = [key for key in state if "in_loss" in key or "sampled" in key]
-    pool.load_state_dict({key: state[key] for key in state.keys() - masks})
-    for field in "in_loss", "sampled":
-        arrays = [getattr(row, field).tolist() for row in pool.of_query[0].rows]
-        assert arrays == [[True, True], [True]]
 
 
 REACH = ["reach", *flags(queries_per_batch=4, eval_every=3, checkpoint_every=2, seed=1)]

@@ -6,6 +6,7 @@ import cuda
 import numpy as np
 import pytest
 import torch
+from conftest import make as make_model
 from cuda import OnCuda
 from test_tldr import REWARD
 from test_trainer import SHORT, make_rows
@@ -164,7 +165,7 @@ def test_a_checkpoint_is_on_the_host_and_resumes_alike(masters, gpu, untied_mode
 
 
 def test_models_of_a_task_are_on_the_gpu(gpu, tmp_path, untied_model):
-    classifier = Classifier(make(tmp_path, **REWARD))
+    classifier = Classifier(make_model(tmp_path, **REWARD))
     sampler = Sampler(str(untied_model))
     for model in (classifier.model, sampler.model):
         assert all(p.is_cuda for p in model.parameters())
