@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import flags, python, read
+from conftest import flags, python, read, tba
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import Config
@@ -260,6 +260,11 @@ def test_a_secret_is_in_no_file_but_needed_anew(flag, tmp_path, untied_model, mo
         with monkeypatch.context() as patch:
             patch.setenv("API_KEY", secret)
             assert build_config(earlier).options["api_key"] == secret
+
+
+def test_an_error_reaches_the_shell():
+    result = tba("--steps", 0, code=2)
+    assert (result.stdout, result.stderr) == ("", "error: --steps is 0: it must be positive\n")
 
 
 def test_a_start_on_another_kind_of_processor_says_that_it_was_never_tried(monkeypatch, capfd):

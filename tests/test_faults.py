@@ -295,7 +295,7 @@ def test_a_run_whose_output_is_lost_goes_on_to_its_end(where, tmp_path, monkeypa
 
     def is_shown() -> bool:
         with suppress(BlockingIOError):
-            return b"heartbeat" in os.read(terminal, 1 << 16)
+            return b"steps behind" in os.read(terminal, 1 << 16)
         return False
 
     path = "/dev/full" if where == "a full disk" else os.ttyname(other_end)

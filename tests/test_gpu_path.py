@@ -30,12 +30,14 @@ def test_gpus_that_are_counted_and_cannot_be_used_are_refused_in_one_line(gpus):
 
 def test_each_process_gets_its_part_of_the_cores(gpus, monkeypatch):
     gpus(4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0, GPU-1, GPU-2, GPU-3")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     places = find_places(Config())
     assert len(places) == 4
     for number, place in enumerate(places):
         found = children.environment(place)
-        assert found["CUDA_VISIBLE_DEVICES"] == place.gpu == str(number)
+        assert found["CUDA_VISIBLE_DEVICES"] == place.gpu == f"GPU-{number}"
+        assert ("PYTORCH_CUDA_ALLOC_CONF" in found) == (place.name == "trainer")
         assert found["OMP_NUM_THREADS"] == found["MKL_NUM_THREADS"] == "16"
         assert place.cores == list(range(64)), "it may run on any"
     # Without GPUs trainer processes share the half of the cores that the trainer has.
