@@ -258,10 +258,7 @@ class Learner:
         parameter.copy_(value)
 
     def in_step(self, parts: list) -> list[tuple[Any, int]]:
-        """Pair each part with its weight, 1.
-
-        A sharded learner appends parts of weight 0, so that all ranks run equally many.
-        """
+        """Pair each part with its weight, 1. A sharded learner appends parts of weight 0."""
         return [(part, 1) for part in parts]
 
     def all_fit(self, fits: bool) -> bool:

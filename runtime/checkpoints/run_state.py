@@ -31,10 +31,7 @@ class RunState:
     evaluations: EvaluationRequests
 
     def collect(self) -> tuple[Tensors, Arrays, dict]:
-        """Collect tensors by file, arrays by file, and plain values.
-
-        Tensors are yielded one at a time, so that a sharded learner gathers one at a time.
-        """
+        """Collect tensors by file, which come one at a time, arrays by file, and plain values."""
         tensors = {"learner": self.learner.state()}
         if self.weights.reference_version:
             tensors["reference"] = self.weights.reference_tensors().items()

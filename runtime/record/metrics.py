@@ -74,10 +74,7 @@ class StepMetrics:
             self.measure_mismatch([*groups, *later], 0 if is_due else 1)
 
     def measure_mismatch(self, groups: list[Group], least: int) -> None:
-        """Measure the mismatch on the latest group that a single version generated.
-
-        That version must still be in a slot of shared memory, and be `least` or later.
-        """
+        """Measure the mismatch on the latest group of one version, `least` or later, in a slot."""
         held = {v: tensors for v, tensors in self.weights.held().items() if v >= least}
         for group in reversed(groups):
             if group.version == group.last_version and group.version in held:
