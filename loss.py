@@ -45,6 +45,8 @@ class LossInputs:
     # (N, T) 1 on tokens that the policy chose, for figures of importance sampling: not on an end
     # that was appended. None: as mask.
     sampled: Tensor | None = None
+    # (N,) trainer step minus the version that began to sample the row: 0 for a fresh one. None: 0.
+    staleness: Tensor | None = None
 
 
 Metrics = dict[str, float | Tensor]

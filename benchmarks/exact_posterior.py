@@ -7,13 +7,16 @@ behaviour policy, b exp(r / beta) / Z, and log Z are known exactly.
 
 There are three queries of different partition functions. Responses have up to 4 tokens: two letters
 and an end-of-sequence token. The policy is a table of logits per query and prefix. All responses
-are drawn from one fixed behaviour policy, which is neither the policy nor the reference.
+are drawn from one fixed behaviour policy, which is neither the policy nor the reference; objectives
+that ask for it are told a staleness of STALENESS steps. A second table has the drift: by how much
+the log-probabilities of a batch's rows rise or fall together when it is trained on again and again.
 Writes benchmarks/results/exact_posterior.{md,png}.
 """
 
 import itertools
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
@@ -24,9 +27,11 @@ from loss import LossInputs
 
 LETTERS, LENGTH, QUERIES, K, BETA = 2, 4, 3, 16, 0.5
 EOS = LETTERS
-STEPS, MEASURE, SEEDS = 3000, 50, 3
+STEPS, MEASURE, SEEDS, STALENESS = 3000, 50, 3, 4
 # Of Adam, decayed linearly to 0. Shown is the one that ends nearest to the objective's aim.
 LEARNING_RATES = (0.1, 0.03, 0.01)
+DRIFTING = ("tb", "tb_anchored", "tba_ema")
+DRIFT_STEPS, DRIFT_RATE = 50, 0.03
 
 
 def language() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,61 +61,96 @@ def token_logprobs(tables: torch.Tensor) -> torch.Tensor:
     return tables.log_softmax(-1)[:, STATES, TOKENS]
 
 
+class Problem(NamedTuple):
+    """Three queries: the reference policy and the behaviour policy, and the rewards (Q, R)."""
+
+    reference: torch.Tensor  # tables
+    behavior: torch.Tensor
+    rewards: torch.Tensor
+    generator: torch.Generator
+
+    def draw(self) -> torch.Tensor:
+        """Draw K responses to each query from the behaviour policy: (Q, K)."""
+        probabilities = response_logprobs(self.behavior).exp()
+        return torch.multinomial(probabilities, K, replacement=True, generator=self.generator)
+
+    def inputs(self, tables: torch.Tensor, drawn: torch.Tensor) -> LossInputs:
+        """Make what the objective reads of the drawn responses, under a policy's tables."""
+        rows = drawn[..., None].expand(-1, -1, LENGTH)
+        policies = tables, self.reference, self.behavior
+        return LossInputs(
+            *(token_logprobs(policy).gather(1, rows).flatten(0, 1) for policy in policies),
+            mask=MASK[drawn].flatten(0, 1),
+            rewards=self.rewards.gather(1, drawn).flatten(),
+            group_size=K,
+            beta=BETA,
+            max_response_length=LENGTH,
+            staleness=torch.full((QUERIES * K,), STALENESS),
+        )
+
+
+def make_problem(seed: int) -> Problem:
+    """Draw a problem."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = QUERIES, int(STATES.max()) + 1, LETTERS + 1
+    tables = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)]
+    rewards = 2 * torch.rand(QUERIES, len(TOKENS), generator=generator, dtype=torch.float64)
+    return Problem(*tables, rewards + torch.arange(QUERIES)[:, None], generator)
+
+
+def response_logprobs(tables: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each response to each query, (Q, R)."""
+    return (token_logprobs(tables) * MASK).sum(-1)
+
+
 def train(objective: str, learning_rate: float, seed: int, steps: int) -> dict[str, list[float]]:
     """Train a policy on responses of a fixed behaviour policy; measure it every MEASURE steps.
 
     Returns KL(pi || pi*), the same to the best policy near the behaviour policy, and the error of
     log Z, all means over queries.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def random_tables() -> torch.Tensor:
-        shape = QUERIES, int(STATES.max()) + 1, LETTERS + 1
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    reference, behavior = random_tables(), random_tables()
-    shape = QUERIES, len(TOKENS)
-    rewards = 2 * torch.rand(shape, generator=generator, dtype=torch.float64)
-    rewards += torch.arange(QUERIES)[:, None]
-    ref_logprobs = token_logprobs(reference)  # (Q, R, T)
-    unnormalised = (ref_logprobs * MASK).sum(-1) + rewards / BETA  # (Q, R)
+    problem = make_problem(seed)
+    unnormalised = response_logprobs(problem.reference) + problem.rewards / BETA  # (Q, R)
     true_log_z = unnormalised.logsumexp(-1)
     best = unnormalised - true_log_z[:, None]  # log pi*
-    behavior_logprobs = token_logprobs(behavior)  # (Q, R, T)
-    log_b = (behavior_logprobs * MASK).sum(-1)  # (Q, R)
-    near_behavior = (log_b + rewards / BETA).log_softmax(-1)
+    near_behavior = response_logprobs(problem.behavior) + problem.rewards / BETA
+    near_behavior = near_behavior.log_softmax(-1)
 
-    tables = reference.clone().requires_grad_()
+    tables = problem.reference.clone().requires_grad_()
     optimizer = torch.optim.Adam([tables], lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     history = defaultdict(list)
     for step in range(steps + 1):
         if step % MEASURE == 0:
             with torch.no_grad():
-                log_pi = (token_logprobs(tables) * MASK).sum(-1)
+                log_pi = response_logprobs(tables)
                 for name, aim in ("kl", best), ("kl_behavior", near_behavior):
                     kl = (log_pi.exp() * (log_pi - aim)).sum(-1)
                     history[name].append(float(kl.mean()))
                 log_z_error = ((unnormalised - log_pi).mean(-1) - true_log_z).abs()
             history["log_z_error"].append(float(log_z_error.mean()))
-        drawn = torch.multinomial(log_b.exp(), K, replacement=True, generator=generator)  # (Q, K)
-        rows = drawn[..., None].expand(-1, -1, LENGTH)
-        inputs = LossInputs(
-            logprobs=token_logprobs(tables).gather(1, rows).flatten(0, 1),
-            ref_logprobs=ref_logprobs.gather(1, rows).flatten(0, 1),
-            behavior_logprobs=behavior_logprobs.gather(1, rows).flatten(0, 1),
-            mask=MASK[drawn].flatten(0, 1),
-            rewards=rewards.gather(1, drawn).flatten(),
-            group_size=K,
-            beta=BETA,
-            max_response_length=LENGTH,
-        )
-        loss, _ = LOSSES[objective](inputs)
+        loss, _ = LOSSES[objective](problem.inputs(tables, problem.draw()))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
     return history
+
+
+def drift(objective: str, seed: int) -> float:
+    """Return by how much log pi of the K rows of one batch, summed, changes in DRIFT_STEPS on it.
+
+    The mean over queries, from the reference policy.
+    """
+    problem = make_problem(seed)
+    drawn, tables = problem.draw(), problem.reference.clone().requires_grad_()
+    before = response_logprobs(tables).gather(1, drawn).sum(1).detach()  # (Q,)
+    optimizer = torch.optim.Adam([tables], lr=DRIFT_RATE)
+    for _ in range(DRIFT_STEPS):
+        optimizer.zero_grad()
+        LOSSES[objective](problem.inputs(tables, drawn))[0].backward()
+        optimizer.step()
+    return float((response_logprobs(tables).gather(1, drawn).sum(1) - before).mean())
 
 
 # These aim at the best policy near the behaviour policy. All else is held against pi*, whether it
@@ -147,12 +187,18 @@ def main() -> None:
         print(" | ".join(lines[-1]), flush=True)
     aims = "KL to π*, seeds 0, 1, 2", "KL to b e^(r/β) / Z"
     header = ["", "learning rate", *aims, "log Z off by, at most"]
+    drifts = [[drift(objective, seed) for seed in range(8)] for objective in DRIFTING]
+    shown = [", ".join(f"{value:+.1f}" for value in values) for values in drifts]
+    rows = [[f"`{name}`", values] for name, values in zip(DRIFTING, shown)]
     save(
         "exact_posterior",
         quick,
         f"{QUERIES} queries, {len(TOKENS)} responses, K = {K}, β = {BETA}; after {steps} steps. "
         f"The rate is that of {', '.join(map(str, LEARNING_RATES))} which ends nearest to the aim.",
         table(header, lines),
+        f"The drift: change of log π of the {K} rows of one stale batch, summed (nats), in "
+        f"{DRIFT_STEPS} steps of Adam on it at {DRIFT_RATE}, from the reference:",
+        table(["", "seeds 0 to 7"], rows),
     )
     draw(results, results_dir(quick) / "exact_posterior.png")
 

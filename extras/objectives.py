@@ -17,12 +17,30 @@ GVPO's loss is beta^2 / 2 times that of tb. tba_prime is tb's gradient, but for 
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from loss import LossInputs, Metrics, Objective, sequence_sum, trajectory_balance
+
+
+def tb_anchored(x: LossInputs) -> tuple[Tensor, Metrics]:
+    """Trajectory balance with log Z(x) = mean(f + r / beta - b), anchored to the sampler's b.
+
+    In tb that mean has l in place of b: where the l of all K rows fall together, log Z rises with
+    them, no residual changes, and nothing holds the probability that they lose. Here they are
+    pulled back. Equal to tb where b = l, and only there: on stale rows pi* is not its minimum.
+    b of a token that was not sampled counts as l. Needs behaviour log-probabilities, of the very
+    policy: the sampling of EXACT_SAMPLING.
+    """
+    log_pi = sequence_sum(x.logprobs, x.mask)  # (N,)
+    log_b = sequence_sum(_sampler(x), x.mask)  # (N,)
+    target = sequence_sum(x.ref_logprobs, x.mask) + x.rewards / x.beta  # (N,)
+    log_z = (target - log_b).view(-1, x.group_size).mean(dim=1)  # (N / K,)
+    residual = log_z.repeat_interleave(x.group_size) + log_pi - target  # (N,)
+    return residual.square().mean(), {"log_z": log_z.mean()}
 
 
 def tba_prime(x: LossInputs) -> tuple[Tensor, Metrics]:
@@ -54,13 +72,34 @@ def tba_prime_released(x: LossInputs) -> tuple[Tensor, Metrics]:
     clamped ratio carries the gradient; and A = (r - mean r) - beta (KL - mean KL_b), detached, is
     centred with the KL of the behaviour policy, both KLs clamped as in tba_prime. Needs behaviour
     log-probabilities (recomputed by the trainer there, vLLM's here). On stale rows the gradient of
-    a token fades as its ratio nears 0, and is 0 where the ratio is over 8.
+    a token fades as its ratio nears 0, and is 0 where the ratio is over 8. That centre is what
+    keeps stale runs from collapse: with the mean of the current policy's KL, as in Eq. 7 and tb,
+    the authors saw 0.122 at the end in place of 0.836, 10 steps stale (docs/experiments.md).
     """
     kl = sequence_sum((x.logprobs - x.ref_logprobs).detach().clamp(-10.0, 10.0), x.mask)
     behavior_kl = sequence_sum((_behavior(x) - x.ref_logprobs).clamp(-10.0, 10.0), x.mask)
     mean_kl = behavior_kl.view(-1, x.group_size).mean(dim=1).repeat_interleave(x.group_size)
     advantage = _centred(x.rewards, x.group_size) - x.beta * (kl - mean_kl)
     return _bounded_ratio_loss(x, advantage), {}
+
+
+def tba_ema(x: LossInputs) -> tuple[Tensor, Metrics]:
+    """TBA' towards a moving average of the policy, which is not kept: the authors' surrogate.
+
+    -sum_t clamp(rho_t, 0, 8) A / (P + T), A = (r - mean r) - beta c sum_t clamp(log rho_t, -10,
+    10), A detached and not centred. log pi - log E of the average E, which takes 0.1 of the policy
+    each step, is about c (log pi - log b), c = 9 / D, D the staleness, 4 at least. rho of a token
+    that was not sampled is 1. On stale rows it pulls back to b, the less the older they are. Needs
+    behaviour log-probabilities, of the very policy: the sampling of EXACT_SAMPLING.
+    """
+    sampler = _sampler(x)
+    staleness = torch.zeros_like(x.rewards) if x.staleness is None else x.staleness
+    log_ratio = (x.logprobs.detach() - sampler).clamp(-10.0, 10.0)  # (N, T)
+    distance = (
+        EMA_DECAY / (1 - EMA_DECAY) / staleness.clamp(min=4) * sequence_sum(log_ratio, x.mask)
+    )
+    advantage = _centred(x.rewards, x.group_size) - x.beta * distance
+    return _bounded_ratio_loss(replace(x, behavior_logprobs=sampler), advantage), {}
 
 
 def _tba_prime_advantage(x: LossInputs) -> Tensor:
@@ -270,9 +309,11 @@ def dppo(x: LossInputs) -> tuple[Tensor, Metrics]:
 
 LOSSES: dict[str, Objective] = {
     "tb": trajectory_balance,
+    "tb_anchored": tb_anchored,
     "tba_prime": tba_prime,
     "tba_prime_ratio": tba_prime_ratio,
     "tba_prime_released": tba_prime_released,
+    "tba_ema": tba_ema,
     "tb_behavior": tb_behavior,
     "kimi_k2": kimi_k2,
     "oapl": oapl,
@@ -298,11 +339,15 @@ LOSSES: dict[str, Objective] = {
 # These read no reference log-probabilities: no searcher loads a reference policy for them.
 WITHOUT_REFERENCE = frozenset(
     ("tb_behavior", "kimi_k2", "oapl", "dr_grpo", "dr_grpo_ratio", "raft", "opmd", "asymre")
-    + ("topr", "gspo", "cispo", "tis", "icepop", "dppo")
+    + ("topr", "gspo", "cispo", "tis", "icepop", "dppo", "tba_ema")
 )
+# In these a difference between policy and sampler is a push on all rows of a query: the task may
+# not sample with another temperature, top-p, top-k or the like.
+EXACT_SAMPLING = frozenset(("tb_anchored", "tba_ema"))
 
 CLIP = 0.2  # PPO's epsilon
 ASYMMETRY = 0.1  # of asymre's baseline
+EMA_DECAY = 0.9  # alpha of tba_ema's average
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, below: float = CLIP, above: float = CLIP) -> Tensor:
@@ -355,6 +400,12 @@ def _leave_one_out(x: LossInputs) -> Tensor:
 def _log_ratio(x: LossInputs) -> Tensor:
     """l - b of each response, (N,)."""
     return sequence_sum(x.logprobs, x.mask) - sequence_sum(_behavior(x), x.mask)
+
+
+def _sampler(x: LossInputs) -> Tensor:
+    """log b of each token, (N, T); of one that was not sampled log pi, detached."""
+    sampled = x.mask if x.sampled is None else x.sampled
+    return torch.where(sampled.bool(), _behavior(x), x.logprobs.detach())
 
 
 def _token_ratio(x: LossInputs) -> Tensor:

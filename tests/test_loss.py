@@ -39,6 +39,7 @@ class Row:
     reference: list[float]
     reward: float
     prompt: int
+    staleness: int
 
 
 def make_example(pattern, distance="near"):
@@ -52,7 +53,7 @@ def make_example(pattern, distance="near"):
         policy = [-rng.uniform(1.0, 3.0) for _ in range(length)]
         behavior = [p + rng.gauss(0.0, (0.4, 0.05, 0.8, 0.2)[i % 4]) for p in policy]
         reference = [p + rng.gauss(0.0, 0.5) for p in policy]
-        rows.append(Row(policy, behavior, reference, REWARDS[pattern][i], PROMPTS[i]))
+        rows.append(Row(policy, behavior, reference, REWARDS[pattern][i], PROMPTS[i], 3 * i))
     shifts = [(0, 1, -2.5), (9, 2, -2.3), (7, 0, 0.6)]  # ratios above 8, and a row's below 0.8
     if distance == "extreme":  # of tokens and of a response; the ratios of row 0 balance
         shifts = [(0, 1, -100.0), (0, 2, 100.0), (4, 0, 100.0)]
@@ -91,6 +92,7 @@ def to_inputs(rows, width=WIDTH, filler=-0.7, dtype=torch.float64):
         beta=BETA,
         max_response_length=MAX_LENGTH,
         prompt_lengths=torch.tensor([row.prompt for row in rows]),
+        staleness=torch.tensor([row.staleness for row in rows]),
     )
 
 

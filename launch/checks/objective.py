@@ -48,6 +48,7 @@ def example(config: Config) -> LossInputs:
         max_response_length=length,
         prompt_lengths=torch.ones(rows),
         sampled=torch.ones(rows, length),
+        staleness=torch.arange(rows),
     )
 
 

@@ -25,6 +25,9 @@ from models.tokens import encode_prompt, load_tokenizer
 from tasks import LazyQueries, Messages, Task, load_task, sampling_for_tests
 from tasks.support.data import is_chat
 
+# Parameters of vLLM by which a sampler is not the policy at --temperature.
+SHAPING = set("temperature top_p top_k min_p min_tokens logit_bias allowed_token_ids".split())
+SHAPING |= {f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")}
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, in a repr
 
 
@@ -120,8 +123,8 @@ def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
 
 
 def check_sampling(config: Config, task: Task) -> None:
-    """Raise UserError for a task that sets S, for what vLLM refuses, and for greedy samples."""
-    for_tests, rngs = sampling_for_tests(config, task), map(np.random.default_rng, range(3))
+    """Raise UserError for what vLLM or the objective refuses, for S, and for greedy samples."""
+    for_tests, rngs = sampling_for_tests(config, task), map(np.random.default_rng, range(8))
     default = {"temperature": config.temperature, "max_tokens": config.max_response_tokens}
     try:
         all_kinds = [*(default | task.sampling(rng) for rng in rngs), for_tests]
@@ -135,6 +138,14 @@ def check_sampling(config: Config, task: Task) -> None:
     except Exception as error:  # a user's code, and what vLLM says of it
         problem = f"the sampling() or evaluation_sampling of task {config.task!r} cannot be used"
         raise UserError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
+    if config.names_other_objective and config.loss in extra("objectives").EXACT_SAMPLING:
+        given = [(name, value) for kind in all_kinds[:-1] for name, value in kind.items()]
+        for name, value in given:
+            if name in SHAPING and value != default.get(name):
+                raise UserError(
+                    f"--loss {config.loss} takes the sampler for the policy, but task "
+                    f"{config.task!r} samples with {name} {value!r}: give another --loss"
+                )
     samples = config.evaluation_samples
     if samples > 1 and for_tests["temperature"] == 0:
         raise UserError(

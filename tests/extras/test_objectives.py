@@ -30,7 +30,7 @@ from test_loss import (
 )
 from torch.testing import assert_close
 
-from extras.objectives import LOSSES, WITHOUT_REFERENCE
+from extras.objectives import EXACT_SAMPLING, LOSSES, WITHOUT_REFERENCE
 from loss import trajectory_balance
 
 # The formulas, a second time.
@@ -62,6 +62,7 @@ def constants(example):
             x.ratios = ratios(x.policy, x.behavior)
             x.regularised = x.reward - BETA * (sum(x.behavior) - sum(x.reference))
             x.kl, x.behavior_kl = kl(x.policy, x.reference), kl(x.behavior, x.reference)
+            x.ema = 9.0 / max(x.staleness, 4) * kl(x.policy, x.behavior)
         for i, x in enumerate(rows):
             x.a = x.reward - mean(rewards)
             x.standardised = x.a / (stdev(rewards) + 1e-4)
@@ -69,6 +70,7 @@ def constants(example):
             x.tba = x.a - BETA * (x.kl - mean(y.kl for y in rows))
             x.tba_released = x.a - BETA * (x.kl - mean(y.behavior_kl for y in rows))
             x.v_tb = mean(sum(y.policy) - sum(y.reference) - y.reward / BETA for y in rows)
+            x.v_anchored = mean(sum(y.behavior) - sum(y.reference) - y.reward / BETA for y in rows)
             x.v_behavior = mean(sum(y.policy) - sum(y.behavior) - y.reward / BETA for y in rows)
             x.v_kimi = -mean(rewards) / BETA
             x.v_oapl = -log(mean(exp(reward / BETA) for reward in rewards))
@@ -110,12 +112,14 @@ def dppo(p, x):
 # what is constant.
 ROW_LOSSES = {
     "tb": lambda p, x: regression(p, x, x.reference, x.v_tb),
+    "tb_anchored": lambda p, x: regression(p, x, x.reference, x.v_anchored),
     "tb_behavior": lambda p, x: regression(p, x, x.behavior, x.v_behavior),
     "kimi_k2": lambda p, x: regression(p, x, x.behavior, x.v_kimi),
     "oapl": lambda p, x: regression(p, x, x.behavior, x.v_oapl),
     "tba_prime": lambda p, x: -x.tba * sum(p) / MAX_LENGTH,
     "tba_prime_ratio": lambda p, x: -x.tba * dot([min(w, 8.0) for w in x.ratios], p) / MAX_LENGTH,
     "tba_prime_released": lambda p, x: released(p, x, x.tba_released),
+    "tba_ema": lambda p, x: released(p, x, x.a - BETA * x.ema),
     "dr_grpo_ratio": lambda p, x: released(p, x, x.a),
     "reinforce": lambda p, x: -x.regularised * sum(p),
     "rloo": lambda p, x: -x.leave_one_out * sum(p),
@@ -212,6 +216,31 @@ def test_the_gradient_of_tb_is_that_of_gvpo(pattern):
 
     value, gradient = value_and_gradient(trajectory_balance, to_inputs(example))
     check_against_formula((value * BETA**2 / 2, gradient * BETA**2 / 2), gvpo, example)
+
+
+@any_rewards
+def test_tb_anchored_is_tb_where_the_rows_are_fresh_and_only_there(pattern):
+    example = make_example(pattern)
+    fresh = to_inputs([replace(row, behavior=row.policy) for row in example])
+    both = [value_and_gradient(LOSSES[name], fresh) for name in ("tb", "tb_anchored")]
+    assert_close(*both, rtol=1e-9, atol=1e-12)
+    inputs = to_inputs(example)
+    gradients = [value_and_gradient(LOSSES[n], inputs)[1] for n in ("tb", "tb_anchored")]
+    pushes = [gradient[:, 0].view(-1, K).sum(dim=1).abs() for gradient in gradients]
+    assert (pushes[0] < 1e-12).all() and (pushes[1] > 1e-3).all(), "one that all rows share"
+
+
+@pytest.mark.parametrize("name", sorted(EXACT_SAMPLING))
+def test_a_token_that_was_not_sampled_pushes_no_more_than_one_that_was_sampled_just_now(name):
+    """An appended end has 0 in place of its log-probability, which no sampler gave."""
+    rows = make_example("mixed")
+    appended = to_inputs([replace(row, behavior=[*row.behavior[:-1], 0.0]) for row in rows])
+    appended.sampled = appended.mask.clone()
+    for i, row in enumerate(rows):
+        appended.sampled[i, len(row.policy) - 1] = 0
+    just_now = [replace(row, behavior=[*row.behavior[:-1], row.policy[-1]]) for row in rows]
+    found = value_and_gradient(LOSSES[name], appended)
+    assert_close(found, value_and_gradient(LOSSES[name], to_inputs(just_now)), rtol=1e-9, atol=0)
 
 
 @any_rewards
