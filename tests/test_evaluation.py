@@ -12,7 +12,12 @@ from launch.checks.preflight import check_sampling
 from rollouts import Rollout
 from runtime.record.answers import look_at
 from runtime.record.timeline import to_json
-from runtime.responses.evaluation import EvaluationRun, mean_and_interval, weighted_means
+from runtime.responses.evaluation import (
+    EvaluationRun,
+    mean_and_interval,
+    over_queries,
+    weighted_means,
+)
 from runtime.responses.scoring import score
 from runtime.transport.messages import Evaluation
 from tasks import Query, Task, sampling_for_tests
@@ -143,6 +148,23 @@ def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are
     message = "must give 3 finite numbers for as many responses, it gave|could not convert string"
     with pytest.raises(ValueError, match=message):
         score(Bad(), [Query(0, "", "")] * 3, ["a", "b", "c"], [True] * 3)
+
+
+def test_several_samples_of_a_query_give_pass_at_k_and_its_different_answers():
+    """By hand: query 3 has 1 of 4 right, query 7 2 of 4; two answers and three."""
+    ids, scores = [3] * 4 + [7] * 4, np.array([1.0, 0, 0, 0, 0, 1.0, 1.0, 0])
+    found = over_queries(ids, scores, [*"1222", *"34", None, "5"])
+    assert {name: values[0] for name, values in found.items()} == {
+        "pass@1": pytest.approx((1 / 4 + 2 / 4) / 2),
+        "pass@2": pytest.approx((3 / 6 + 5 / 6) / 2),  # of 6 pairs
+        "pass@4": 1.0,
+        "distinct_answers": 2.5,
+    }
+    assert found["distinct_answers"][1:] == (2.0, 3.0), "an interval over queries"
+    some_unscored = over_queries(ids[1:], scores[1:], [None] * 7)
+    assert [*some_unscored] == ["pass@1", "pass@2", "pass@4"]
+    assert some_unscored["pass@4"][0] == 1.0, "of the one query that has four"
+    assert over_queries(ids, scores / 2, [None] * 8) == {}, "no score is right or wrong"
 
 
 def test_each_metric_is_a_line_with_its_interval_and_what_was_left_out():

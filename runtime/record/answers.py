@@ -12,15 +12,8 @@ SHOWN_CHARACTERS = 200
 def look_at(
     task: Task, texts: Sequence[str], rewards: Sequence[float], finished: Sequence[bool]
 ) -> Answers:
-    """Look at N responses, N at least 1. With episodes a text is the list of the model's turns.
-
-    Where the task's extract() fails there is no answer: a look ends no run (samples.jsonl says it).
-    """
-    has_answers = type(task).extract is not Task.extract
-    answers = [None] * len(texts)
-    for i, text in enumerate(texts):
-        with suppress(Exception):
-            answers[i] = task.extract(text)
+    """Look at N responses, N at least 1. With episodes a text is the list of the model's turns."""
+    has_answers, answers = type(task).extract is not Task.extract, extract_all(task, texts)
     whole = [i for i in range(len(texts)) if finished[i]]
     best = max(whole, key=lambda i: rewards[i], default=None)
     worst = min(whole, key=lambda i: rewards[i], default=None)
@@ -41,6 +34,18 @@ def look_at(
             for kind, i in examples.items()
         ],
     )
+
+
+def extract_all(task: Task, texts: Sequence[str]) -> list[str | None]:
+    """Extract the answer of each response, None where there is none.
+
+    Nor is there one where the task's extract() fails: that ends no run (samples.jsonl says it).
+    """
+    answers = [None] * len(texts)
+    for i, text in enumerate(texts):
+        with suppress(Exception):
+            answers[i] = task.extract(text)
+    return answers
 
 
 def shortened(text: str | list[str]) -> str | list[str]:
