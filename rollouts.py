@@ -49,7 +49,7 @@ class Rollout:
     version: int = -1  # of the weights in the engine
     sampling: dict = field(default_factory=dict)  # as in vllm.SamplingParams
     # Set when it ends:
-    last_version: int = -1  # of the weights in the engine
+    last_version: int = -1  # the newest that sampled a token
     texts: list[str | list[str]] = field(default_factory=list)  # S; of an episode its turns
     finished: list[bool] = field(default_factory=list)  # False: a limit cut it off
     arrays: list[TokenArrays] = field(default_factory=list)  # S
@@ -190,22 +190,16 @@ class Generation:
         return not self.engine.rows
 
     def start(self, rollout: Rollout) -> None:
-        """Generate the responses of a rollout, which has its prompt, version and sampling.
-
-        The engine takes the version for the sake of its cache of prefixes.
-        """
-        self.engine.add(rollout.request, rollout.prompt, rollout.version, **rollout.sampling)
+        """Generate the responses of a rollout, which has its prompt, version and sampling."""
+        self.engine.add(rollout.request, rollout.prompt, **rollout.sampling)
         self.generating[rollout.request] = rollout
 
-    def step(self, version: int) -> list[Rollout]:
-        """Generate one token of every response. Returns the rollouts that finished with it.
-
-        version: of the weights in the engine.
-        """
+    def step(self) -> list[Rollout]:
+        """Generate one token of every response. Returns the rollouts that finished with it."""
         generated = []
         for output in self.engine.step():
             rollout = self.generating.pop(output.request_id)
-            rollout.last_version = version
+            rollout.last_version = newest_version(output)
             for completion in output.outputs:
                 text, arrays, has_ended = self.read(completion)
                 rollout.texts.append(text)
@@ -226,6 +220,12 @@ class Generation:
         in_loss = np.array([token != self.padding_token for token in tokens])
         as_arrays = np.array(tokens, np.int32), np.array(logprobs, np.float32), in_loss, sampled
         return text, TokenArrays(*as_arrays), has_ended
+
+
+def newest_version(output: Any) -> int:
+    """Return the newest version that sampled a token of a request, a vllm.RequestOutput."""
+    spans = (span for completion in output.outputs for span in completion.weight_versions)
+    return max(int(span.version) for span in spans)
 
 
 def make_generation(

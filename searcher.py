@@ -67,7 +67,6 @@ class Searcher:
         # Seeded by cursor too, so that a restart does not repeat samples.
         seeds = np.random.SeedSequence((config.seed, share, cursor))
         self.engine = Engine(config, seed=int(seeds.generate_state(1)[0]))
-        self.version = 0  # of the weights in the engine: config.model is the trainer's version 0
         # The reference policy is here to spare the trainer's memory. Loaded after vLLM, which
         # reserves a share of what is free.
         self.reference = Reference(config, weights, pin)
@@ -118,7 +117,7 @@ class Searcher:
 
         Deferred during an evaluation and, in lockstep, while work is in flight.
         """
-        is_newer = self.weights.version > self.version
+        is_newer = self.weights.version > self.engine.version
         if not is_newer or self.evaluation.is_running or not self.workload.may_load():
             return
         with self.timeline.span("load"):
@@ -126,8 +125,7 @@ class Searcher:
             self.reference.take_reset()
             # keep: the slot stays pinned until the evaluation of this version ends.
             with self.weights.read(self.pin, keep=self.evaluation.is_due) as (version, tensors):
-                self.engine.load(tensors.items())
-        self.version = version
+                self.engine.load(version, tensors.items())
         self.status.set(self.name, "version", version)
         self.workload.begin_version(version)
 
@@ -144,13 +142,13 @@ class Searcher:
                 self.skip(rollout, num_skipped)
                 continue
             num_skipped = 0
-            rollout.version, rollout.sampling = self.version, self.sampling(rollout)
+            rollout.version, rollout.sampling = self.engine.version, self.sampling(rollout)
             self.generation.start(rollout)
         self.status.set(self.name, "cursor", self.workload.cursor)
 
     def start_evaluation(self) -> None:
         """Start a requested evaluation; no weights are loaded until it ends."""
-        for rollout in self.evaluation.start_if_due(self.version):
+        for rollout in self.evaluation.start_if_due(self.engine.version):
             self.generation.start(rollout)
 
     def has_room(self) -> bool:
@@ -191,7 +189,7 @@ class Searcher:
                 time.sleep(POLL_SECONDS)
             return []
         with self.timeline.span("eval" if self.evaluation.is_running else "search"):
-            return self.generation.step(self.version)
+            return self.generation.step()
 
     def score(self, generated: list[Rollout]) -> list[Rollout]:
         """Hand generated rollouts to the task's score(). Returns those that have rewards by now.

@@ -72,12 +72,12 @@ class Measurement:
         self.tokens += min(self.engine.rows, ENGINE_ROWS)
         return self.engine_step()
 
-    def add(self, prompt: list[int] | None = None, version: int = 0, **sampling: object) -> str:
+    def add(self, prompt: list[int] | None = None, **sampling: object) -> str:
         """Start a request in the engine, by default a whole group of the next query."""
         self.requests += 1
         request = f"bare {self.requests}"
         group = dict(n=SAMPLES, temperature=self.config.temperature, max_tokens=LIMIT)
-        self.engine.add(request, prompt or next(self.prompts), version, **(sampling or group))
+        self.engine.add(request, prompt or next(self.prompts), **(sampling or group))
         return request
 
     def searching(self, reference: Reference, shares: dict[str, float]) -> float:
@@ -107,7 +107,7 @@ class Measurement:
             while self.engine.rows < ENGINE_ROWS:
                 self.add()
             if load_every and next(steps) % load_every == 0:
-                self.engine.load(tensors.items())
+                self.engine.load(0, tensors.items())
             self.step()
 
         return self.rate(step)
@@ -125,19 +125,19 @@ class Measurement:
 
     def episodes(self, publish_every: int = 0) -> float:
         """Measure episodes. publish_every: engine steps between two versions; 0: there is one."""
-        version, steps, rng = 0, itertools.count(1), np.random.default_rng(0)
+        steps, rng = itertools.count(1), np.random.default_rng(0)
         prompts: dict[str, list[int]] = {}
 
         def begin_turn(prompt: list[int]) -> None:
             prompt = next(self.prompts) if len(prompt) >= EPISODE else prompt
             limits = dict(max_tokens=int(rng.integers(*TURN)), ignore_eos=True)
-            prompts[self.add(prompt, version, **limits)] = prompt
+            prompts[self.add(prompt, **limits)] = prompt
 
         def step() -> None:
-            nonlocal version
             while self.engine.rows < ENGINE_ROWS:
                 begin_turn(next(self.prompts))
-            version += bool(publish_every and next(steps) % publish_every == 0)
+            if publish_every and next(steps) % publish_every == 0:
+                self.engine.set_version(self.engine.version + 1)
             for output in self.engine_step():
                 turn = list(output.outputs[0].token_ids)
                 self.tokens += len(turn)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from models.tokens import render, split_prefill
-from rollouts import Generation, Rollout, TokenArrays
+from rollouts import Generation, Rollout, TokenArrays, newest_version
 from runtime.responses.scoring import RewardScorer
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ class Episodes(Generation):
         size = rollout.sampling["n"]
         rollout.texts, rollout.finished, rollout.arrays = ([None] * size for _ in range(3))
         for number in range(size):
-            self.begin_turn(Response(rollout, number), rollout.version)
+            self.begin_turn(Response(rollout, number))
 
-    def begin_turn(self, response: Response, version: int) -> None:
+    def begin_turn(self, response: Response) -> None:
         """Have the next turn of an episode generated, after all of it so far."""
         rollout, turn = response.rollout, len(response.turns)
         sampling, prompt = rollout.sampling | {"n": 1}, rollout.prompt + response.tokens
@@ -90,18 +90,18 @@ class Episodes(Generation):
             seeds = np.random.SeedSequence((sampling["seed"], response.number, turn))
             sampling["seed"] = int(seeds.generate_state(1)[0])
         request = f"{rollout.request}.{response.number}.{turn}"
-        self.engine.add(request, prompt, version, **sampling)
+        self.engine.add(request, prompt, **sampling)
         self.generating[request] = response
 
-    def step(self, version: int) -> list[Rollout]:
+    def step(self) -> list[Rollout]:
         """Generate one token of every turn. Returns the rollouts that finished with it."""
         self.generated = []
         replying, self.replying = self.replying, []
         for response in replying:
-            self.take_reply(response, version)
+            self.take_reply(response)
         for output in self.engine.step():
             response = self.generating.pop(output.request_id)
-            response.rollout.last_version = version
+            response.rollout.last_version = newest_version(output)
             if not response.rollout.error:  # of another of its responses: the group is dropped
                 self.end_turn(response, output.outputs[0])
         return self.generated
@@ -117,7 +117,7 @@ class Episodes(Generation):
         else:
             self.end(response, is_finished=False)
 
-    def take_reply(self, response: Response, version: int) -> None:
+    def take_reply(self, response: Response) -> None:
         """Append a reply if it has come, and begin the next turn unless the episode has ended."""
         rollout = response.rollout
         if rollout.error:
@@ -145,7 +145,7 @@ class Episodes(Generation):
             return
         logprobs, masks = np.zeros(len(tokens), np.float32), np.zeros((2, len(tokens)), bool)
         response.pieces.append(TokenArrays(np.array(tokens, np.int32), logprobs, *masks))
-        self.begin_turn(response, version)
+        self.begin_turn(response)
 
     def end(self, response: Response, is_finished: bool) -> None:
         """Give a response to its rollout. is_finished: the environment has ended it, no limit."""

@@ -132,7 +132,7 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     while not run.is_done and not connection.poll():
         if generation.is_idle:
             time.sleep(POLL_SECONDS)
-        elif generated := generation.step(config.steps):
+        elif generated := generation.step():
             scorer.add(generated)
         for rollout in scorer.take():
             run.record(rollout)

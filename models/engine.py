@@ -55,16 +55,18 @@ class Engine:
         )
         if not on_gpu:
             self.llm.apply_model(_multiply_unpacked)
+        self.set_version(0)  # config.model is the trainer's version 0
 
-    def add(self, request: str, prompt: list[int], version: int, **sampling) -> None:
-        """Start a request.
+    def set_version(self, version: int) -> None:
+        """Note the version of the weights. vLLM tells of each response by which it was sampled."""
+        self.version = version
+        self.llm.llm_engine.set_weight_version(str(version))
 
-        request: its id; prompt: token ids; version: of the weights now in the engine; sampling: as
-        in vllm.SamplingParams.
-        """
+    def add(self, request: str, prompt: list[int], **sampling) -> None:
+        """Start a request. request: its id; prompt: token ids; sampling: of vllm.SamplingParams."""
         # The prefix cache holds keys and values of the weights that computed them. The salt keeps
         # those of other versions out of reach; the cache cannot be emptied while requests run.
-        salted = {"prompt_token_ids": prompt, "cache_salt": str(version)}
+        salted = {"prompt_token_ids": prompt, "cache_salt": str(self.version)}
         self.llm.llm_engine.add_request(request, salted, request_parameters(sampling))
 
     @property
@@ -79,13 +81,14 @@ class Engine:
         """
         return self.llm.llm_engine.step()
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load new weights in place, by their transformers names, while requests run.
+    def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load a version's weights in place, by their transformers names, while requests run.
 
         For models whose weights vLLM keeps as they are: dense and not quantized. The test compares
         log-probabilities with transformers' after a load.
         """
         self.llm.apply_model(lambda model: model.load_weights(tensors))
+        self.set_version(version)
 
 
 def request_parameters(sampling: dict) -> SamplingParams:

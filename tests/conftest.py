@@ -371,7 +371,7 @@ def wait_for(condition, what: str):
     return found
 
 
-VERSIONS = itertools.count(100)  # of the weights in an engine, each for one test
+VERSIONS = itertools.count(100)  # one for each test: it meets no keys and values of others
 
 
 def drain(engine) -> dict:
@@ -393,14 +393,9 @@ def one_engine(tied_model):
 @pytest.fixture
 def engine(one_engine):
     """The engine of all tests that leave the weights of tied_model in it."""
+    one_engine.set_version(next(VERSIONS))
     yield one_engine
     drain(one_engine)  # what a searcher has left unfinished
-
-
-@pytest.fixture
-def version() -> int:
-    """A version of one test alone: no keys and values of other tests are met."""
-    return next(VERSIONS)
 
 
 @pytest.fixture

@@ -46,8 +46,8 @@ def test_published_bf16_weights_are_what_vllm_samples_from(path, record_property
             assert weights.publish(version, model.named_parameters())
             with weights.read(0) as (_, tensors):
                 assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-                engine.load(tensors.items())
-        group = sample_group(engine, list(range(50, 70)), version=version, **sampling)
+                engine.load(version, tensors.items())
+        group = sample_group(engine, list(range(50, 70)), **sampling)
         sizes.append(mismatch(group, logprobs_of(group, model, torch.bfloat16)))
         assert 0 < sizes[-1] < NORMAL, f"version {version}"
     record_property("mismatch in bf16, nats", [round(size, 4) for size in sizes])

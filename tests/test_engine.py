@@ -16,7 +16,7 @@ from models.architecture import weight_shapes
 from models.engine import Engine
 from models.logprobs import mismatch, response_logprobs
 from models.policy import load_policy
-from rollouts import Generation, Rollout
+from rollouts import Generation, Rollout, newest_version
 from runtime.record.metrics import describe
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
@@ -42,22 +42,22 @@ def take_over(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
-def generate(engine: Engine, prompt: list[int], version: int, task=None, **sampling) -> Rollout:
+def generate(engine: Engine, prompt: list[int], task=None, **sampling) -> Rollout:
     """Generate one query's responses as a searcher does. task: what differs from Task."""
     own_task, tokenizer = Task(), byte_tokenizer()
     vars(own_task).update(task or {})
     tokenizer.pad_token = sampling.pop("pad_token", tokenizer.pad_token)
     generation = Generation(Config(), tokenizer, engine, own_task)
-    own = dict(prompt=prompt, version=version, sampling=sampling)
+    own = dict(prompt=prompt, version=engine.version, sampling=sampling)
     generation.start(Rollout(Query(0, "", ""), "group", **own))
-    while not (generated := generation.step(version)):
+    while not (generated := generation.step()):
         pass
     return generated[0]
 
 
-def sample_group(engine: Engine, prompt: list[int], version: int, **options) -> Group:
+def sample_group(engine: Engine, prompt: list[int], **options) -> Group:
     """The same, put into a group."""
-    rollout = generate(engine, prompt, version, **options)
+    rollout = generate(engine, prompt, **options)
     rollout.rewards = np.zeros(len(rollout.arrays), np.float32)
     num_tokens = sum(len(tokens) for tokens, *_ in rollout.arrays)
     return rollout.to_group(np.zeros(num_tokens, np.float32), reference_version=0)
@@ -85,9 +85,10 @@ def worst_difference(model, output, temperature: float = 0.7) -> float:
 def check_a_load(engine: Engine, model: torch.nn.Module, version: int) -> None:
     """Load new weights: vLLM's log-probabilities are theirs, and not the model's before."""
     tensors = changed(model, version)
-    engine.load(tensors.items())
-    engine.add("new", list(range(50, 60)), version=version, **SAMPLING)
+    engine.load(version, tensors.items())
+    engine.add("new", list(range(50, 60)), **SAMPLING)
     output = drain(engine)["new"]
+    assert newest_version(output) == version
     assert output.prompt_token_ids == list(range(50, 60))
     assert worst_difference(model, output) > 0.01, "the weights did change"
     take_over(model, tensors)
@@ -101,7 +102,7 @@ def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, reque
     model, engine = load_policy(config, torch.device("cpu")), Engine(config)
     long = np.random.default_rng(0).integers(0, 256, size=2 * BLOCK + 20).tolist()
     for prompt in (list(range(50, 60)), long):
-        engine.add(f"base{len(prompt)}", prompt, version=0, **SAMPLING)
+        engine.add(f"base{len(prompt)}", prompt, **SAMPLING)
     for output in drain(engine).values():
         assert worst_difference(model, output) <= 1e-4, "the base model"
 
@@ -111,14 +112,17 @@ def test_vllm_agrees_with_transformers_after_every_change_of_weights(kind, reque
 
     # A swap while responses run. The long prompt has filled two blocks of the prefix cache with
     # keys and values of version 2, which the newer ones must not meet.
-    engine.add("older", long, version=2, **SAMPLING | dict(max_tokens=90))
+    engine.add("older", long, **SAMPLING | dict(max_tokens=90))
     for _ in range(5):
         engine.step()
     tensors = changed(model, 3)
-    engine.load(tensors.items())
+    engine.load(3, tensors.items())
     take_over(model, tensors)
-    engine.add("newer", long, version=3, **SAMPLING)
+    engine.add("newer", long, **SAMPLING)
     outputs = drain(engine)
+    spans = [(span.version, span.start) for span in outputs["older"].outputs[0].weight_versions]
+    assert spans == [("2", 0), ("3", 5)], "vLLM tells which tokens each version sampled"
+    assert newest_version(outputs["older"]) == 3
     newer, older = (worst_difference(model, outputs[name]) for name in ("newer", "older"))
     assert newer <= 1e-4, "added after the swap, while older responses still ran"
     assert older > 0.01, "the older ones did run across the swap"
@@ -132,17 +136,17 @@ def test_a_model_that_vllm_runs_through_transformers_can_be_the_reference_policy
     check_a_load(engine, load_policy(config, torch.device("cpu")), version=1)
 
 
-def test_a_prompt_is_computed_once_for_its_responses_but_for_its_last_block(engine, version):
+def test_a_prompt_is_computed_once_for_its_responses_but_for_its_last_block(engine):
     prompt = list(range(3 * BLOCK + 5))
     for name in ("first", "second"):  # vLLM makes a group of requests like these
-        engine.add(name, prompt, version=version, n=1, temperature=1.0, max_tokens=5)
+        engine.add(name, prompt, n=1, temperature=1.0, max_tokens=5)
     cached_tokens = {name: output.num_cached_tokens for name, output in drain(engine).items()}
     assert cached_tokens == {"first": 0, "second": 3 * BLOCK}
 
 
-def test_the_end_of_sequence_token_is_in_response_and_log_probability(engine, version, policy):
+def test_the_end_of_sequence_token_is_in_response_and_log_probability(engine, policy):
     tokenizer = byte_tokenizer()  # whose end is its padding too
-    sampling = dict(version=version, n=200, temperature=2.0, max_tokens=100, seed=0)
+    sampling = dict(n=200, temperature=2.0, max_tokens=100, seed=0)
     engine.add("ends", tokenizer("ab").input_ids, **sampling)
     output = drain(engine)["ends"]
     ended = [list(c.token_ids) for c in output.outputs if c.finish_reason == "stop"]
@@ -151,9 +155,9 @@ def test_the_end_of_sequence_token_is_in_response_and_log_probability(engine, ve
     assert worst_difference(policy, output, 2.0) <= 1e-4
 
 
-def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine, version):
+def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine):
     tasks = {"append_eos": False}, {"append_eos": True}
-    plain, ended = (generate(engine, [70, 71], version, task, **ENDING) for task in tasks)
+    plain, ended = (generate(engine, [70, 71], task, **ENDING) for task in tasks)
     assert plain.finished == ended.finished and {True, False} == set(plain.finished), "both kinds"
     for is_finished, one, other in zip(plain.finished, plain.arrays, ended.arrays):
         (tokens, logprobs, *masks), (longer, behavior, in_loss, sampled) = one, other
@@ -164,10 +168,10 @@ def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine
         assert sampled.tolist() == [True] * len(tokens) + [False] * added
 
 
-def test_a_stop_string_ends_a_response_and_is_part_of_it(engine, version):
+def test_a_stop_string_ends_a_response_and_is_part_of_it(engine):
     letters = dict.fromkeys(byte_tokenizer()("xy").input_ids, 6.0)
     sampling = ENDING | dict(max_tokens=6, logit_bias=letters, stop=["xy"])
-    rollout = generate(engine, [70, 71], version, **sampling)
+    rollout = generate(engine, [70, 71], **sampling)
     assert {True, False} == {*rollout.finished}, "both kinds"
     for text, is_finished, (tokens, *_) in zip(rollout.texts, rollout.finished, rollout.arrays):
         assert is_finished == (text.endswith("xy") or tokens[-1] == END)
@@ -176,17 +180,17 @@ def test_a_stop_string_ends_a_response_and_is_part_of_it(engine, version):
 
 @pytest.mark.parametrize("pad_token", [None, "<eos>"])
 @pytest.mark.parametrize("pad_is_eos", [False, True])
-def test_an_end_that_pads_too_is_in_no_loss_where_wanted(pad_is_eos, pad_token, engine, version):
+def test_an_end_that_pads_too_is_in_no_loss_where_wanted(pad_is_eos, pad_token, engine):
     options = dict(task={"pad_is_eos": pad_is_eos}, pad_token=pad_token)
-    rollout = generate(engine, [70, 71], version, **options, **ENDING)
+    rollout = generate(engine, [70, 71], **options, **ENDING)
     is_out = pad_is_eos and pad_token is None
     for is_finished, (tokens, _, in_loss, sampled) in zip(rollout.finished, rollout.arrays):
         assert in_loss.tolist() == [not (is_out and token == END) for token in tokens]
         assert sampled.all() and is_finished == (tokens[-1] == END)
 
 
-def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, version, policy):
-    sampling = dict(version=version, n=8, temperature=1.0, max_tokens=3, seed=0)
+def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, policy):
+    sampling = dict(n=8, temperature=1.0, max_tokens=3, seed=0)
     group = sample_group(engine, [70, 71], task={"append_eos": True}, **sampling)
     assert (group.lengths == 4).all() and (group.sampled.sum() == 8 * 3), "all were cut off"
     group.ref_logprobs = group.behavior_logprobs
@@ -200,10 +204,10 @@ def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, v
     assert mismatch(group, ours) > 0.1
 
 
-def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(engine, version, policy):
+def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(engine, policy):
     prompts = np.random.default_rng(0).integers(0, 256, size=(10, 890)).tolist()
     for i, prompt in enumerate(prompts):
-        engine.add(f"p{i}", prompt, version=version, n=2, temperature=1.0, max_tokens=5, seed=i)
+        engine.add(f"p{i}", prompt, n=2, temperature=1.0, max_tokens=5, seed=i)
     outputs = drain(engine)
     assert len(outputs) == len(prompts)
     assert max(worst_difference(policy, output, 1.0) for output in outputs.values()) <= 1e-4
@@ -212,6 +216,7 @@ def test_more_prompt_tokens_than_fit_into_one_step_are_no_trouble(engine, versio
 @pytest.fixture
 def searcher(engine, tied_model, tmp_path, monkeypatch) -> Searcher:
     """A searcher that found the engine loaded."""
+    engine.set_version(0)
     monkeypatch.setattr("searcher.Engine", lambda config, seed: engine)
     (tmp_path / "logs").mkdir()
     sizes = dict(samples_per_query=24, max_prompt_tokens=16, max_response_tokens=60)
@@ -244,15 +249,15 @@ def test_a_searcher_leaves_the_cores_to_a_trainer_that_saves(lockstep, searcher,
     staleness = 0 if lockstep else None
     searcher.config = replace(searcher.config, constant_staleness=staleness)
     searcher.status.shutdown, steps = True, []
-    monkeypatch.setattr(searcher.generation, "step", lambda version: steps.append(version) or [])
+    monkeypatch.setattr(searcher.generation, "step", lambda: steps.append(True) or [])
     searcher.step_engine()
-    assert searcher.generation.rows and steps == ([0] if lockstep else [])
+    assert searcher.generation.rows and steps == ([True] if lockstep else [])
 
 
 def test_weights_that_a_searcher_is_loading_are_not_overwritten(searcher, policy, monkeypatch):
     parameters = dict(policy.named_parameters())
 
-    def load_slowly(tensors) -> None:
+    def load_slowly(version, tensors) -> None:
         held = dict(tensors)
         for version in (3, 4, 5):
             searcher.weights.publish(version, ((name, p + 1) for name, p in parameters.items()))
@@ -261,4 +266,4 @@ def test_weights_that_a_searcher_is_loading_are_not_overwritten(searcher, policy
     monkeypatch.setattr(searcher.engine, "load", load_slowly)
     searcher.weights.publish(2, parameters.items())
     searcher.take_new_weights()
-    assert searcher.version == 2 and searcher.weights.version == 5
+    assert searcher.status.get("searcher 0", "version") == 2 and searcher.weights.version == 5

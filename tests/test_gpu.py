@@ -39,15 +39,15 @@ def test_vllm_agrees_with_the_trainer_in_bf16_also_across_loads(kind, request, r
     prompt, found = list(range(50, 70)), []
     for version in range(3):
         if version:
-            engine.add("older", prompt, version=version - 1, **sampling)
+            engine.add("older", prompt, **sampling)
             for _ in range(5):
                 engine.step()
             take_over(model, changed(model, version))
             weights = SharedWeights(weight_shapes(config), torch.bfloat16, readers=1)
             assert weights.publish(version, model.named_parameters())
             with weights.read(0) as (_, tensors):
-                engine.load(tensors.items())
-        group = sample_group(engine, prompt, version=version, **sampling)
+                engine.load(version, tensors.items())
+        group = sample_group(engine, prompt, **sampling)
         found.append(mismatch(group, logprobs_of(group, model, torch.bfloat16)))
         assert 0 < found[-1] < NORMAL, f"version {version}"
     record_property("mismatch on a GPU, nats", [round(value, 4) for value in found])

@@ -140,9 +140,9 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
         record(f"step {steps}, pins {weights.pins.tolist()}, rows {self.rows}")
         return outputs
 
-    def added(result, self, request, prompt, version, **sampling) -> str:
+    def added(result, self, request, prompt, **sampling) -> str:
         settings = sorted(sampling.items())
-        return f"add {request}, prompt {len(prompt)}, version {version}, {settings}"
+        return f"add {request}, prompt {len(prompt)}, version {self.version}, {settings}"
 
     def written(result, self, name: str, column: str, value: float) -> str | None:
         if column not in columns or seen.get(column, 0.0) == value:

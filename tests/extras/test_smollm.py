@@ -102,8 +102,8 @@ def test_vllm_agrees_with_transformers_before_and_after_a_load(model, dtype, rec
         if version:
             new = changed(policy, seed=1, size=0.01)
             take_over(policy, new)
-            engine.load(new.items())
-        group = sample_group(engine, prompt, version, **sampling)
+            engine.load(version, new.items())
+        group = sample_group(engine, prompt, **sampling)
         found.append(mismatch(group, logprobs_of(group, policy, getattr(torch, dtype))))
     record_property("mismatch, nats", [f"{value:.1e}" for value in found])
     assert max(found) < NORMAL_MISMATCH[getattr(torch, dtype)]
@@ -120,12 +120,12 @@ def test_adapters_that_have_learnt_reach_vllm_merged(model, record_property):
     learner, engine = make_learner(config, print), Engine(config)
     prompt = encode_prompt(load_tokenizer(config), load_task("sums").queries("test")[0].prompt)
     sampling = dict(n=8, temperature=1.0, max_tokens=16, seed=1)
-    group = sample_group(engine, prompt, 0, **sampling)
+    group = sample_group(engine, prompt, **sampling)
     group.rewards[:4] = 1.0
     for _ in range(2):  # after the first step A has not moved
         learner.update(rows_of(group))
-    engine.load(learner.weights())
-    group = sample_group(engine, prompt, 1, **sampling)
+    engine.load(1, learner.weights())
+    group = sample_group(engine, prompt, **sampling)
     base = load_policy(config, torch.device("cpu"))
     merged, frozen = (
         mismatch(group, logprobs_of(group, policy, torch.float32))

@@ -26,7 +26,7 @@ class Counting(Task):
 
 
 @pytest.fixture
-def play(engine, version, tied_model):
+def play(engine, tied_model):
     """A function: plays episodes, whose turns end at `ends` tokens; the rollouts by query."""
 
     def play(task: Task, /, queries: int = 1, ends: int = 64, **settings) -> list[Rollout]:
@@ -37,11 +37,11 @@ def play(engine, version, tied_model):
         sampling = dict(n=4, temperature=1.0, max_tokens=12, seed=5)
         for number in range(queries):
             rollout = Rollout(Query(number, "ab", None), f"q{number}", prompt=[70, 71 + number])
-            rollout.version, rollout.rewards = version, np.zeros(4, np.float32)
+            rollout.version, rollout.rewards = engine.version, np.zeros(4, np.float32)
             rollout.sampling = sampling | dict(stop_token_ids=list(range(ends)))
             episodes.start(rollout)
         while len(rollouts) < queries:
-            rollouts += episodes.step(version) + scorer.take()
+            rollouts += episodes.step() + scorer.take()
         drain(engine)
         scorer.close()
         return sorted(rollouts, key=lambda rollout: rollout.query.id)
