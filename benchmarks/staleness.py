@@ -1,6 +1,7 @@
 """Chart what stale data does to objectives: reward against KL, beside the best that there is.
 
-    python benchmarks/staleness.py                  # 930 runs: an hour and a half on 2 cores
+    python benchmarks/staleness.py                  # 1,900 runs: three hours on 2 cores
+    python benchmarks/staleness.py --objectives "tb tba_ema"    # of these alone
     python benchmarks/staleness.py --quick          # two objectives, one seed: in ten minutes
     python benchmarks/staleness.py --cell "tb 8"    # an objective at a staleness, made again
 
@@ -8,8 +9,9 @@ A study that was interrupted continues where it was. A processor has a file of i
 rounding decides what a run comes to: results of two are two columns.
 
 The task is addends, and all runs begin with the model in benchmarks/addends. A step is 16 queries x
-8 responses. Each batch is trained on exactly 0, 8 or 32 steps after the weights that made it, or
-comes from the replay buffer: m = 0.25, and as many new responses a step as are trained on.
+8 responses. Each batch is trained on exactly 0, 8 or 32 steps after the weights that made it; or
+its groups are 1, 4, 10 and 32 steps old, a quarter each; or it comes from the replay buffer:
+m = 0.25, and as many new responses a step as are trained on.
 
 Reward alone says little where objectives end at different distances from the reference. So each is
 asked for the best reward - price x KL at three prices of a nat, the values of beta too. The optimum
@@ -42,8 +44,9 @@ from models.tokens import load_tokenizer
 from tasks import load_task
 
 OBJECTIVES = ("tb", "tba_prime", "kimi_k2", "proximal_rloo", "topr", "dppo")
-STALE, REPLAY = (0, 8, 32), "replay"
-AGES = (*STALE, REPLAY)
+OBJECTIVES += ("tb_anchored", "tba_prime_ratio", "tba_prime_released", "tba_ema")
+STALE, REPLAY, MIXED = (0, 8, 32), "replay", "1, 4, 10, 32"
+AGES = (*STALE, MIXED, REPLAY)
 PRICES = (0.03, 0.1, 0.3)  # of a nat, and beta of what reads a reference
 # Of Adam, four apart as the two lags are: 8 x 1e-3 = 32 x 2.5e-4.
 RATES = (2.5e-4, 1e-3, 4e-3)
@@ -66,7 +69,7 @@ class Setting(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """An objective on data of some age: a staleness in steps, or REPLAY."""
+    """An objective on data of some age: a staleness in steps, MIXED or REPLAY."""
 
     objective: str
     age: int | str
@@ -86,6 +89,9 @@ def job(cell: Cell, setting: Setting, seed: int, **others) -> dict:
     if cell.age == REPLAY:
         groups = BATCH["queries_per_batch"]
         return {"settings": settings | BUFFER, "groups_per_sync": groups}
+    if cell.age == MIXED:
+        ages = [int(age) for age in MIXED.split(",")]
+        return {"settings": settings | dict(constant_staleness=ages[0]), "ages": ages}
     return {"settings": settings | dict(constant_staleness=cell.age)}
 
 
@@ -96,7 +102,10 @@ def worth(result: dict, price: float) -> float:
 
 
 class Study:
-    """The runs of a processor. do(jobs, file): makes those that the file lacks."""
+    """The runs of a processor.
+
+    do(jobs, file): makes those that the file lacks, or gives None for them.
+    """
 
     def __init__(self, file: Path, objectives=OBJECTIVES, ages=AGES, seeds=SEEDS, do=run_all):
         self.file, self.objectives, self.ages, self.do = file, objectives, ages, do
@@ -108,13 +117,22 @@ class Study:
         """Search the settings, then measure those that are chosen."""
         tried = {cell: settings_of(cell.objective) for cell in self.cells}
         self.run_all(tried, self.search_seeds)
-        chosen = {c: sorted({self.choice(c, price) for price in PRICES}) for c in self.cells}
+        chosen = {
+            cell: sorted({self.choice(cell, price) for price in PRICES})
+            for cell in self.cells
+            if self.has(cell, tried[cell], self.search_seeds)
+        }
         self.run_all(chosen, self.seeds)
+        self.whole = {cell for cell in chosen if self.has(cell, chosen[cell], self.seeds)}
+
+    def has(self, cell: Cell, settings: list[Setting], seeds: tuple[int, ...]) -> bool:
+        """Whether all these runs are there."""
+        return all((cell, *run) in self.results for run in itertools.product(settings, seeds))
 
     def run_all(self, wanted: dict[Cell, list[Setting]], seeds: tuple[int, ...]) -> None:
         runs = [(c, setting, seed) for seed in seeds for c in wanted for setting in wanted[c]]
         lines = self.do([job(*run) for run in runs], self.file)
-        self.results |= {run: line["result"] for run, line in zip(runs, lines)}
+        self.results |= {run: line["result"] for run, line in zip(runs, lines) if line}
 
     def choice(self, cell: Cell, price: float) -> Setting:
         """The setting of the largest mean worth over the seeds of the search."""
@@ -186,6 +204,8 @@ def tables(studies: dict[str, Study], shares: dict[str, np.ndarray]) -> list[str
                 [f"`{objective}`"]
                 + [
                     show(studies[name].measured(Cell(objective, age), price), price)
+                    if Cell(objective, age) in studies[name].whole
+                    else "not run"
                     for age, name in columns
                 ]
                 for objective in first.objectives
@@ -378,11 +398,11 @@ def again(cell: Cell, studies: dict[str, Study]) -> None:
 
 
 def on_record(directory: Path, *parts) -> dict[str, Study]:
-    """The studies of all processors, by their names. Raises KeyError where a run is missing."""
+    """The studies of all processors, by their names, as far as they were made."""
 
-    def look_up(jobs: list[dict], file: Path) -> list[dict]:
+    def look_up(jobs: list[dict], file: Path) -> list[dict | None]:
         lines = recorded(file)
-        return [lines[key_of(job)] for job in jobs]
+        return [lines.get(key_of(job)) for job in jobs]
 
     studies = {}
     for file in sorted(directory.glob("staleness.*.jsonl")):
@@ -394,7 +414,7 @@ def on_record(directory: Path, *parts) -> dict[str, Study]:
 
 
 def main() -> None:
-    args = arguments(__doc__, ("--cell", None))
+    args = arguments(__doc__, ("--cell", None), ("--objectives", " ".join(OBJECTIVES)))
     parts = (("tb", "topr"), STALE, SEEDS[:1]) if args.quick else (OBJECTIVES, AGES, SEEDS)
     directory = results_dir(args.quick)
     if args.cell:
@@ -403,7 +423,8 @@ def main() -> None:
             sys.exit(f"error: --cell {args.cell!r} is none of {', '.join(cells)}")
         return again(cells[args.cell], on_record(directory, *parts))
     own = re.sub(r"\W+", "-", processor().lower())
-    study = Study(directory / f"staleness.{own}.jsonl", *parts)
+    chosen = parts if args.quick else (tuple(args.objectives.split()), *parts[1:])
+    study = Study(directory / f"staleness.{own}.jsonl", *chosen)
     study.make()
     shares = {split: right_shares(split) for split in ("test", "train")}
     base_reward = shares["test"].mean()

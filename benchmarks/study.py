@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,15 +51,21 @@ class InlineSearcher:
     """A searcher and its queue in one, in the trainer's own process.
 
     Asked for groups, it generates a round of them with the newest weights. In lockstep a round is
-    what the version owes (extras/lockstep.py). Otherwise it is `groups_per_sync` groups, for
-    the trainer asks at each sync: the weights they are made with are those of the sync before.
+    what the version owes (extras/lockstep.py); with `ages` it owes as many groups to the batches of
+    each of these staleness steps. Otherwise it is `groups_per_sync` groups, for the trainer asks at
+    each sync: the weights they are made with are those of the sync before.
     """
 
     def __init__(
-        self, config: Config, weights: SharedWeights, status: StatusTable, groups_per_sync: int
+        self,
+        config: Config,
+        weights: SharedWeights,
+        status: StatusTable,
+        groups_per_sync: int,
+        ages: Sequence[int] = (),
     ):
         self.config, self.weights, self.status = config, weights, status
-        self.groups_per_sync = groups_per_sync
+        self.groups_per_sync, self.ages = groups_per_sync, ages or [config.constant_staleness]
         self.task = load_task(config.task)
         self.tokenizer = load_tokenizer(config)
         self.policy, self.reference = (load_policy(config, torch.device("cpu")) for _ in range(2))
@@ -102,8 +109,9 @@ class InlineSearcher:
             return found + self.groups([None] * self.groups_per_sync)
         if not is_newer:
             return found
-        for step in batches_of_version(self.version, config.constant_staleness, config.steps):
-            found += self.groups([step] * config.queries_per_batch)
+        for age in self.ages:
+            for step in batches_of_version(self.version, age, config.steps):
+                found += self.groups([step] * (config.queries_per_batch // len(self.ages)))
         return found
 
     def groups(self, batches: list[int | None]) -> list[Group]:
@@ -206,9 +214,10 @@ class InlineSearcher:
         }
 
 
-def train(settings: dict, groups_per_sync: int = 0) -> dict:
+def train(settings: dict, groups_per_sync: int = 0, ages: Sequence[int] = ()) -> dict:
     """Make a run with these settings over the task's preset, and measure its policy at the end.
 
+    ages: of the groups in each batch, in place of the constant staleness.
     Returns what measure() says of the test queries, and their greedy accuracy; "trained", of those
     that were trained on; the gradient's median norm, the share of steps clipped; a history.
     """
@@ -223,7 +232,7 @@ def train(settings: dict, groups_per_sync: int = 0) -> dict:
         (Path(run_dir) / "logs").mkdir()
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
         status = StatusTable(["trainer", "searcher 0"])
-        searcher = InlineSearcher(config, weights, status, groups_per_sync)
+        searcher = InlineSearcher(config, weights, status, groups_per_sync, ages)
         trainer = trainer_of(config)(config, weights, searcher, status, run_dir)
         trainer.train()
         lines = steps_of(run_dir)

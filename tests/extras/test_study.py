@@ -45,6 +45,11 @@ def test_a_batch_is_exactly_as_stale_as_asked_for_and_without_staleness_on_polic
     assert [difference < 1e-5 for _, difference in batches] == is_on_policy
 
 
+def test_a_batch_of_several_ages_has_as_many_groups_of_each(batches):
+    study.train(SMALL | dict(constant_staleness=1), ages=(1, 2, 3, 4))
+    assert [versions for versions, _ in batches][-2:] == [{0, 1, 2, 3}, {1, 2, 3, 4}]
+
+
 def test_in_the_buffer_mode_responses_come_with_the_weights_of_the_sync_before(batches):
     mode = dict(samples_per_query=4, most_on_policy_prob=1.0, sync_period=2, initial_responses=8)
     study.train(SMALL | mode, groups_per_sync=4)
@@ -133,6 +138,14 @@ def test_replay_draws_from_the_buffer_as_many_as_are_new():
     replay = staleness.job(staleness.Cell("tb", "replay"), staleness.Setting(1e-3, 0.1, 200), 0)
     assert replay["groups_per_sync"] == replay["settings"]["queries_per_batch"]
     assert "constant_staleness" not in replay["settings"]
+
+
+def test_a_cell_that_was_not_run_on_a_processor_says_so():
+    made, other = study_of(lambda _: 0.5), study_of(lambda _: 0.5, objectives=("tb", "tba_ema"))
+    made.objectives = other.objectives
+    shares = dict.fromkeys(("test", "train"), np.ones(2) / 2)
+    first, *_ = staleness.tables({"one": made, "another": other}, shares)
+    assert first.splitlines()[-1].startswith("| `tba_ema` | not run | 0.")
 
 
 def test_the_best_there_is_is_the_reference_tempered():
