@@ -21,6 +21,30 @@ ANSWER_IN = {
     "last_line": "Give the final answer alone on the last line.",
     "response": "Reply with the final answer only.",
 }
+PRESETS = {
+    "plain": {},
+    # What the authors of TBA' ran after the paper (docs/experiments.md): GPUs and optimizer are as
+    # for MATH. Never run here.
+    "countdown": dict(
+        model="Qwen/Qwen3-4B-Instruct-2507",
+        options=dict(dataset="countdown", chat=True),
+        loss="tba_ema",
+        steps=720,
+        eval_every=20,
+        trainer_processes=4,
+        beta=0.005,
+        constant_staleness=10,
+        learning_rate=1e-6,
+        weight_decay=0.01,
+        adam_beta2=0.99,
+        max_grad_norm=1.0,
+        queries_per_batch=32,
+        responses_per_query=16,
+        temperature=1.0,
+        max_prompt_tokens=512,
+        max_response_tokens=3584,
+    ),
+}
 TEST_SEED = 2**31  # the i-th query of a dataset is made from its seed + i
 
 

@@ -146,8 +146,21 @@ EXPECTED = {
     ("redteam", "llama_m06"): LLAMA
     | says("appendix B.3", most_on_policy_prob=0.6, capacity_per_query=130_000),
 }
+COUNTDOWN = {
+    **says("the authors' later report", model="Qwen/Qwen3-4B-Instruct-2507", steps=720),
+    **says("the same", beta=0.005, learning_rate=1e-6, constant_staleness=10, eval_every=20),
+    **says("the same: 512 rows", queries_per_batch=32, responses_per_query=16),
+    **says("the same: 4,096 tokens", max_prompt_tokens=512, max_response_tokens=3584),
+    **says("the same: the surrogate", loss="tba_ema"),
+    **says("as for MATH", trainer_processes=4, temperature=1.0, max_grad_norm=1.0),
+    **says("as for MATH", weight_decay=0.01, adam_beta2=0.99),
+    **says("rule", sync_period=1, samples_per_query=16),
+    **says("reasoning-gym's dataset", options={"dataset": "countdown", "chat": True}),
+}
+EXPECTED["reasoning_gym", "countdown"] = COUNTDOWN
 DEMOS = ("arithmetic", "addends", "reach")
 OURS = {*((task, "demo") for task in DEMOS), ("tldr", "tiny"), ("redteam", "tiny")}
+OURS.add(("reasoning_gym", "plain"))
 
 
 @pytest.mark.parametrize("task, preset", EXPECTED, ids=str)
@@ -163,6 +176,7 @@ def test_every_preset_has_a_table_and_the_first_is_the_one_without_a_flag():
     first = {task: build_config([task]).preset for task in presets}
     assert first == {task: names[0] for task, names in presets.items()}
     chosen = {"gsm8k": "figure1", "competition_math": "async2", "tldr": "410m", "redteam": "gpt2"}
+    chosen["reasoning_gym"] = "plain"
     assert first == chosen | dict.fromkeys(DEMOS, "demo")
 
 
