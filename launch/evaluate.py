@@ -12,6 +12,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch.multiprocessing
 
 from config import Config
@@ -19,11 +20,13 @@ from launch import children
 from launch.checks import preflight
 from launch.places import MEMORY_ALONE, Place, evaluation_place, find_places
 from launch.run import Interrupt
+from launch.several_samples import over_queries
 from launch.supervisor import STOP_SECONDS, RunFailed
 from models.architecture import weight_shapes
 from models.policy import check_finite
 from models.tokens import load_tokenizer
 from rollouts import make_generation
+from runtime.record.answers import extract_all
 from runtime.record.timeline import Lines
 from runtime.responses.evaluation import EvaluationRun
 from runtime.responses.scoring import make_scorer
@@ -144,4 +147,9 @@ def evaluate_model(config: Config, connection: Connection) -> None:
         raise ValueError(f"no response to a test query got a score: {error}") from error
     if task.score_timeout is not None:
         task.load()  # the workers had, this process has not yet
-    connection.send(run.result(all_metrics=True))
+    result = run.result(all_metrics=True)
+    if run.num_samples > 1:
+        ids, scores = zip(*((r.query.id, float(r.rewards[0])) for r in run.scored))
+        answers = extract_all(task, [rollout.texts[0] for rollout in run.scored])
+        result.metrics |= over_queries(ids, np.array(scores), answers)
+    connection.send(result)

@@ -5,8 +5,6 @@ It is a response to each test query. The final evaluation has a process of its o
 """
 
 import logging
-import math
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from config import Config
 from models.tokens import encode_prompt
 from rollouts import Rollout
-from runtime.record.answers import extract_all, look_at
+from runtime.record.answers import look_at
 from runtime.transport.messages import Evaluation
 from tasks import Query, Task, sampling_for_tests
 from weights import SharedWeights
@@ -150,40 +148,8 @@ class EvaluationRun:
         if all_metrics:
             values = self.task.evaluate(queries, texts, finished, scores)
         metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
-        if self.num_samples > 1:
-            metrics |= over_queries(ids, scores, extract_all(self.task, texts))
         answers = look_at(self.task, texts, scores.tolist(), finished)
         return Evaluation(self.version, metrics, *counts, answers)
-
-
-def over_queries(
-    ids: Sequence[int], scores: np.ndarray, answers: Sequence[str | None]
-) -> dict[str, tuple[float, float, float]]:
-    """Return what several samples of a query say together, each with its 95 % interval.
-
-    Of N responses: pass@k for k = 1, 2, 4, … and the most that a query has, where scores are 0 or
-    1; and distinct_answers, a query's different ones, where the task finds any.
-    """
-    queries, query_of_response = np.unique(ids, return_inverse=True)
-    counts, right = np.bincount(query_of_response), np.bincount(query_of_response, scores)
-    values: dict[str, dict[int, float]] = {}
-    if np.isin(scores, (0, 1)).all():
-        most = int(counts.max())
-        for k in sorted({most, *(2**i for i in range(most.bit_length()))}):
-            rows = zip(queries.tolist(), counts.tolist(), right.astype(int).tolist())
-            values[f"pass@{k}"] = {id: pass_at(k, n, c) for id, n, c in rows if n >= k}
-    if found := {(i, answer) for i, answer in zip(ids, answers) if answer is not None}:
-        different = Counter(i for i, _ in found)
-        values["distinct_answers"] = {id: different[id] for id in queries.tolist()}
-    return {
-        name: mean_and_interval(np.array([*of.values()], float), [*of])
-        for name, of in values.items()
-    }
-
-
-def pass_at(k: int, samples: int, right: int) -> float:
-    """Estimate the probability that one of k samples is right, without bias (arXiv 2107.03374)."""
-    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def mean_and_interval(
