@@ -332,14 +332,9 @@ class Config(
         return self.constant_staleness is not None
 
     @property
-    def names_other_objective(self) -> bool:
-        """Whether --loss names one of extras/objectives.py: neither tb nor a file."""
-        return self.loss != "tb" and not self.loss.endswith(".py")
-
-    @property
     def reads_reference(self) -> bool:
         """Whether the objective reads log pi_ref: else no searcher loads a reference policy."""
-        if not self.names_other_objective:
+        if self.loss == "tb" or self.loss.endswith(".py"):
             return True
         return self.loss not in extra("objectives").WITHOUT_REFERENCE
 

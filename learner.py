@@ -127,9 +127,7 @@ class Learner:
             max_response_length=self.config.longest_row[1],
             prompt_lengths=torch.tensor([len(row.prompt) for row in rows], device=logprobs.device),
             sampled=padded([row.sampled for row in rows]),
-            staleness=torch.tensor(
-                [self.step - row.version for row in rows], device=logprobs.device
-            ),
+            staleness=self.step - torch.tensor([row.version for row in rows]).to(logprobs.device),
         )
 
     def logprobs(self, rows: list[Row], temperature: float | None = None) -> Tensor:

@@ -20,7 +20,6 @@ from launch import children
 from launch.checks import preflight
 from launch.places import MEMORY_ALONE, Place, evaluation_place, find_places
 from launch.run import Interrupt
-from launch.several_samples import over_queries
 from launch.supervisor import STOP_SECONDS, RunFailed
 from models.architecture import weight_shapes
 from models.policy import check_finite
@@ -30,6 +29,7 @@ from runtime.record.answers import extract_all
 from runtime.record.timeline import Lines
 from runtime.responses.evaluation import EvaluationRun
 from runtime.responses.scoring import make_scorer
+from runtime.responses.several_samples import over_queries
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import Watchdog
 from tasks import Task, load_task

@@ -9,12 +9,12 @@ import pytest
 
 from config import Config, UserError
 from launch.checks.preflight import check_sampling
-from launch.several_samples import over_queries
 from rollouts import Rollout
 from runtime.record.answers import look_at
 from runtime.record.timeline import to_json
 from runtime.responses.evaluation import EvaluationRun, mean_and_interval, weighted_means
 from runtime.responses.scoring import score
+from runtime.responses.several_samples import over_queries
 from runtime.transport.messages import Evaluation
 from tasks import Query, Task, sampling_for_tests
 

@@ -16,7 +16,7 @@ import numpy as np
 from config import Config, UserError, extra, first_line
 from launch import resuming
 from launch.checks.objective import check_objective
-from launch.checks.settings import check_scorer
+from launch.checks.settings import check_scorer, wanted_extras
 from models.architecture import policy_without_weights
 from models.device import compute_dtype, device, onednn_multiplies
 from models.folder import fetch_weights
@@ -138,7 +138,8 @@ def check_sampling(config: Config, task: Task) -> None:
     except Exception as error:  # a user's code, and what vLLM says of it
         problem = f"the sampling() or evaluation_sampling of task {config.task!r} cannot be used"
         raise UserError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
-    if config.names_other_objective and config.loss in extra("objectives").EXACT_SAMPLING:
+    wants_objectives = "objectives" in dict(wanted_extras(config))
+    if wants_objectives and config.loss in extra("objectives").EXACT_SAMPLING:
         given = [(name, value) for kind in all_kinds[:-1] for name, value in kind.items()]
         for name, value in given:
             if name in SHAPING and value != default.get(name):

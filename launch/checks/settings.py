@@ -30,7 +30,7 @@ def check(config: Config) -> None:
 
 def wanted_extras(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the modules of extras/ that these settings turn on, each with its flag."""
-    if config.names_other_objective:
+    if config.loss != "tb" and not config.loss.endswith(".py"):
         yield "objectives", f"--loss {config.loss}"
     if config.lockstep:
         yield "lockstep", "--synchronous" if config.synchronous else "--constant_staleness"
