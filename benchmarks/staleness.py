@@ -45,7 +45,8 @@ from tasks import load_task
 
 OBJECTIVES = ("tb", "tba_prime", "kimi_k2", "proximal_rloo", "topr", "dppo")
 OBJECTIVES += ("tb_anchored", "tba_prime_ratio", "tba_prime_released", "tba_ema")
-STALE, REPLAY, MIXED = (0, 8, 32), "replay", "1, 4, 10, 32"
+STALE, MIXED, REPLAY = (0, 8, 32), "mixed", "replay"
+MIXED_AGES = 1, 4, 10, 32
 AGES = (*STALE, MIXED, REPLAY)
 PRICES = (0.03, 0.1, 0.3)  # of a nat, and beta of what reads a reference
 # Of Adam, four apart as the two lags are: 8 x 1e-3 = 32 x 2.5e-4.
@@ -90,8 +91,7 @@ def job(cell: Cell, setting: Setting, seed: int, **others) -> dict:
         groups = BATCH["queries_per_batch"]
         return {"settings": settings | BUFFER, "groups_per_sync": groups}
     if cell.age == MIXED:
-        ages = [int(age) for age in MIXED.split(",")]
-        return {"settings": settings | dict(constant_staleness=ages[0]), "ages": ages}
+        return {"settings": settings | dict(constant_staleness=1), "ages": [*MIXED_AGES]}
     return {"settings": settings | dict(constant_staleness=cell.age)}
 
 

@@ -27,7 +27,7 @@ REFUSED = [
     ("--trainer_processes 2 --lora_rank 8", "--lora_rank 8 … 2 are both given, … are not sharded"),
     (
         "redteam --loss tba_ema",
-        "sampler for the policy, but task 'redteam' samples with min_tokens",
+        "sampler for the policy, but task 'redteam' samples with",
     ),
     ("arithmetic --ray auto", "--ray needs Ray…pip install -r requirements-ray.txt"),
     ("--ray auto --synchronous", "--ray auto is for free-running search"),

@@ -214,7 +214,7 @@ def test_a_tenth_is_made_again_with_another_rounding_in_a_file_of_its_own(monkey
 
 def test_a_cell_on_record_is_made_again_at_its_settings_and_another_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["staleness.py", "--cell", "tb 9"])
-    with pytest.raises(SystemExit, match="--cell 'tb 9' is none of tb 0, tb 8, tb 32, tb replay"):
+    with pytest.raises(SystemExit, match="--cell 'tb 9' is none of tb 0, tb 8, tb 32, tb mixed"):
         staleness.main()
     fake = FakeRuns(lambda settings: 0.25)
     monkeypatch.setattr(staleness, "run_all", fake)

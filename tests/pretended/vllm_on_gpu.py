@@ -45,6 +45,7 @@ def told(monkeypatch, **settings) -> dict:
     """What Engine tells vLLM."""
     named = {}
     monkeypatch.setattr(engine, "LLM", lambda model, **found: named.update(found, model=model))
+    monkeypatch.setattr(engine.Engine, "set_version", lambda *_: None)
     engine.Engine(Config(gpu_memory_utilization=0.5, **settings))
     return named
 
