@@ -214,7 +214,7 @@ class Trainer:
                 self.save_checkpoint(is_last=True)
                 self.checkpoints.wait()
         if self.status.last_step_done:
-            # Of one that still runs. The final evaluation loads the saved model, and comes later
+            # Wait for one that still runs. The final one comes later: it loads the saved model
             # (launch/evaluate.py).
             self.receive()
             self.receive_until(lambda: not self.evaluations.is_pending, "the evaluation asked for")

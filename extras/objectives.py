@@ -95,9 +95,8 @@ def tba_ema(x: LossInputs) -> tuple[Tensor, Metrics]:
     sampler = _sampler(x)
     staleness = torch.zeros_like(x.rewards) if x.staleness is None else x.staleness
     log_ratio = (x.logprobs.detach() - sampler).clamp(-10.0, 10.0)  # (N, T)
-    distance = (
-        EMA_DECAY / (1 - EMA_DECAY) / staleness.clamp(min=4) * sequence_sum(log_ratio, x.mask)
-    )
+    c = EMA_DECAY / (1 - EMA_DECAY) / staleness.clamp(min=4)  # (N,)
+    distance = c * sequence_sum(log_ratio, x.mask)  # (N,)
     advantage = _centred(x.rewards, x.group_size) - x.beta * distance
     return _bounded_ratio_loss(replace(x, behavior_logprobs=sampler), advantage), {}
 
@@ -403,7 +402,7 @@ def _log_ratio(x: LossInputs) -> Tensor:
 
 
 def _sampler(x: LossInputs) -> Tensor:
-    """log b of each token, (N, T); of one that was not sampled log pi, detached."""
+    """Return log b of each token, (N, T); of one that was not sampled log pi, detached."""
     sampled = x.mask if x.sampled is None else x.sampled
     return torch.where(sampled.bool(), _behavior(x), x.logprobs.detach())
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from config import UserError
 from tasks import Query, Task
 from tasks.support.data import read_rows
+from tasks.support.presets import TBA_PRIME
 
 # The sentence of the released code, whose f-string ate the braces behind \boxed.
 PROMPT = (
@@ -31,20 +32,12 @@ UNSEEN = re.compile(
 # carries its claim. Prompt and evaluation, 16 samples a problem, are the released code's, and so
 # are 8 GPUs, of which 4 train and 4 search.
 ASYNC_2 = dict(
+    TBA_PRIME,
     model="Qwen/Qwen2.5-7B",
     loss="tba_prime",
     steps=400,
-    trainer_processes=4,
-    beta=0.005,
     constant_staleness=2,
     reference_reset_period=50,
-    learning_rate=1e-6,
-    weight_decay=0.01,
-    adam_beta2=0.99,
-    max_grad_norm=1.0,
-    queries_per_batch=32,
-    responses_per_query=16,
-    temperature=1.0,
     max_prompt_tokens=1024,
     max_response_tokens=2048,
     evaluation_samples=16,

@@ -13,6 +13,7 @@ import numpy as np
 
 from config import UserError
 from tasks import LazyQueries, Query, Task
+from tasks.support.presets import TBA_PRIME
 
 ASKED = "{question}\n\n{answer_in}\n"
 # The prompt's last sentence, by --answer_in.
@@ -23,24 +24,15 @@ ANSWER_IN = {
 }
 PRESETS = {
     "plain": {},
-    # What the authors of TBA' ran after the paper (docs/experiments.md): GPUs and optimizer are as
-    # for MATH. Never run here.
+    # What the authors of TBA' ran after the paper (docs/experiments.md). Never run here.
     "countdown": dict(
+        TBA_PRIME,
         model="Qwen/Qwen3-4B-Instruct-2507",
         options=dict(dataset="countdown", chat=True),
         loss="tba_ema",
         steps=720,
         eval_every=20,
-        trainer_processes=4,
-        beta=0.005,
         constant_staleness=10,
-        learning_rate=1e-6,
-        weight_decay=0.01,
-        adam_beta2=0.99,
-        max_grad_norm=1.0,
-        queries_per_batch=32,
-        responses_per_query=16,
-        temperature=1.0,
         max_prompt_tokens=512,
         max_response_tokens=3584,
     ),

@@ -1,7 +1,7 @@
 """A node of a Ray cluster: a Supervisor and its searchers, as one machine has them (--ray).
 
-It has weights, a status and queues of its own, and draws the queries in an order of its own. The
-driver (extras/nodes/cluster.py) brings new weights, and collects what is found.
+It has weights, a status table and queues of its own, and draws the queries in an order of its own.
+The driver (extras/nodes/cluster.py) brings new weights, and collects what is found.
 """
 
 import dataclasses

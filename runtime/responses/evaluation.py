@@ -134,7 +134,7 @@ class EvaluationRun:
         return len(self.scored) + len(self.unscored) == len(self.rollouts)
 
     def result(self, all_metrics: bool = False) -> Evaluation:
-        """Return the mean score; with all_metrics, what the task's evaluate() gives, too."""
+        """Return the mean score, or with all_metrics what the task's evaluate() gives."""
         self.scored.sort(key=lambda rollout: rollout.index)  # they came in any order
         queries = [rollout.query for rollout in self.scored]
         texts = [rollout.texts[0] for rollout in self.scored]
