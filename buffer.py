@@ -225,19 +225,16 @@ class Pool:
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Go on exactly where the pool that gave `state` was."""
-        columns = {
-            name: np.split(state[name], np.cumsum(state[f"{name}_lengths"])[:-1])
-            for name in self.ARRAYS
-        }
+        ends = {name: np.cumsum(state[f"{name}_lengths"])[:-1] for name in self.ARRAYS}
+        arrays = list(zip(*(np.split(state[name], ends[name]) for name in self.ARRAYS)))
         names = "versions", "reference_versions", "rewards", "received_steps"
         versions, reference_versions, rewards, steps = (state[name].tolist() for name in names)
         ids, start = state["cards"].tolist(), 0
         for query, count in zip(ids, state["counts"].tolist()):
             held = self.of_query[query] = QueryRows()
             for i in range(start, start + count):
-                arrays = [columns[name][i] for name in self.ARRAYS]
-                row = Row(query, versions[i], reference_versions[i], *arrays, rewards[i], steps[i])
-                held.rows.append(row)
+                same = query, versions[i], reference_versions[i]
+                held.rows.append(Row(*same, *arrays[i], rewards[i], steps[i]))
             held.rewards = np.array(rewards[start : start + count])
             for index in state["ages"][start : start + count].tolist():  # oldest first
                 held.place[held.rows[index].tokens.tobytes()] = index

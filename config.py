@@ -357,9 +357,8 @@ class Config(
     @property
     def micro_batch_tokens(self) -> int:
         """Most tokens in a micro-batch: the largest-batch trial runs that many."""
-        return (
-            max(1, self.tokens_per_micro_batch // self.full_query_tokens) * self.full_query_tokens
-        )
+        full = self.full_query_tokens
+        return max(1, self.tokens_per_micro_batch // full) * full
 
     @property
     def full_queries(self) -> int:
@@ -374,10 +373,6 @@ def padded_row(prompt: int, response: int) -> int:
     Or a quarter of all its positions, if that is more: it has keys and values of its prompt, too.
     """
     return max(1, response, (prompt + response) // 4)
-
-
-# In the order in which --help shows them.
-SECTIONS = tuple(reversed(Config.__bases__))
 
 
 def settle(config: Config) -> Config:

@@ -60,13 +60,12 @@ class Learner:
     def update(self, rows: list[Row]) -> Metrics:
         """Make one optimizer step on B x K rows. Returns the metrics of the step."""
         metrics = self.accumulate(rows)
-        learning_rate = self.lr_schedule.get_last_lr()[0]
-        grad_norm = self.step_optimizer()
-        beta = beta_at(self.config, self.step)  # accumulate() had the same
+        metrics["grad_norm"] = self.step_optimizer()
+        metrics["learning_rate"] = self.lr_schedule.get_last_lr()[0]
+        metrics["beta"] = beta_at(self.config, self.step)  # accumulate() had the same
         self.lr_schedule.step()
         self.step += 1
-        own = {"grad_norm": grad_norm, "learning_rate": learning_rate, "beta": beta}
-        return {"step": self.step, **metrics, **own}
+        return {"step": self.step, **metrics}
 
     def accumulate(self, rows: list[Row]) -> Metrics:
         """Add up the gradient of a batch, a few queries at a time. Returns its loss and metrics.
@@ -290,11 +289,8 @@ def find_objective(name_or_file: str) -> Objective:
             raise UserError(f"--loss is {name_or_file!r}: it is one of {names}, or a .py file")
         return losses[name_or_file]
     module = import_file("objective", name_or_file)
-    own = [
-        function
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and not name.startswith("_")
-    ]
+    found = inspect.getmembers(module, inspect.isfunction)
+    own = [each for name, each in found if each.__module__ == module.__name__ and name[0] != "_"]
     if len(own) != 1:
         raise UserError(
             f"objective file {name_or_file!r} defines {len(own)} functions: it must define one, "

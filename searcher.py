@@ -118,7 +118,7 @@ class Searcher:
         Deferred during an evaluation and, in lockstep, while work is in flight.
         """
         is_newer = self.weights.version > self.engine.version
-        if not is_newer or self.evaluation.is_running or not self.workload.may_load():
+        if not is_newer or self.evaluation.run or not self.workload.may_load():
             return
         with self.timeline.span("load"):
             # The trainer publishes a reset before its version: they are taken in that order.
@@ -180,7 +180,7 @@ class Searcher:
 
     def step_engine(self) -> list[Rollout]:
         """Generate one token of every response. Returns the rollouts that finished with it."""
-        is_over = self.status.last_step_done and not self.evaluation.is_running
+        is_over = self.status.last_step_done and not self.evaluation.run
         # At a shutdown new responses would be lost, and saving needs the cores. In lockstep the
         # trainer waits for the rest of its batch.
         is_over |= self.status.shutdown and not self.config.lockstep
@@ -188,7 +188,7 @@ class Searcher:
             with self.timeline.span("wait"):
                 time.sleep(POLL_SECONDS)
             return []
-        with self.timeline.span("eval" if self.evaluation.is_running else "search"):
+        with self.timeline.span("eval" if self.evaluation.run else "search"):
             return self.generation.step()
 
     def score(self, generated: list[Rollout]) -> list[Rollout]:

@@ -48,8 +48,7 @@ def end_at_once(number: int, frame) -> None:
 
     Not by KeyboardInterrupt: what is being imported may swallow that.
     """
-    message = b"interrupted before the run began: nothing was written\n"
-    os.write(sys.stderr.fileno(), message)
+    os.write(sys.stderr.fileno(), b"interrupted before the run began: nothing was written\n")
     os._exit(128 + number)
 
 

@@ -191,12 +191,8 @@ class SharedWeights:
             raise KeyError(f"{what} lacks {lacking}")
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:
-        views, start = {}, 0
-        for name, shape in self.shapes.items():
-            size = torch.Size(shape).numel()
-            views[name] = memory[start : start + size].view(shape)
-            start += size
-        return views
+        parts = memory.split([torch.Size(shape).numel() for shape in self.shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
 
 
 def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:

@@ -40,13 +40,7 @@ VALUES = {
     "beta": (0.03, 0.1, 0.3, 1.0),
     "reward_inverse_temperature": (0.0, 1.0, 5.0),
 }
-NAMES = {
-    "most_on_policy_prob": "m",
-    "sync_period": "k",
-    "responses_per_query": "K",
-    "beta": "β",
-    "reward_inverse_temperature": "prioritisation",
-}
+NAMES = dict(zip(VALUES, ("m", "k", "K", "β", "prioritisation")))
 AXIS_NAMES = NAMES | {"reward_inverse_temperature": "reward softmax (0: uniform)"}
 SEEDS = (0, 1, 2)
 MEASURES = ("accuracy", "reward", "kl")

@@ -108,16 +108,13 @@ def searching(
         config = build_config(flags)
         places = find_places(config)
         names = [place.name for place in places]
+        status = (cluster.ClusterStatus if is_far else StatusTable)(names)
+        parts = config, searchers_of(places), weights, status, run_dir, target, print
         if is_far:
             joining.check(config)
-            status = cluster.ClusterStatus(names)
-            supervisor = cluster.Cluster(
-                config, [], weights, status, run_dir, target, print, config
-            )
+            supervisor = cluster.Cluster(*parts, given=config)
         else:
-            status = StatusTable(names)
-            searchers = searchers_of(places)
-            supervisor = Supervisor(config, searchers, weights, status, run_dir, target, print)
+            supervisor = Supervisor(*parts)
         try:
             publish(weights, 0)
             deadline = time.monotonic() + 120

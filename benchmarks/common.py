@@ -102,6 +102,11 @@ def mean_and_each(values: Sequence[float], digits: int = 3) -> str:
     return f"{sum(values) / len(values):.{digits}g} ({shown})"
 
 
+def means(runs: Sequence[dict[str, float]]) -> dict[str, str]:
+    """Write each figure of some runs as mean_and_each() does."""
+    return {name: mean_and_each([run[name] for run in runs]) for name in runs[0]}
+
+
 def steps_of(run_dir: Path | str) -> list[dict]:
     """Read the lines of metrics.jsonl that are of a step."""
     return [line for line in read_lines(Path(run_dir) / "metrics.jsonl") if "loss" in line]
@@ -183,9 +188,7 @@ def gsm8k(data_dir: str, vocabulary: int) -> tuple[list[str], list[str], object]
     return prompts, solutions, fast
 
 
-def counting_model(
-    directory: Path, lengths: list[int], tokenizer, layers: int, intermediate: int
-) -> None:
+def counting_model(directory: Path, lengths: list[int], tokenizer, intermediate: int) -> None:
     """Make a Llama whose responses have these lengths, end-of-sequence included.
 
     Token i of a response is "i", whatever the prompt; then the response goes on or ends as often as
@@ -198,7 +201,7 @@ def counting_model(
     hidden = 512  # at least the longest: each number has a dimension of its own
     first = len(tokenizer) - 1  # the token of number i is first + i
     tokenizer.add_tokens([f"⟨{i}⟩" for i in range(1, longest)])
-    sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
+    sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=1)
     sizes |= dict(num_attention_heads=8, vocab_size=len(tokenizer))
     config = LlamaConfig(**sizes, bos_token_id=None, eos_token_id=eos)
     torch.manual_seed(0)

@@ -175,21 +175,16 @@ def main() -> None:
         }
         aim = aim_of(objective)
         rate = min(runs, key=lambda rate: sum(run[aim][-1] for run in runs[rate]))
-        results[objective] = runs[rate]
-        ends = {name: [run[name][-1] for run in runs[rate]] for name in runs[rate][0]}
-        shown = {
-            name: ", ".join(f"{value:.1e}" for value in values) for name, values in ends.items()
-        }
+        results[objective] = best = runs[rate]
+        shown = [", ".join(f"{run[kl][-1]:.1e}" for run in best) for kl in ("kl", "kl_behavior")]
         is_at_edge = {max(LEARNING_RATES): " (largest)", min(LEARNING_RATES): " (smallest)"}
         chosen = f"{rate}{is_at_edge.get(rate, '')}"
-        off = f"{max(ends['log_z_error']):.1e}"
-        lines.append([f"`{objective}`", chosen, shown["kl"], shown["kl_behavior"], off])
+        off = f"{max(run['log_z_error'][-1] for run in best):.1e}"
+        lines.append([f"`{objective}`", chosen, *shown, off])
         print(" | ".join(lines[-1]), flush=True)
     aims = "KL to π*, seeds 0, 1, 2", "KL to b e^(r/β) / Z"
     header = ["", "learning rate", *aims, "log Z off by, at most"]
-    drifts = [[drift(objective, seed) for seed in range(8)] for objective in DRIFTING]
-    shown = [", ".join(f"{value:+.1f}" for value in values) for values in drifts]
-    rows = [[f"`{name}`", values] for name, values in zip(DRIFTING, shown)]
+    rows = [[f"`{o}`", ", ".join(f"{drift(o, seed):+.1f}" for seed in range(8))] for o in DRIFTING]
     save(
         "exact_posterior",
         quick,

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from common import ROOT, arguments, as_flags, first_right, mean_and_each, save, table_of, trained_on
+from common import ROOT, arguments, as_flags, first_right, means, save, table_of, trained_on
 
 from launch.command_line import find_presets
 from launch.files import read_spans
@@ -140,11 +140,7 @@ def main() -> None:
         for seed in seeds:
             for name in (OURS, TRL):
                 figures[name].append(measure(name, directory, best[name], seed))
-    rows = [
-        {"": name, "learning rate": f"{best[name]:g}"}
-        | {title: mean_and_each([one[title] for one in of_seeds]) for title in of_seeds[0]}
-        for name, of_seeds in figures.items()
-    ]
+    rows = [{"": n, "learning rate": f"{best[n]:g}"} | means(runs) for n, runs in figures.items()]
     searched = "; ".join(
         f"{name}: " + ", ".join(f"{rate:g} {seconds:.0f}" for rate, seconds in of_rate.items())
         for name, of_rate in found.items()

@@ -192,7 +192,7 @@ def main() -> None:
     spawn = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "logs").mkdir()
-        counting_model(Path(directory) / "model", lengths, tokenizer, layers=1, intermediate=512)
+        counting_model(Path(directory) / "model", lengths, tokenizer, intermediate=512)
         task = dict(task="gsm8k", options={"data_dir": options.data_dir}, searchers=1)
         where = dict(model=f"{directory}/model", output_dir=directory)
         config = Config(**task, **where, samples_per_query=SAMPLES, temperature=1.0)
@@ -210,12 +210,8 @@ def main() -> None:
         children.kill(child)
     mean = {name: np.mean(values) for name, values in rates.items()}
     rows = [
-        [
-            name,
-            " ".join(f"{value:.0f}" for value in values),
-            f"{mean[name] / mean['streaming']:.2f}",
-        ]
-        for name, values in rates.items()
+        [name, " ".join(f"{rate:.0f}" for rate in own), f"{mean[name] / mean['streaming']:.2f}"]
+        for name, own in rates.items()
     ]
     shown = ", ".join(f"{name} {shares[name] / 2:.3f}" for name in sorted(shares))
     save(

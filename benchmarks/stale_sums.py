@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import ROOT, arguments, as_flags, mean_and_each, save, steps_of, table_of
+from common import ROOT, arguments, as_flags, means, save, steps_of, table_of
 
 from config import Config
 from launch.command_line import find_presets
@@ -105,12 +105,7 @@ def main() -> None:
                 make_run(output, objective, seed)
             found[objective].append(measure(output))
             print(objective, seed, found[objective][-1], flush=True)
-    rows = [
-        {"": f"`{objective}`"}
-        | {name: mean_and_each([o[name] for o in of_seeds]) for name in first}
-        for objective, of_seeds in found.items()
-        for first in of_seeds[:1]
-    ]
+    rows = [{"": f"`{objective}`"} | means(runs) for objective, runs in found.items()]
     save(
         "stale_sums",
         given.quick,

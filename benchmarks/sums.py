@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, arguments, first_right, mean_and_each, save, table_of, trained_on
+from common import ROOT, arguments, first_right, means, save, table_of, trained_on
 from peer_trl import OURS, SAMPLES, TARGET, command_of, log_of
 
 from launch.files import read_lines, read_spans
@@ -99,11 +99,7 @@ def main() -> None:
                 make_run(name, output, seed)
             found[name].append(figures_of(output))
             print(name, seed, found[name][-1], flush=True)
-    rows = [
-        {"": name}
-        | {title: mean_and_each([one[title] for one in of_seeds]) for title in of_seeds[0]}
-        for name, of_seeds in found.items()
-    ]
+    rows = [{"": name} | means(runs) for name, runs in found.items()]
     save(
         "sums",
         given.quick,

@@ -106,10 +106,7 @@ class LockstepTrainer(Trainer):
         super().receive_what_is_saved()
         owed = range(self.step, min(self.step + self.config.constant_staleness, self.config.steps))
         self.receive_until(
-            lambda: (
-                all(self.num_missing(step) <= 0 for step in owed)
-                and not self.evaluations.is_pending
-            ),
+            lambda: not self.evaluations.is_pending and all(self.num_missing(s) <= 0 for s in owed),
             "the searchers to finish what a checkpoint is to hold",
         )
 

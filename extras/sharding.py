@@ -96,10 +96,8 @@ class Rank:
 
     def share(self, rows: list, group_size: int) -> list:
         """Return the rows of this rank: whole groups of so many."""
-        queries, rest = divmod(len(rows) // group_size, self.size)
-        first = self.rank * queries + min(self.rank, rest)
-        last = first + queries + (self.rank < rest)
-        return rows[first * group_size : last * group_size]
+        starts = np.array_split(range(0, len(rows), group_size), self.size)[self.rank]
+        return [row for start in starts for row in rows[start : start + group_size]]
 
 
 def connect(size: int, timeout: float) -> list[Rank]:

@@ -11,10 +11,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-
-import torch.multiprocessing
 
 from config import Config, UserError
 from launch import children
@@ -56,8 +54,7 @@ class Tracking:
     def __init__(self, config: Config):
         self.name = config.track
         self.has_ended = False  # and what there is to say of it was said
-        context = torch.multiprocessing.get_context("spawn")
-        self.connection, other_end = context.Pipe()
+        self.connection, other_end = Pipe()
         place = Place("tracker", None, sorted(os.sched_getaffinity(0)), threads=1)
         target = "extras.tracking:run"
         arguments = self.name, config.output_dir, other_end
@@ -119,9 +116,8 @@ def follow(name: str, run_dir: str, connection: Connection) -> None:
     settings = json.loads(Path(run_dir, "config.json").read_text())
     tracker = TRACKERS[name](run_dir, settings)
     connection.send(tracker.where)
-    metrics, samples = (
-        new_lines(Path(run_dir, f"{what}.jsonl")) for what in ("metrics", "samples")
-    )
+    metrics = new_lines(Path(run_dir, "metrics.jsonl"))
+    samples = new_lines(Path(run_dir, "samples.jsonl"))
     is_over, table_version = False, 0  # from which another table is due
     while not is_over:
         is_over = connection.poll(PERIOD)  # what is there by then is sent below

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from config import SECTIONS, Config, UserError, settle
+from config import Config, UserError, settle
 from launch.checks.settings import check, check_types
 from tasks import Task, find_task, import_task, task_names
 
@@ -210,7 +210,8 @@ def run_tyro(
     it does not know ends the program, unless the task is None: its flags are still to come.
     """
     groups: dict[str, object] = {}
-    for section in SECTIONS:  # ObjectiveSettings is the group "objective"
+    # ObjectiveSettings is the group "objective"; reversed, they are in the order of --help.
+    for section in reversed(Config.__bases__):
         values = {name: getattr(base, name) for name in field_names(section)}
         groups[section.__name__.removesuffix("Settings").lower()] = section(**values)
     own = own_settings(task) if field_names(task) else None
@@ -233,11 +234,8 @@ def run_tyro(
     for name in groups.keys() - {"task"}:
         settings |= vars(getattr(parsed, name))
     if own:
-        plain = own()
-        for name in field_names(task):
-            value = getattr(parsed.task, name)
-            if name in options or value != getattr(plain, name):
-                options[name] = value
+        plain, given = vars(own()), vars(parsed.task)
+        options |= {name: v for name, v in given.items() if name in options or v != plain[name]}
     return replace(base, **settings, options=options), unknown
 
 

@@ -54,7 +54,7 @@ def find_gpus() -> list[str]:
 
 
 def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
-    """The trainer's place, one per searcher, and one per further trainer process.
+    """The places of the trainer's processes, then one per searcher.
 
     gpus: to take for this machine's. A GPU each where there are several, the one GPU shared, or the
     cores split. Raises UserError for more processes than fit.
@@ -65,19 +65,14 @@ def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
     searchers = config.searchers
     if searchers is None:  # on a cluster others search: none here shares the trainer's GPU
         searchers = max(0 if gpus and config.ray else 1, len(gpus) - trainers)
-    names = ["trainer", *(f"searcher {rank}" for rank in range(searchers))]
-    names += [f"trainer {rank}" for rank in range(1, trainers)]
+    names = [f"trainer {rank}" if rank else "trainer" for rank in range(trainers)]
+    names += [f"searcher {rank}" for rank in range(searchers)]
     if not gpus:
         split = split_cores(cores, trainers, searchers)
         return [Place(name, None, own) for name, own in zip(names, split)]
     check_gpus(len(gpus), trainers, searchers, may_share=not config.ray)
     threads = max(1, len(cores) // len(names))
-    # The first GPUs are the trainer's.
-    numbers = [0, *(trainers + rank for rank in range(searchers)), *range(1, trainers)]
-    return [
-        Place(name, gpus[number % len(gpus)], cores, threads)
-        for name, number in zip(names, numbers)
-    ]
+    return [Place(name, gpus[i % len(gpus)], cores, threads) for i, name in enumerate(names)]
 
 
 def check_gpus(gpus: int, trainers: int, searchers: int, may_share: bool) -> None:
@@ -100,13 +95,9 @@ def check_gpus(gpus: int, trainers: int, searchers: int, may_share: bool) -> Non
 
 
 def split_cores(cores: list[int], trainers: int, searchers: int) -> list[list[int]]:
-    """Half of the cores for the trainer, the rest dealt out; with too few, some share one.
-
-    In the order of find_places.
-    """
+    """Half of the cores for the trainer, the rest dealt out; with too few, some share one."""
     half = max(1, len(cores) // 2) if searchers else len(cores)
-    first, *others = deal(cores[:half], trainers)
-    return [first, *deal(cores[half:] or cores, searchers), *others]
+    return deal(cores[:half], trainers) + deal(cores[half:] or cores, searchers)
 
 
 def deal(cores: list[int], processes: int) -> list[list[int]]:
@@ -129,21 +120,16 @@ def evaluation_place(places: list[Place]) -> Place:
 
 def resolve(config: Config, places: list[Place]) -> Config:
     """Fill in what these places decide, and leave out resets of a reference that is not read."""
-    resets = config.reference_reset_period if config.reads_reference else 0
+    memory = config.gpu_memory_utilization
+    if memory is None and places[0].gpu is not None:
+        memory = MEMORY_BESIDE_TRAINER if is_gpu_shared(places) else MEMORY_ALONE
     return dataclasses.replace(
         config,
-        reference_reset_period=resets,
+        reference_reset_period=config.reference_reset_period if config.reads_reference else 0,
         searchers=len(searchers_of(places)),
-        gpu_memory_utilization=gpu_memory(config, places),
+        gpu_memory_utilization=memory,
         search_ahead=search_ahead(config, places),
     )
-
-
-def gpu_memory(config: Config, places: list[Place]) -> float | None:
-    """The share of its GPU's memory for a searcher's vLLM; None without a GPU."""
-    if places[0].gpu is None or config.gpu_memory_utilization is not None:
-        return config.gpu_memory_utilization
-    return MEMORY_BESIDE_TRAINER if is_gpu_shared(places) else MEMORY_ALONE
 
 
 def search_ahead(config: Config, places: list[Place]) -> int | None:

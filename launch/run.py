@@ -85,9 +85,7 @@ class Run:
         self.terminal = Terminal(config, self.status, said)
         arguments = config.output_dir, "searcher:run", self.terminal.say
         self.supervisor = supervise(config, searchers, self.weights, self.status, *arguments)
-        self.tracking = None
-        if config.track:
-            self.tracking = extra("tracking").Tracking(config)
+        self.tracking = extra("tracking").Tracking(config) if config.track else None
 
     def train(self) -> None:
         """Start the trainer, and watch over all until it has ended. Raises RunFailed."""

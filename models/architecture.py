@@ -14,16 +14,13 @@ def policy_without_weights(config: Config) -> torch.nn.Module:
     Raises UserError for a model that cannot be had.
     """
     try:
-        architecture = AutoConfig.from_pretrained(
-            directory_of("--model", config.model, weights=False),
-            trust_remote_code=config.trust_remote_code,
-        )
+        directory = directory_of("--model", config.model, weights=False)
+        how = dict(trust_remote_code=config.trust_remote_code)
+        architecture = AutoConfig.from_pretrained(directory, **how)
         if getattr(architecture, "quantization_config", None):
             raise ValueError("it is quantized, and the trainer needs plain weights")
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                architecture, trust_remote_code=config.trust_remote_code
-            )
+            return AutoModelForCausalLM.from_config(architecture, **how)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {config.model!r} cannot be used: {first_line(error)}") from error
 

@@ -17,14 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import (
-    DatasetInfo,
-    HfApi,
-    ModelInfo,
-    constants,
-    hf_hub_download,
-    snapshot_download,
-)
+from huggingface_hub import DatasetInfo, ModelInfo, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
@@ -187,7 +180,7 @@ def ask_hub(name: str, kind: str, branch: str | None = None) -> ModelInfo | Data
     print(f"asking the hub, {constants.ENDPOINT}, for {name}", file=sys.stderr, flush=True)
     try:
         with ended_by_signal():
-            return HfApi().repo_info(
+            return huggingface_hub.HfApi().repo_info(
                 name,
                 repo_type=kind,
                 revision=branch,

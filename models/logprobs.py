@@ -93,13 +93,8 @@ def split_rows(
             start += count
         return chunks
 
-    chunks = split(most_tokens)
-    for eighths in (7, 6, 5, 4):  # as many passes, the first not as full: less padding
-        smaller = split(most_tokens * eighths // 8)
-        if len(smaller) > len(chunks):
-            break
-        chunks = smaller
-    return chunks
+    # The fewest passes, and of those the first not as full: less padding.
+    return min((split(most_tokens * eighths // 8) for eighths in (4, 5, 6, 7, 8)), key=len)
 
 
 def micro_batches(

@@ -22,9 +22,8 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
         learner.low_memory = True
         it_fits = fits(config, learner, rows)
         if it_fits:
-            say(
-                "the largest batch does not fit into memory: a step takes two passes (--low_memory)"
-            )
+            what = "the largest batch does not fit into memory"
+            say(f"{what}: a step takes two passes (--low_memory)")
     if it_fits:
         if learner.low_memory:
             extra("low_memory").check_inputs(learner, rows[:1])
@@ -48,10 +47,8 @@ def largest_micro_batch(config: Config, vocabulary: int) -> list[Row]:
     prompt_tokens, response_tokens = config.longest_row
     rng, arrays = np.random.default_rng(0), np.ones((4, response_tokens), np.float32)
     prompts = rng.integers(vocabulary, size=(num_queries, prompt_tokens))
-    responses = rng.integers(vocabulary, size=(size, response_tokens))
-    return [
-        Row(-1, 0, 0, prompts[i // group_size], responses[i], *arrays, 0.0) for i in range(size)
-    ]
+    tokens = rng.integers(vocabulary, size=(size, response_tokens))
+    return [Row(-1, 0, 0, prompts[i // group_size], tokens[i], *arrays, 0.0) for i in range(size)]
 
 
 def fits(config: Config, learner: Learner, rows: list[Row]) -> bool:

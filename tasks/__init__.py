@@ -169,19 +169,16 @@ def load_task(name_or_path: str, **options) -> Task:
 def find_task(name_or_path: str) -> type[Task]:
     """Find the class of a task. Raises UserError."""
     module = import_task(name_or_path)
-    classes = [
-        kind
-        for kind in vars(module).values()
-        if inspect.isclass(kind) and issubclass(kind, Task) and kind.__module__ == module.__name__
-    ]
-    if len(classes) != 1:
+    kinds = filter(inspect.isclass, vars(module).values())
+    own = [kind for kind in kinds if issubclass(kind, Task) and kind.__module__ == module.__name__]
+    if len(own) != 1:
         raise UserError(
-            f"task {name_or_path!r} defines {len(classes)} subclasses of Task: it must define one"
+            f"task {name_or_path!r} defines {len(own)} subclasses of Task: it must define one"
         )
     for method in ("queries", "score"):
-        if getattr(classes[0], method) is getattr(Task, method):
+        if getattr(own[0], method) is getattr(Task, method):
             raise UserError(f"task {name_or_path!r} has no method {method}")
-    return classes[0]
+    return own[0]
 
 
 def import_task(name_or_path: str) -> ModuleType:

@@ -129,10 +129,8 @@ class TLDR(Task):
     def score(
         self, queries: list[Query], responses: list[str], finished: list[bool]
     ) -> list[float]:
-        rewards = self.reward.rewards(
-            [query.prompt + response for query, response in zip(queries, responses)]
-        )
-        return np.where(finished, rewards, UNFINISHED).tolist()
+        texts = [query.prompt + response for query, response in zip(queries, responses)]
+        return np.where(finished, self.reward.rewards(texts), UNFINISHED).tolist()
 
     def evaluate(
         self, queries: list[Query], responses: list[str], finished: list[bool], scores: np.ndarray
@@ -147,12 +145,9 @@ class TLDR(Task):
         gold = Classifier(self.gold_model, self.gold_tokenizer)
         prompts = [query.prompt for query in queries]
         end = gold.tokenizer.eos_token
-        generated = gold.rewards(
-            [prompt + response for prompt, response in zip(prompts, responses)]
-        )
-        reference = gold.rewards(
-            [query.prompt + query.answer.removesuffix(end) for query in queries]
-        )
+        texts = [prompt + response for prompt, response in zip(prompts, responses)]
+        ideal = [query.prompt + query.answer.removesuffix(end) for query in queries]
+        generated, reference = gold.rewards(texts), gold.rewards(ideal)
         del gold  # billions of parameters: make room for the reference policy
         return {
             "win_rate": wins(generated, reference),

@@ -15,7 +15,7 @@ from conftest import ROOT, WHOLE_RUN, flags, python, read, steps_of
 
 from config import Config, UserError
 from launch import children
-from launch.places import Place, find_places, gpu_memory, resolve
+from launch.places import Place, find_places, resolve
 from rollouts import Workload
 from tasks import Query
 from weights import SharedWeights
@@ -125,7 +125,7 @@ def test_a_searcher_on_the_trainers_gpu_has_less_memory_and_alone_is_throttled(g
         places = find_places(config)
         found = resolve(config, places)
         assert (found.gpu_memory_utilization, found.search_ahead) == (share, ahead)
-        assert gpu_memory(Config(gpu_memory_utilization=0.4), places) == 0.4
+        assert resolve(Config(gpu_memory_utilization=0.4), places).gpu_memory_utilization == 0.4
     for free in (Config(max_staleness=5), Config(constant_staleness=2)):
         assert resolve(free, find_places(free)).search_ahead is None, "the trainer may wait"
 

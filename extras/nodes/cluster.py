@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,11 @@ from config import LOAD_SECONDS, Config
 from extras.nodes.joining import last_line, on_node, other_nodes
 from extras.nodes.node import COUNTED, Found, Node, as_arrays, describe_environment
 from launch.files import parse_lines
-from launch.places import Place
 from launch.supervisor import DEATHS, RunFailed, Supervisor
 from runtime.record.metrics import RATE_WINDOW, rate_of
 from runtime.record.timeline import to_json
 from runtime.transport.messages import Evaluation, Notice
 from runtime.transport.status import StatusTable, Watchdog
-from weights import SharedWeights
 
 LOOK_SECONDS = 1.0  # between two looks at which nodes there are
 WAIT_SECONDS = 0.1  # for an answer, before it is looked whether the run is over
@@ -103,24 +101,16 @@ class Far:
 class Cluster(Supervisor):
     """The searchers of this machine, as Supervisor has them, and those of all further nodes.
 
-    given: the settings as the user gave them: each node finds its own model by them.
+    arguments: of Supervisor, whose status is a ClusterStatus here. given: the settings as the user
+    gave them: each node finds its own model by them.
+
     Where the trainer's queue is full the thread of a node waits: the node is not asked for more,
     and its searchers wait too.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        places: list[Place],
-        weights: SharedWeights,
-        status: ClusterStatus,
-        run_dir: str,
-        target: str,
-        say: Callable[[str], None],
-        given: Config,
-    ):
-        super().__init__(config, places, weights, status, run_dir, target, say)
-        self.given, self.pin = given, len(places)
+    def __init__(self, *arguments: Any, given: Config):
+        super().__init__(*arguments)
+        self.given, self.pin = given, len(self.places)
         self.environment = describe_environment()
         self.far: dict[str, Far] = {}  # by Ray's id of the node
         # Of what a node's actors died, since its last group.
@@ -131,7 +121,8 @@ class Cluster(Supervisor):
         self.stored_reference: tuple[int, ray.ObjectRef | None] = 0, None
         self.storing = threading.Lock()  # the threads have one pin
         # The newest version whose evaluation has come; of a run that is resumed, before it.
-        self.evaluated = int(status.words[:, status.COLUMNS.index("evaluated")].max())
+        evaluated = self.status.COLUMNS.index("evaluated")
+        self.evaluated = int(self.status.words[:, evaluated].max())
         self.alone = Watchdog()  # no node is there
         self.failure: RunFailed | None = None  # of a thread
         self.start_thread(self.watch_nodes)
@@ -182,18 +173,15 @@ class Cluster(Supervisor):
             return
         row, id, number = free[0], node["NodeID"], self.status.nodes.index(free[0]) + 1
         options = dict(num_gpus=node["Resources"].get("GPU"), scheduling_strategy=on_node(node))
-        actor = (
-            ray.remote(Node)
-            .options(num_cpus=0, **options)
-            .remote(
-                self.given,
-                self.weights.shapes,
-                self.weights.slots[0].dtype,
-                seeds=(number, int(self.status.get(row, "tokens"))),
-                evaluates=not self.places and not self.far and self.evaluated < 0,
-                target=self.target,
-                environment=self.environment,
-            )
+        start = ray.remote(Node).options(num_cpus=0, **options).remote
+        actor = start(
+            self.given,
+            self.weights.shapes,
+            self.weights.slots[0].dtype,
+            seeds=(number, int(self.status.get(row, "tokens"))),
+            evaluates=not self.places and not self.far and self.evaluated < 0,
+            target=self.target,
+            environment=self.environment,
         )
         name = f"node {number} ({node['NodeManagerAddress']}, {id[:6]})"
         logs = f"node-{number}"

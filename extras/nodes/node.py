@@ -53,8 +53,10 @@ class Found:
 def describe_environment() -> dict[str, str]:
     """What must be the same on all nodes, by name."""
     code = hashlib.blake2b(digest_size=6)
+    others = "tests", "benchmarks", "examples"  # a run executes none of these, nor what is hidden
     paths = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
-    for path in sorted(filter(is_source, paths)):
+    own = (path for path in paths if path.parts[0] not in others and path.parts[0][0] != ".")
+    for path in sorted(own):
         code.update(str(path).encode() + (ROOT / path).read_bytes())
     # One node may have the builds for a CPU: vLLM's has another name, torch's ends in "+cpu".
     versions = {
@@ -71,12 +73,6 @@ def find_difference(environment: dict[str, str]) -> str:
         if own.get(what) != value:
             return f"{what} {own.get(what)}, the driver's machine has {value}"
     return ""
-
-
-def is_source(path: Path) -> bool:
-    """Whether a run executes this file of the project."""
-    others = ("tests", "benchmarks", "examples")
-    return path.parts[0] not in others and not path.parts[0].startswith(".")
 
 
 class Node:

@@ -1,11 +1,10 @@
 """Try an objective on an example, before a model is loaded."""
 
 import torch
-from torch import Tensor
 
 from config import Config, UserError, first_line
 from learner import find_objective
-from loss import LossInputs, Objective
+from loss import LossInputs
 
 # What metrics.jsonl has already, and an objective might take for its own.
 COLUMNS = "step", "loss", "grad_norm", "learning_rate", "beta", "reward", "kl", "entropy"
@@ -15,7 +14,13 @@ def check_objective(config: Config) -> None:
     """Try the objective on two groups of responses of three tokens. Raises UserError."""
     name, objective, inputs = f"--loss {config.loss}", find_objective(config.loss), example(config)
     try:
-        loss, metrics = step(name, objective, inputs)
+        found = objective(inputs)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+            raise UserError(f"{name}: it must return a loss and a dict of metrics")
+        loss = torch.as_tensor(found[0])
+        metrics = {metric: torch.as_tensor(value) for metric, value in found[1].items()}
+        if loss.requires_grad and not loss.shape:
+            loss.backward()
     except UserError:
         raise
     except Exception as error:
@@ -50,15 +55,3 @@ def example(config: Config) -> LossInputs:
         sampled=torch.ones(rows, length),
         staleness=torch.arange(rows),
     )
-
-
-def step(name: str, objective: Objective, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Go forward and, from a loss that has a gradient, backward. Returns loss and metrics."""
-    found = objective(inputs)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        raise UserError(f"{name}: it must return a loss and a dict of metrics")
-    loss = torch.as_tensor(found[0])
-    metrics = {metric: torch.as_tensor(value) for metric, value in found[1].items()}
-    if loss.requires_grad and not loss.shape:
-        loss.backward()
-    return loss, metrics

@@ -143,16 +143,10 @@ def check_schedules(config: Config) -> None:
             f"--beta_final is {config.beta_final} but nothing says when: "
             "give --beta_steps or --beta_stop_step"
         )
-    if config.reward_temperature != 1 and not config.reward_temperature_steps:
-        raise UserError(
-            f"--reward_temperature is {config.reward_temperature} but nothing says how long: "
-            "give --reward_temperature_steps"
-        )
-    if config.reference_temperature != 1 and not config.reference_temperature_steps:
-        raise UserError(
-            f"--reference_temperature is {config.reference_temperature} but nothing says when: "
-            "give --reference_temperature_steps"
-        )
+    for name, what in (("reward_temperature", "how long"), ("reference_temperature", "when")):
+        value = getattr(config, name)
+        if value != 1 and not getattr(config, f"{name}_steps"):
+            raise UserError(f"--{name} is {value} but nothing says {what}: give --{name}_steps")
     if config.reference_reset_period % config.sync_period:
         raise UserError(
             f"--reference_reset_period is {config.reference_reset_period}, no multiple of "
@@ -186,11 +180,9 @@ def check_modes(config: Config) -> None:
             f"--ray {config.ray} is for free-running search: leave out --synchronous and "
             "--constant_staleness"
         )
-    if config.report and (config.plan or config.eval_only):
-        other = "--plan" if config.plan else "--eval_only"
-        raise UserError(f"--report and {other} are both given: give one of the two")
-    if config.plan and config.eval_only:
-        raise UserError("--plan is for a run, and --eval_only is none: give one of the two")
+    modes = [name for name in ("report", "plan", "eval_only") if getattr(config, name)]
+    if len(modes) > 1:
+        raise UserError(f"--{modes[0]} and --{modes[1]} are both given: give one of the two")
     if config.plan_gpus and not config.plan:
         raise UserError(f"--plan_gpus {config.plan_gpus} is for --plan: a run takes what is there")
     if config.lockstep and config.max_staleness is not None:

@@ -42,23 +42,23 @@ SHARES = 200  # parts of the run, in each of which the share of each activity is
 
 def draw(run_dir: str) -> None:
     """Draw all pictures from what the processes have written so far."""
-    draw_curves(run_dir, read_metrics(run_dir))
+    draw_curves(run_dir)
     draw_timeline(run_dir)
 
 
-def draw_curves(run_dir: str, lines: list[dict]) -> None:
-    """curves.png: a panel for each of PANELS, against the trainer step; smoothed, raw behind.
-
-    lines: of metrics.jsonl.
-    """
+def draw_curves(run_dir: str) -> None:
+    """curves.png: a panel for each of PANELS, against the trainer step; smoothed, raw behind."""
+    lines = read_metrics(run_dir)
     steps = [line for line in lines if "loss" in line]
     figure, axes = plt.subplots(2, 5, figsize=(20, 6), constrained_layout=True)
     for axis, (title, names) in zip(axes.flat, PANELS.items()):
         for i, name in enumerate(names):
             points = [(line["step"], line[name]) for line in steps if name in line]
             raw = np.array(points or [(0, 0)], float).T
+            width = max(1, len(points) // STRETCHES)
+            smooth = np.lib.stride_tricks.sliding_window_view(raw, width, axis=1).mean(axis=2)
             axis.plot(*raw, color=f"C{i}", alpha=0.25)
-            axis.plot(*smoothed(raw, len(points) // STRETCHES), color=f"C{i}", label=name)
+            axis.plot(*smooth, color=f"C{i}", label=name)
         axis.set(title=title, xlabel="trainer step")
         if len(names) > 1:
             axis.legend()
@@ -76,14 +76,6 @@ def draw_curves(run_dir: str, lines: list[dict]) -> None:
     reward.legend()
     figure.savefig(Path(run_dir) / "curves.png", dpi=80)
     plt.close(figure)
-
-
-def smoothed(points: np.ndarray, width: int) -> np.ndarray:
-    """Average (2, N) points over so many neighbours at a time; as they are for fewer than two."""
-    if width < 2:
-        return points
-    windows = np.lib.stride_tricks.sliding_window_view(points, width, axis=1)
-    return windows.mean(axis=2)
 
 
 def draw_timeline(run_dir: str) -> None:

@@ -63,10 +63,7 @@ def find_unseen(
     """Name the special tokens within the sampled responses that are hidden from score()."""
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     # The last token of a turn may be another end, of several that a model has.
-    rows = [
-        row.tokens[:-1][row.sampled[:-1] & row.sampled[1:]]
-        for group in groups
-        for row in rows_of(group)
-    ]
-    found = {*np.concatenate(rows).tolist()} - ends
+    rows = [row for group in groups for row in rows_of(group)]
+    within = [row.tokens[:-1][row.sampled[:-1] & row.sampled[1:]] for row in rows]
+    found = {*np.concatenate(within).tolist()} - ends
     return sorted(hidden[token] for token in found & hidden.keys())

@@ -49,10 +49,6 @@ class EvaluationService:
         self.run: EvaluationRun | None = None
 
     @property
-    def is_running(self) -> bool:
-        return self.run is not None
-
-    @property
     def is_due(self) -> bool:
         """Whether the trainer has asked for an evaluation that has not started."""
         return self.is_enabled and self.started_version < self.weights.evaluation_version
@@ -122,12 +118,8 @@ class EvaluationRun:
             return
         self.unscored.append(rollout)
         if len(self.unscored) == 1:
-            logging.error(
-                "a response to test query %d is left out, it got no score; "
-                "later ones are only counted",
-                rollout.query.id,
-                exc_info=rollout.error,
-            )
+            what = f"a response to test query {rollout.query.id} is left out, it got no score"
+            logging.error(f"{what}; later ones are only counted", exc_info=rollout.error)
 
     @property
     def is_done(self) -> bool:

@@ -8,12 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from jinja2 import TemplateError
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from config import UserError, first_line
 from models.device import device
@@ -101,9 +96,9 @@ def last_states(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -
     return hidden[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
 
 
-def load_task_model(kind: type, model: str) -> torch.nn.Module:
-    """Load a task's model on this process's device. kind: the class of transformers for it."""
-    return load_model("the task's model", model, kind, dtype="auto").to(device())
+def load_task_model(model: str, **how) -> torch.nn.Module:
+    """Load a task's model on this process's device. how: as of load_model."""
+    return load_model("the task's model", model, dtype="auto", **how).to(device())
 
 
 class Classifier:
@@ -114,7 +109,7 @@ class Classifier:
 
     def __init__(self, model: str, tokenizer: str = ""):
         self.tokenizer = read_tokenizer("the task's model", tokenizer or model)
-        self.model = load_task_model(AutoModelForSequenceClassification, model)
+        self.model = load_task_model(model, kind=AutoModelForSequenceClassification)
 
     def rewards(self, texts: list[str]) -> np.ndarray:
         """Score texts with a causal model of one label: (N,).
@@ -176,7 +171,7 @@ class Judge:
 
     def __init__(self, model: str):
         self.tokenizer = read_tokenizer("the task's model", model)
-        self.model = load_task_model(AutoModelForCausalLM, model)
+        self.model = load_task_model(model)
         self.verdict = self.tokenizer(VERDICT, add_special_tokens=False).input_ids[0]
 
     def probabilities(self, prompts: list[str], answers: list[str]) -> np.ndarray:
@@ -199,7 +194,7 @@ class Sampler:
         self.tokenizer.padding_side = "left"
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.is_chat = self.tokenizer.chat_template is not None
-        self.model = load_task_model(AutoModelForCausalLM, model)
+        self.model = load_task_model(model)
 
     @torch.no_grad()
     def sample(

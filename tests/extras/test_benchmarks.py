@@ -20,7 +20,7 @@ from models.policy import load_policy
 
 def test_the_counting_model_ends_as_often_as_the_lengths_say(tmp_path):
     tokenizer, lengths = byte_tokenizer(), [2, 2, 3, 5]
-    common.counting_model(tmp_path, lengths, tokenizer, layers=1, intermediate=64)
+    common.counting_model(tmp_path, lengths, tokenizer, intermediate=64)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     numbers = tokenizer.convert_tokens_to_ids([f"⟨{i}⟩" for i in range(1, 5)])
     ids = torch.tensor([[*tokenizer("12").input_ids, *numbers]])

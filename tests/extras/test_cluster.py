@@ -286,8 +286,8 @@ class Driver:
         self.status = cluster.ClusterStatus([place.name for place in find_places(config)])
         here = dataclasses.replace(config, searchers=0), [], self.weights, self.status, str(run_dir)
         self.notices: list[str] = []
-        own = f"tests.checked_search:{target}", self.notices.append, config
-        self.cluster = cluster.Cluster(*here, *own)
+        own = f"tests.checked_search:{target}", self.notices.append
+        self.cluster = cluster.Cluster(*here, *own, given=config)
         self.version, self.published_at = -1, 0.0
         self.visits: Counter[tuple[int, int, int]] = Counter()  # of (seed of a node, query, epoch)
         self.versions = set()
