@@ -389,7 +389,8 @@ def draw(study: Study, shares: np.ndarray, path: Path) -> None:
 def again(cell: Cell, studies: dict[str, Study]) -> None:
     """Make a cell's runs again, each setting once, and print them beside what is recorded."""
     with tempfile.TemporaryDirectory() as empty:
-        for (name, study), price in itertools.product(studies.items(), PRICES):
+        having = [(name, study) for name, study in studies.items() if cell in study.whole]
+        for (name, study), price in itertools.product(having, PRICES):
             chosen = study.choice(cell, price)
             jobs = [job(cell, chosen, seed) for seed in study.seeds]
             new = [line["result"] for line in run_all(jobs, Path(empty) / "again.jsonl")]

@@ -72,9 +72,9 @@ def tba_prime_released(x: LossInputs) -> tuple[Tensor, Metrics]:
     clamped ratio carries the gradient; and A = (r - mean r) - beta (KL - mean KL_b), detached, is
     centred with the KL of the behaviour policy, both KLs clamped as in tba_prime. Needs behaviour
     log-probabilities (recomputed by the trainer there, vLLM's here). On stale rows the gradient of
-    a token fades as its ratio nears 0, and is 0 where the ratio is over 8. That centre is what
-    keeps stale runs from collapse: with the mean of the current policy's KL, as in Eq. 7 and tb,
-    the authors saw 0.122 at the end in place of 0.836, 10 steps stale (docs/experiments.md).
+    a token fades as its ratio nears 0, and is 0 where the ratio is over 8. That centre
+    kept stale runs from collapse: with the mean of the current policy's KL, as in Eq. 7 and tb, the
+    authors saw 0.122 at the end in place of 0.836, 10 steps stale (docs/experiments.md).
     """
     kl = sequence_sum((x.logprobs - x.ref_logprobs).detach().clamp(-10.0, 10.0), x.mask)
     behavior_kl = sequence_sum((_behavior(x) - x.ref_logprobs).clamp(-10.0, 10.0), x.mask)
@@ -87,15 +87,15 @@ def tba_ema(x: LossInputs) -> tuple[Tensor, Metrics]:
     """TBA' towards a moving average of the policy, which is not kept: the authors' surrogate.
 
     -sum_t clamp(rho_t, 0, 8) A / (P + T), A = (r - mean r) - beta c sum_t clamp(log rho_t, -10,
-    10), A detached and not centred. log pi - log E of the average E, which takes 0.1 of the policy
-    each step, is about c (log pi - log b), c = 9 / D, D the staleness, 4 at least. rho of a token
-    that was not sampled is 1. On stale rows it pulls back to b, the less the older they are. Needs
-    behaviour log-probabilities, of the very policy: the sampling of EXACT_SAMPLING.
+    10), A detached, its KL not centred. log pi - log E of the average E, which takes 0.1 of the
+    policy each step, is about c (log pi - log b), c = 9 / D, D the staleness, 4 at least. rho of a
+    token that was not sampled is 1. On stale rows it pulls back to b, the less the older they are.
+    Needs behaviour log-probabilities, of the very policy: the sampling of EXACT_SAMPLING.
     """
     sampler = _sampler(x)
     staleness = torch.zeros_like(x.rewards) if x.staleness is None else x.staleness
     log_ratio = (x.logprobs.detach() - sampler).clamp(-10.0, 10.0)  # (N, T)
-    c = EMA_DECAY / (1 - EMA_DECAY) / staleness.clamp(min=4)  # (N,)
+    c = EMA_DECAY / (1 - EMA_DECAY) / staleness.clamp(min=4).to(x.rewards)  # (N,)
     distance = c * sequence_sum(log_ratio, x.mask)  # (N,)
     advantage = _centred(x.rewards, x.group_size) - x.beta * distance
     return _bounded_ratio_loss(replace(x, behavior_logprobs=sampler), advantage), {}

@@ -58,7 +58,10 @@ class Engine:
         self.set_version(0)  # config.model is the trainer's version 0
 
     def set_version(self, version: int) -> None:
-        """Note the version of the weights. vLLM tells of each response by which it was sampled."""
+        """Note the version of the weights. vLLM tells of each response by which it was sampled.
+
+        On a GPU a token that is under way while they change may count to the newer ones.
+        """
         self.version = version
         self.llm.llm_engine.set_weight_version(str(version))
 

@@ -149,7 +149,7 @@ def test_scores_that_are_not_a_finite_number_each_are_refused_with_what_they_are
 def test_several_samples_of_a_query_give_pass_at_k_and_its_different_answers():
     """By hand: query 3 has 1 of 4 right, query 7 2 of 4; two answers and three."""
     ids, scores = [3] * 4 + [7] * 4, np.array([1.0, 0, 0, 0, 0, 1.0, 1.0, 0])
-    found = over_queries(ids, scores, [*"1222", *"34", None, "5"])
+    found = over_queries(ids, scores, [*"1222", ["3"], ["4"], None, ["5"]])  # as a user has them
     assert {name: values[0] for name, values in found.items()} == {
         "pass@1": pytest.approx((1 / 4 + 2 / 4) / 2),
         "pass@2": pytest.approx((3 / 6 + 5 / 6) / 2),  # of 6 pairs

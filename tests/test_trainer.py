@@ -94,6 +94,7 @@ def test_gradient_and_metrics_do_not_depend_on_the_micro_batch(make):
 def test_padded_fields_hold_each_row_to_its_end_of_sequence_token_that_is_also_padding(make):
     learner, rows = make(max_response_tokens=100).learner, make_rows(2, 3)
     eos = rows[0].tokens[-1] = learner.policy.config.eos_token_id
+    learner.step = 9
     assert eos == learner.policy.config.pad_token_id
     inputs = learner.loss_inputs(rows, beta=0.5)
     assert inputs.mask.sum(1).tolist() == [len(row.tokens) for row in rows]
@@ -103,6 +104,7 @@ def test_padded_fields_hold_each_row_to_its_end_of_sequence_token_that_is_also_p
         np.testing.assert_array_equal(inputs.ref_logprobs[i, :length], row.ref_logprobs)
         np.testing.assert_array_equal(inputs.behavior_logprobs[i, :length], row.behavior_logprobs)
     assert inputs.rewards.tolist() == [row.reward for row in rows]
+    assert inputs.staleness.tolist() == [9 - row.version for row in rows]
     assert (inputs.group_size, inputs.beta) == (3, 0.5)
     assert inputs.max_response_length == learner.config.max_response_tokens
 

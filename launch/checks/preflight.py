@@ -25,9 +25,11 @@ from models.tokens import encode_prompt, load_tokenizer
 from tasks import LazyQueries, Messages, Task, load_task, sampling_for_tests
 from tasks.support.data import is_chat
 
-# Parameters of vLLM by which a sampler is not the policy at --temperature.
-SHAPING = set("temperature top_p top_k min_p min_tokens logit_bias allowed_token_ids".split())
-SHAPING |= {f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")}
+# With these parameters of vLLM a sampler is still the policy at --temperature: some say where a
+# response ends, and the others have the values that change nothing.
+HARMLESS = set("max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed".split())
+NEUTRAL = dict(top_p=1, top_k=0, min_p=0, min_tokens=0, repetition_penalty=1)
+NEUTRAL |= dict(presence_penalty=0, frequency_penalty=0)
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, in a repr
 
 
@@ -123,7 +125,10 @@ def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
 
 
 def check_sampling(config: Config, task: Task) -> None:
-    """Raise UserError for what vLLM or the objective refuses, for S, and for greedy samples."""
+    """Raise UserError for what vLLM or the objective refuses, for S, and for greedy samples.
+
+    Eight of the task's samplings are looked at.
+    """
     for_tests, rngs = sampling_for_tests(config, task), map(np.random.default_rng, range(8))
     default = {"temperature": config.temperature, "max_tokens": config.max_response_tokens}
     try:
@@ -140,9 +145,10 @@ def check_sampling(config: Config, task: Task) -> None:
         raise UserError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
     wants_objectives = "objectives" in dict(wanted_extras(config))
     if wants_objectives and config.loss in extra("objectives").EXACT_SAMPLING:
+        neutral = NEUTRAL | {"temperature": config.temperature}
         given = [(name, value) for kind in all_kinds[:-1] for name, value in kind.items()]
         for name, value in given:
-            if name in SHAPING and value != default.get(name):
+            if name not in HARMLESS and value not in (None, neutral.get(name)):
                 raise UserError(
                     f"--loss {config.loss} takes the sampler for the policy, but task "
                     f"{config.task!r} samples with {name} {value!r}: give another --loss"

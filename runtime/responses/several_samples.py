@@ -28,7 +28,8 @@ def over_queries(
         for k in sorted({most, *(2**i for i in range(most.bit_length()))}):
             rows = zip(queries.tolist(), counts.tolist(), right.astype(int).tolist())
             values[f"pass@{k}"] = {id: pass_at(k, n, c) for id, n, c in rows if n >= k}
-    if found := {(i, answer) for i, answer in zip(ids, answers) if answer is not None}:
+    # A user's extract() may return a list: its repr can be held in a set.
+    if found := {(i, repr(answer)) for i, answer in zip(ids, answers) if answer is not None}:
         different = Counter(i for i, _ in found)
         values["distinct_answers"] = {id: different[id] for id in queries.tolist()}
     return {

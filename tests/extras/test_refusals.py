@@ -10,7 +10,11 @@ from test_command_line import refused
 from test_plan import make_shapes, plan_on
 
 import config
+from config import Config, UserError
+from extras.objectives import EXACT_SAMPLING
+from launch.checks.preflight import check_sampling
 from launch.command_line import build_config
+from tasks import Task
 
 REFUSED = [
     ("--loss ppo", "--loss is 'ppo': it is one of tb"),
@@ -25,13 +29,29 @@ REFUSED = [
     ("reach --max_episode_tokens 16", "leaves no room for a turn"),
     ("--lora_alpha 16", "--lora_alpha is 16.0, but --lora_rank 0 …: give a rank, or … None"),
     ("--trainer_processes 2 --lora_rank 8", "--lora_rank 8 … 2 are both given, … are not sharded"),
-    (
-        "redteam --loss tba_ema",
-        "sampler for the policy, but task 'redteam' samples with",
-    ),
+    ("redteam --loss tba_ema", "sampler for the policy, but task 'redteam' samples with"),
     ("arithmetic --ray auto", "--ray needs Ray…pip install -r requirements-ray.txt"),
     ("--ray auto --synchronous", "--ray auto is for free-running search"),
 ]
+
+
+@pytest.mark.parametrize("loss", sorted(EXACT_SAMPLING))
+def test_a_sampler_that_is_not_the_policy_is_refused_by_what_takes_it_for_the_policy(loss):
+    class Own(Task):
+        def sampling(self, rng):
+            return shaped
+
+    config = Config(loss=loss, temperature=0.7)
+    for shaped in (
+        *(dict(temperature=1.0), dict(top_p=0.9), dict(top_k=20), dict(min_p=0.1)),
+        *(dict(min_tokens=1), dict(presence_penalty=0.5), dict(logit_bias={1: 2.0})),
+        *(dict(bad_words=["no"]), dict(allowed_token_ids=[1])),
+    ):
+        with pytest.raises(UserError, match=f"samples with {next(iter(shaped))} "):
+            check_sampling(config, Own())
+        check_sampling(Config(loss="tb", temperature=0.7), Own())
+    shaped = dict(stop=["."], temperature=0.7, top_p=1.0, min_tokens=0, logit_bias=None)
+    check_sampling(config, Own())
 
 
 @pytest.mark.parametrize("arguments, expected", REFUSED)
