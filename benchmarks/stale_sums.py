@@ -87,10 +87,10 @@ def measure(output: Path) -> dict[str, float]:
         kept.write_text(json.dumps(pass_at_k(output / "model") | {"kl": kl_to_base(output)}))
     found = json.loads(kept.read_text())
     rewards = np.array([line["reward"] for line in steps_of(output)])
-    means = np.convolve(rewards, np.ones(WINDOW) / WINDOW, "valid")
+    smooth = np.convolve(rewards, np.ones(WINDOW) / WINDOW, "valid")
     return {
-        "reward, best": float(means.max()),
-        "at the end": float(means[-1]),
+        "reward, best": float(smooth.max()),
+        "at the end": float(smooth[-1]),
         "greedy accuracy": read_metrics(str(output))[-1]["final_accuracy"],
         "KL to the base model": found["kl"],
         "pass@1": found["pass@1"],

@@ -72,9 +72,9 @@ def tba_prime_released(x: LossInputs) -> tuple[Tensor, Metrics]:
     clamped ratio carries the gradient; and A = (r - mean r) - beta (KL - mean KL_b), detached, is
     centred with the KL of the behaviour policy, both KLs clamped as in tba_prime. Needs behaviour
     log-probabilities (recomputed by the trainer there, vLLM's here). On stale rows the gradient of
-    a token fades as its ratio nears 0, and is 0 where the ratio is over 8. That centre
-    kept stale runs from collapse: with the mean of the current policy's KL, as in Eq. 7 and tb, the
-    authors saw 0.122 at the end in place of 0.836, 10 steps stale (docs/experiments.md).
+    a token fades as its ratio nears 0, and is 0 where the ratio is over 8. That centre kept stale
+    runs from collapse: with the mean of the current policy's KL, as in Eq. 7 and tb, the authors
+    saw 0.122 at the end in place of 0.836, 10 steps stale (docs/experiments.md).
     """
     kl = sequence_sum((x.logprobs - x.ref_logprobs).detach().clamp(-10.0, 10.0), x.mask)
     behavior_kl = sequence_sum((_behavior(x) - x.ref_logprobs).clamp(-10.0, 10.0), x.mask)

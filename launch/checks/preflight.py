@@ -145,7 +145,7 @@ def check_sampling(config: Config, task: Task) -> None:
         raise UserError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
     wants_objectives = "objectives" in dict(wanted_extras(config))
     if wants_objectives and config.loss in extra("objectives").EXACT_SAMPLING:
-        neutral = NEUTRAL | {"temperature": config.temperature}
+        neutral = NEUTRAL | default
         given = [(name, value) for kind in all_kinds[:-1] for name, value in kind.items()]
         for name, value in given:
             if name not in HARMLESS and value not in (None, neutral.get(name)):

@@ -77,7 +77,6 @@ class StatusTable:
     def __init__(self, names: list[str]):
         """names: of the processes (launch/places.py)."""
         self.names = names
-        # The rows of the searchers.
         self.searching = [i for i, name in enumerate(names) if name.startswith("searcher")]
         shape = len(names), len(self.COLUMNS)
         self.words = torch.zeros(shape, dtype=torch.float64).share_memory_()

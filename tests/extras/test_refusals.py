@@ -29,7 +29,10 @@ REFUSED = [
     ("reach --max_episode_tokens 16", "leaves no room for a turn"),
     ("--lora_alpha 16", "--lora_alpha is 16.0, but --lora_rank 0 …: give a rank, or … None"),
     ("--trainer_processes 2 --lora_rank 8", "--lora_rank 8 … 2 are both given, … are not sharded"),
-    ("redteam --loss tba_ema", "sampler for the policy, but task 'redteam' samples with"),
+    (
+        "redteam --loss tba_ema",
+        "sampler for the policy, but task 'redteam' samples with temperature 1.",
+    ),
     ("arithmetic --ray auto", "--ray needs Ray…pip install -r requirements-ray.txt"),
     ("--ray auto --synchronous", "--ray auto is for free-running search"),
 ]
