@@ -1,12 +1,12 @@
 """Chart what stale data does to objectives: reward against KL, beside the best that there is.
 
-    python benchmarks/staleness.py                  # 1,900 runs: three hours on 2 cores
-    python benchmarks/staleness.py --objectives "tb tba_ema"    # of these alone
+    python benchmarks/staleness.py                  # 2,000 runs: four hours on 2 cores
+    python benchmarks/staleness.py --objectives "tb tba_ema"    # new runs of these alone
     python benchmarks/staleness.py --quick          # two objectives, one seed: in ten minutes
     python benchmarks/staleness.py --cell "tb 8"    # an objective at a staleness, made again
 
 A study that was interrupted continues where it was. A processor has a file of its own, for its
-rounding decides what a run comes to: results of two are two columns.
+rounding decides what a run comes to: the tables show what is on record of each.
 
 The task is addends, and all runs begin with the model in benchmarks/addends. A step is 16 queries x
 8 responses. Each batch is trained on exactly 0, 8 or 32 steps after the weights that made it; or
@@ -19,7 +19,8 @@ is known: the reference, tempered (Eq. 2), whose right answers can be enumerated
 settings, three learning rates x three values of beta, or of what reads no reference, x three
 numbers of steps. The best by the mean of three seeds is measured with three others.
 
-Writes benchmarks/results/staleness.{<processor>.jsonl,md,png}; with --quick results/quick/.
+Writes benchmarks/results/staleness.md and staleness.<processor>.{jsonl,png}; with --quick
+results/quick/.
 """
 
 import itertools
@@ -29,6 +30,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -123,7 +125,12 @@ class Study:
             if self.has(cell, tried[cell], self.search_seeds)
         }
         self.run_all(chosen, self.seeds)
-        self.whole = {cell for cell in chosen if self.has(cell, chosen[cell], self.seeds)}
+        whole = {cell for cell in chosen if self.has(cell, chosen[cell], self.seeds)}
+        # What is shown: the ages that are on record, and what is whole at all of them.
+        self.ages = [age for age in self.ages if any(cell.age == age for cell in whole)]
+        cells = {o: [Cell(o, age) for age in self.ages] for o in self.objectives}
+        self.objectives = [objective for objective in cells if whole.issuperset(cells[objective])]
+        self.cells = [cell for objective in self.objectives for cell in cells[objective]]
 
     def has(self, cell: Cell, settings: list[Setting], seeds: tuple[int, ...]) -> bool:
         """Whether all these runs are there."""
@@ -182,10 +189,10 @@ def optimum(shares: np.ndarray, price: float) -> tuple[float, float]:
 
 
 def tables(studies: dict[str, Study], shares: dict[str, np.ndarray]) -> list[str]:
-    """For each price what the objectives make of it: a row each, a column an age and processor."""
-    first = next(iter(studies.values()))
-    columns = list(itertools.product(first.ages, studies))
-    header = [f"{age} ({name})" if len(studies) > 1 else f"{age}" for age, name in columns]
+    """For each price what the objectives make of it: a row each and processor, a column an age."""
+    ages = [age for age in AGES if any(age in study.ages for study in studies.values())]
+    lines = itertools.product(OBJECTIVES, studies)
+    lines = [(o, name, studies[name]) for o, name in lines if o in studies[name].objectives]
     parts = []
     for price in PRICES:
         reward, kl = optimum(shares["test"], price)
@@ -201,16 +208,17 @@ def tables(studies: dict[str, Study], shares: dict[str, np.ndarray]) -> list[str
         }
         for title, show in kinds.items():
             rows = [
-                [f"`{objective}`"]
+                [f"`{objective}`", name]
                 + [
-                    show(studies[name].measured(Cell(objective, age), price), price)
-                    if Cell(objective, age) in studies[name].whole
+                    show(study.measured(Cell(objective, age), price), price)
+                    if age in study.ages
                     else "not run"
-                    for age, name in columns
+                    for age in ages
                 ]
-                for objective in first.objectives
+                for objective, name, study in lines
             ]
-            parts.append(f"**price {price:g}**: {title}\n\n{table(['staleness', *header], rows)}")
+            header = ["staleness", "on", *map(str, ages)]
+            parts.append(f"**price {price:g}**: {title}\n\n{table(header, rows)}")
     return parts
 
 
@@ -320,9 +328,9 @@ def clipping_table(study: Study) -> str:
         cell = Cell(objective, age)
         chosen, clipped = study.choice(cell, price), study.measured(cell, price)
         jobs = [job(cell, chosen, seed, max_grad_norm=None) for seed in study.seeds]
-        unclipped = [line["result"] for line in study.do(jobs, study.file)]
+        unclipped = [line["result"] for line in study.do(jobs, study.file) if line]
         norm, share = (np.median([r[name] for r in clipped]) for name in ("grad_norm", "clipped"))
-        shown = [shown_worth(part, price) for part in (clipped, unclipped)]
+        shown = [shown_worth(part, price) if part else "not run" for part in (clipped, unclipped)]
         rows.append([f"`{objective}`", f"{norm:.2g}", f"{share:.2f}", *shown])
     header = ["", "median norm of the gradient", "share of steps clipped to 1", "clipped", "not"]
     title = f"reward − {price:g} × KL at staleness {age}, with and without"
@@ -337,12 +345,14 @@ def rounding_table(study: Study, base_reward: float) -> str:
     runs = list(study.results)
     chosen = np.random.default_rng(0).choice(len(runs), max(1, len(runs) // 10), replace=False)
     runs = [runs[i] for i in sorted(chosen)]
-    os.environ |= OTHER_ROUNDING  # for the processes that make the runs
     jobs = [job(*run) for run in runs]
-    lines = study.do(jobs, study.file.with_suffix(".rounded.jsonl"))
+    with patch.dict(os.environ, OTHER_ROUNDING):  # for the processes that make the runs
+        lines = study.do(jobs, study.file.with_suffix(".rounded.jsonl"))
     kinds = "as in the tables", "of the search", "that end below the base model"
     deviations = {kind: [] for kind in kinds}
     for (cell, setting, seed), line in zip(runs, lines):
+        if not line:  # not on record, and of another processor
+            continue
         seeds = study.search_seeds if seed in study.search_seeds else study.seeds
         results, figures = study.of(cell, setting, seeds), []
         for price in PRICES:
@@ -360,8 +370,8 @@ def rounding_table(study: Study, base_reward: float) -> str:
     return f"**another rounding**: {title}\n\n{table(header, rows)}"
 
 
-def draw(study: Study, shares: np.ndarray, path: Path) -> None:
-    """Reward against KL, a panel an age, beside the best there is."""
+def draw(study: Study, name: str, shares: np.ndarray) -> None:
+    """Reward against KL, a panel an age, beside the best there is; `name` is the processor's."""
     plt.switch_backend("agg")
     columns = len(study.ages)
     style = dict(figsize=(3.6 * columns + 1.6, 4), constrained_layout=True)
@@ -382,14 +392,14 @@ def draw(study: Study, shares: np.ndarray, path: Path) -> None:
         axis.set(title=f"staleness: {age}", xlabel="KL to the reference, nats")
     axes[0].set_ylabel("reward, held-out queries")
     axes[-1].legend(title="dashed: no reference", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.suptitle(f"Reward against KL: up and to the left is better ({processor()})")
-    figure.savefig(path, dpi=80)
+    figure.suptitle(f"Reward against KL: up and to the left is better ({name})")
+    figure.savefig(study.file.with_suffix(".png"), dpi=80)
 
 
 def again(cell: Cell, studies: dict[str, Study]) -> None:
     """Make a cell's runs again, each setting once, and print them beside what is recorded."""
     with tempfile.TemporaryDirectory() as empty:
-        having = [(name, study) for name, study in studies.items() if cell in study.whole]
+        having = [(name, study) for name, study in studies.items() if cell in study.cells]
         for (name, study), price in itertools.product(having, PRICES):
             chosen = study.choice(cell, price)
             jobs = [job(cell, chosen, seed) for seed in study.seeds]
@@ -425,20 +435,26 @@ def main() -> None:
         return again(cells[args.cell], on_record(directory, *parts))
     own = re.sub(r"\W+", "-", processor().lower())
     chosen = parts if args.quick else (tuple(args.objectives.split()), *parts[1:])
-    study = Study(directory / f"staleness.{own}.jsonl", *chosen)
-    study.make()
+    Study(directory / f"staleness.{own}.jsonl", *chosen).make()
+    studies = on_record(directory, *parts)
+    studies[processor()].do = run_all  # what the others lack cannot be made here
     shares = {split: right_shares(split) for split in ("test", "train")}
     base_reward = shares["test"].mean()
-    found = [*tables(on_record(directory, *parts), shares), lag_table(study)]
-    found += [ess_table(study, base_reward), clipping_table(study)]
-    found += [rounding_table(study, base_reward), choices_table(study)]
+    found = tables(studies, shares)
+    for name, study in studies.items():
+        found += [
+            f"## {name}: {len(study.results)} runs",
+            lag_table(study),
+            ess_table(study, base_reward),
+        ]
+        found += [clipping_table(study), rounding_table(study, base_reward), choices_table(study)]
+        draw(study, name, shares["test"])
     caption = (
         f"Base model {identify_weights(base_model('addends'))}. The gradient is clipped to 1. "
         "Settings are chosen by the mean of three seeds; tables show mean ± standard deviation of "
-        f"three others, with --quick of one. From the lags on: {processor()} alone"
+        "three others, with --quick of one."
     )
     save("staleness", args.quick, caption, *found)
-    draw(study, shares["test"], directory / "staleness.png")
 
 
 if __name__ == "__main__":

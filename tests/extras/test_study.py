@@ -122,7 +122,9 @@ def test_a_setting_is_chosen_by_three_seeds_and_measured_with_three_others():
     assert seeds == [100] * 9 + [101] * 9 + [102] * 9 + [0, 1, 2]
     shares = dict.fromkeys(("test", "train"), np.ones(2) / 2)
     first, *_ = staleness.tables({"a processor": made, "another": made}, shares)
-    assert first.splitlines()[-1] == "| `tb` | 0.499 ± 0.000 | 0.499 ± 0.000 |"
+    assert first.splitlines()[-2:] == [
+        f"| `tb` | {name} | 0.499 ± 0.000 |" for name in ("a processor", "another")
+    ]
     row = staleness.choices_table(made).splitlines()[-1]
     assert row == "| `tb` | 8 | 0.3 | 0.001 | no | 0.03 | 200 | 0.491 ± 0.000 | 0.491 ± 0.000 |"
 
@@ -140,12 +142,19 @@ def test_replay_draws_from_the_buffer_as_many_as_are_new():
     assert "constant_staleness" not in replay["settings"]
 
 
-def test_a_cell_that_was_not_run_on_a_processor_says_so():
-    made, other = study_of(lambda _: 0.5), study_of(lambda _: 0.5, objectives=("tb", "tba_ema"))
-    made.objectives = other.objectives
+def test_an_age_that_was_not_run_on_a_processor_says_so_and_half_an_objective_is_left_out():
+    made, other = study_of(lambda _: 0.5), staleness.Study(Path("b.jsonl"), ("tb", "dppo"))
+    runs = FakeRuns(lambda _: 0.5)
+    other.do = lambda jobs, file: [
+        None if job["settings"]["loss"] == "dppo" and job["settings"]["seed"] == 2 else line
+        for job, line in zip(jobs, runs(jobs, file))
+    ]
+    other.make()
     shares = dict.fromkeys(("test", "train"), np.ones(2) / 2)
     first, *_ = staleness.tables({"one": made, "another": other}, shares)
-    assert first.splitlines()[-1].startswith("| `tba_ema` | not run | 0.")
+    *_, one, another = first.splitlines()
+    assert one == "| `tb` | one | not run | 0.499 ± 0.000 |" + " not run |" * 3
+    assert another == "| `tb` | another |" + " 0.499 ± 0.000 |" * 5
 
 
 def test_the_best_there_is_is_the_reference_tempered():
@@ -199,17 +208,25 @@ def test_the_row_without_clipping_is_made_without_clipping():
     row = staleness.clipping_table(made).splitlines()[-1]
     assert row == "| `tb` | 20 | 0.75 | 0.697 ± 0.000 | 0.497 ± 0.000 |"
     assert [s["max_grad_norm"] for _, s in made.do.made[-3:]] == [None] * 3
+    made.do = lambda jobs, file: [None] * len(jobs)  # of another processor, and not on record
+    assert staleness.clipping_table(made).splitlines()[-1].endswith("| 0.697 ± 0.000 | not run |")
+    assert staleness.rounding_table(made, 0.42).count(" | 0 |") == 3
 
 
-def test_a_tenth_is_made_again_with_another_rounding_in_a_file_of_its_own(monkeypatch):
+def test_a_tenth_is_made_again_with_another_rounding_in_a_file_of_its_own():
     made = study_of(lambda settings: 0.1 if settings["learning_rate"] == 4e-3 else 0.5)
-    monkeypatch.setattr("os.environ", dict(os.environ))
-    made.do.reward = lambda settings: 0.5 + 0.2 * np.sqrt(2)
+    kept, used = dict(os.environ), set()
+
+    def reward(settings):
+        used.add(os.environ["ATEN_CPU_CAPABILITY"])
+        return 0.5 + 0.2 * np.sqrt(2)
+
+    made.do.reward = reward
     *_, searched, fallen = staleness.rounding_table(made, 0.42).splitlines()
     assert searched == "| of the search | 2 |" + " 0.200 | 0.000 |" * 3
     assert fallen == "| that end below the base model | 1 |" + " 0.483 | 0.000 |" * 3
     assert {name for name, _ in made.do.made[-3:]} == {"a.rounded.jsonl"}
-    assert os.environ["ATEN_CPU_CAPABILITY"] == "avx2"
+    assert used == {"avx2"} and os.environ == kept
 
 
 def test_a_cell_on_record_is_made_again_at_its_settings_and_another_is_refused(monkeypatch, capsys):
@@ -221,7 +238,7 @@ def test_a_cell_on_record_is_made_again_at_its_settings_and_another_is_refused(m
     monkeypatch.setattr("sys.argv", ["staleness.py", "--cell", "tb 8"])
     staleness.main()
     lines = capsys.readouterr().out.splitlines()
-    studies = [s for s in staleness.on_record(common.RESULTS).values() if CELL in s.whole]
+    studies = [s for s in staleness.on_record(common.RESULTS).values() if CELL in s.cells]
     found = [(recorded, price) for recorded in studies for price in staleness.PRICES]
     assert len(lines) == len(found) >= 3 and len(fake.made) == 3 * len(found)
     for line, (recorded, price) in zip(lines, found):
