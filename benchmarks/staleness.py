@@ -282,12 +282,15 @@ def ess_table(study: Study, base_reward: float) -> str:
     for objective in study.objectives:
         runs = study.searched(objective, *STALE[1:])
         fallen = np.array([result["reward"] < base_reward for *_, result in runs])
+        lowest = np.median([min(result["history"]["log_w_5"]) for *_, result in runs])
         ess = np.array([early_ess(result["history"], age) for age, *_, result in runs])
         rate = np.array([setting.rate for _, setting, *_ in runs])
         alike = [str((age, setting.rate)) for age, setting, *_ in runs]
         shown = [foretold(-ess, fallen), foretold(rate, fallen), foretold(-ess, fallen, alike)]
-        rows.append([f"`{objective}`", f"{fallen.sum()} of {len(fallen)}", *shown])
-    header = ["", "below the base model", "early effective sample size", "learning rate"]
+        fell = f"{fallen.sum()} of {len(fallen)}", f"{lowest:.1f}"
+        rows.append([f"`{objective}`", *fell, *shown])
+    header = ["", "below the base model", "lowest log π / b of a run (5 % of the rows), median"]
+    header += ["early effective sample size", "learning rate"]
     header.append("effective sample size, among runs of one lag and rate")
     title = "probability that of two runs the one that ends below the base model is told by …"
     return f"**foretelling a collapse**: {title} (95 % by bootstrap)\n\n{table(header, rows)}"
@@ -335,6 +338,27 @@ def clipping_table(study: Study) -> str:
     header = ["", "median norm of the gradient", "share of steps clipped to 1", "clipped", "not"]
     title = f"reward − {price:g} × KL at staleness {age}, with and without"
     return f"**clipping**: {title}\n\n{table(header, rows)}"
+
+
+def surrogate_table(study: Study) -> str:
+    """What the penalty of tba_ema does on stale data: its rewards by beta, from next to none."""
+    ages, betas = (*STALE[1:], MIXED), (1e-9, *PRICES)
+    runs = list(itertools.product(ages, RATES[:2], betas, study.seeds))
+    jobs = [job(Cell("tba_ema", age), Setting(r, b, STEPS[0]), seed) for age, r, b, seed in runs]
+    lines, rows = study.do(jobs, study.file), []
+    found = {run: line["result"] for run, line in zip(runs, lines) if line}
+    for age, rate in itertools.product(ages, RATES[:2]):
+        own = [[found.get((age, rate, b, seed)) for seed in study.seeds] for b in betas]
+        shown = [shown_seeds(results) if all(results) else "not run" for results in own]
+        rows.append([f"{age}", f"{rate:g}", *shown])
+    header = ["staleness", "rate", *(f"β = {beta:g}" for beta in betas)]
+    title = f"reward of each seed, at the mean KL, after {STEPS[0]} steps"
+    return f"**the penalty of `tba_ema`**: {title}\n\n{table(header, rows)}"
+
+
+def shown_seeds(results: list[dict]) -> str:
+    rewards = " ".join(f"{result['reward']:.2f}" for result in results)
+    return f"{rewards} at {np.mean([result['kl'] for result in results]):.2f}"
 
 
 def rounding_table(study: Study, base_reward: float) -> str:
@@ -447,6 +471,7 @@ def main() -> None:
             lag_table(study),
             ess_table(study, base_reward),
         ]
+        found += [surrogate_table(study)] if "tba_ema" in study.objectives else []
         found += [clipping_table(study), rounding_table(study, base_reward), choices_table(study)]
         draw(study, name, shares["test"])
     caption = (

@@ -197,10 +197,11 @@ def test_how_well_a_fall_below_the_base_model_is_foretold_is_the_share_of_pairs_
     assert staleness.foretold(np.arange(5.0), np.zeros(5, bool)) == "no such pair"
     history = {"step": [3, 10, 17], "ess_responses": [0.9, 0.5, 0.1]}
     assert staleness.early_ess(history, 8) == 0.9 and staleness.early_ess(history, 32) == 0.5
-    history = {"step": [3], "ess_responses": [0.5]}
+    history = {"step": [3, 9], "ess_responses": [0.5, 0.5], "log_w_5": [-4.0, -1.0]}
     made = study_of(lambda s: 0.5 - 100 * s["learning_rate"], ages=(8, 32), history=history)
     row = staleness.ess_table(made, base_reward=0.42).splitlines()[-1].split(" | ")
-    assert row[1] == "36 of 54" and row[2].startswith("0.50") and row[3].startswith("1.00")
+    assert row[1:3] == ["36 of 54", "-4.0"]
+    assert row[3].startswith("0.50") and row[4].startswith("1.00")
 
 
 def test_the_row_without_clipping_is_made_without_clipping():
@@ -211,6 +212,13 @@ def test_the_row_without_clipping_is_made_without_clipping():
     made.do = lambda jobs, file: [None] * len(jobs)  # of another processor, and not on record
     assert staleness.clipping_table(made).splitlines()[-1].endswith("| 0.697 ± 0.000 | not run |")
     assert staleness.rounding_table(made, 0.42).count(" | 0 |") == 3
+
+
+def test_the_penalty_of_tba_ema_is_shown_from_next_to_none_at_every_seed():
+    made = study_of(lambda s: 0.5 + (s["beta"] > 0.01) * s["seed"] / 10, objectives=("tba_ema",))
+    *_, last = staleness.surrogate_table(made).splitlines()
+    shown = [f"0.50 0.60 0.70 at {beta:.2f}" for beta in staleness.PRICES]
+    assert last == " | ".join(["| mixed", "0.001", "0.50 0.50 0.50 at 0.00", *shown]) + " |"
 
 
 def test_a_tenth_is_made_again_with_another_rounding_in_a_file_of_its_own():
