@@ -387,8 +387,8 @@ def rounding_table(study: Study, base_reward: float) -> str:
         deviations[kinds[2 if is_below else seeds == study.search_seeds]].append(figures)
     rows = []
     for kind, figures in deviations.items():
-        shown = np.sqrt(np.mean(np.square(figures), axis=0)) if figures else []
-        rows.append([kind, f"{len(figures)}", *(f"{figure:.3f}" for figure in shown)])
+        found = np.sqrt(np.mean(np.square(figures), axis=0)) if figures else [np.nan] * 6
+        rows.append([kind, f"{len(figures)}", *(f"{figure:.3f}" for figure in found)])
     header = ["", "runs"] + [f"price {p:g}, by {kind}" for p in PRICES for kind in ("it", "seed")]
     title = "standard deviation by rounding, a random tenth of the runs again, and by seed"
     return f"**another rounding**: {title}\n\n{table(header, rows)}"
@@ -477,7 +477,7 @@ def main() -> None:
     caption = (
         f"Base model {identify_weights(base_model('addends'))}. The gradient is clipped to 1. "
         "Settings are chosen by the mean of three seeds; tables show mean ± standard deviation of "
-        "three others, with --quick of one."
+        f"three others, with --quick of one. On record: runs on {' and on '.join(studies)}."
     )
     save("staleness", args.quick, caption, *found)
 
