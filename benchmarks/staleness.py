@@ -191,8 +191,12 @@ def optimum(shares: np.ndarray, price: float) -> tuple[float, float]:
 def tables(studies: dict[str, Study], shares: dict[str, np.ndarray]) -> list[str]:
     """For each price what the objectives make of it: a row each and processor, a column an age."""
     ages = [age for age in AGES if any(age in study.ages for study in studies.values())]
-    lines = itertools.product(OBJECTIVES, studies)
-    lines = [(o, name, studies[name]) for o, name in lines if o in studies[name].objectives]
+    lines = [
+        (objective, name, study)
+        for objective in OBJECTIVES
+        for name, study in studies.items()
+        if objective in study.objectives
+    ]
     parts = []
     for price in PRICES:
         reward, kl = optimum(shares["test"], price)
@@ -387,7 +391,8 @@ def rounding_table(study: Study, base_reward: float) -> str:
         deviations[kinds[2 if is_below else seeds == study.search_seeds]].append(figures)
     rows = []
     for kind, figures in deviations.items():
-        found = np.sqrt(np.mean(np.square(figures), axis=0)) if figures else [np.nan] * 6
+        columns = figures or np.full((1, 2 * len(PRICES)), np.nan)
+        found = np.sqrt(np.mean(np.square(columns), axis=0))
         rows.append([kind, f"{len(figures)}", *(f"{figure:.3f}" for figure in found)])
     header = ["", "runs"] + [f"price {p:g}, by {kind}" for p in PRICES for kind in ("it", "seed")]
     title = "standard deviation by rounding, a random tenth of the runs again, and by seed"
