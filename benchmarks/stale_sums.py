@@ -86,11 +86,12 @@ def measure(output: Path) -> dict[str, float]:
     if not kept.exists():
         kept.write_text(json.dumps(pass_at_k(output / "model") | {"kl": kl_to_base(output)}))
     found = json.loads(kept.read_text())
-    rewards = np.array([line["reward"] for line in steps_of(output)])
+    rewards, falls = np.array([(line["reward"], line["log_w_5"]) for line in steps_of(output)]).T
     smooth = np.convolve(rewards, np.ones(WINDOW) / WINDOW, "valid")
     return {
         "reward, best": float(smooth.max()),
         "at the end": float(smooth[-1]),
+        "rows fall to": float(falls.min()),
         "greedy accuracy": read_metrics(str(output))[-1]["final_accuracy"],
         "KL to the base model": found["kl"],
         "pass@1": found["pass@1"],
@@ -115,8 +116,9 @@ def main() -> None:
         "stale_sums",
         given.quick,
         f"SmolLM2-135M-Instruct on sums, {STEPS} steps on batches {AGE} steps old, at the rate and "
-        f"β of the preset. Rewards are means over {WINDOW} steps, pass@k of {SAMPLES} samples to "
-        f"each held-out query; the base model has pass@1 {base['pass@1']:.3f} and pass@{SAMPLES} "
+        f"β of the preset. Rewards are means over {WINDOW} steps; rows fall to the lowest that a "
+        f"step had as 5th percentile of log π / b, nats; pass@k is of {SAMPLES} samples to each "
+        f"held-out query. The base model has pass@1 {base['pass@1']:.3f} and pass@{SAMPLES} "
         f"{base[f'pass@{SAMPLES}']:.3f}. Mean, and the seeds' values:",
         table_of(rows),
     )
