@@ -86,7 +86,8 @@ def measure(output: Path) -> dict[str, float]:
     if not kept.exists():
         kept.write_text(json.dumps(pass_at_k(output / "model") | {"kl": kl_to_base(output)}))
     found = json.loads(kept.read_text())
-    rewards, falls = np.array([(line["reward"], line["log_w_5"]) for line in steps_of(output)]).T
+    lines = [(line["reward"], line["log_w_5"]) for line in steps_of(output)]
+    rewards, falls = np.array(lines, dtype=float).T  # None where a step was bad: nan
     smooth = np.convolve(rewards, np.ones(WINDOW) / WINDOW, "valid")
     return {
         "reward, best": float(smooth.max()),
