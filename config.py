@@ -280,8 +280,8 @@ class ProcessSettings:
     eval_every: NonNegativeInt = 0
     """Steps between evaluations during the run. 0: only the base model and the final one."""
     evaluation_samples: PositiveInt = 1
-    """Responses to each test query in the final evaluation and with --eval_only; a metric is the
-    mean over all of them. Evaluations during the run use one."""
+    """Responses to each test query in the final evaluation and with --eval_only, for pass@k; any
+    other metric is the mean over all of them. Evaluations during the run use one."""
     evaluation_temperature: EvaluationTemperature | None = None
     """Sampling temperature for test queries, 0: greedy. None: the task's, which mostly is that."""
     plan: bool = False

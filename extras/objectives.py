@@ -27,7 +27,7 @@ from loss import LossInputs, Metrics, Objective, sequence_sum, trajectory_balanc
 
 
 def tb_anchored(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """Trajectory balance with log Z(x) = mean(f + r / beta - b), anchored to the sampler's b.
+    """Trajectory balance with log Z(x) = mean(f + r / beta - b): tb, centred as tba_prime_released.
 
     In tb that mean has l in place of b: where the l of all K rows fall together, log Z rises with
     them, no residual changes, and nothing holds the probability that they lose. Here they are
@@ -88,9 +88,10 @@ def tba_ema(x: LossInputs) -> tuple[Tensor, Metrics]:
 
     -sum_t clamp(rho_t, 0, 8) A / (P + T), A = (r - mean r) - beta c sum_t clamp(log rho_t, -10,
     10), A detached, its KL not centred. log pi - log E of the average E, which takes 0.1 of the
-    policy each step, is about c (log pi - log b), c = 9 / D, D the staleness, 4 at least. rho of a
-    token that was not sampled is 1. On stale rows it pulls back to b, the less the older they are.
-    Needs behaviour log-probabilities, of the very policy: the sampling of EXACT_SAMPLING.
+    policy each step, is about c (log pi - log b), c = 9 / D, D the staleness, at least 4 (a floor
+    that the authors suggest and did not try). rho of a token that was not sampled is 1. On stale
+    rows it pulls towards b, the less the older they are. Needs behaviour log-probabilities, of the
+    very policy: the sampling of EXACT_SAMPLING.
     """
     sampler = _sampler(x)
     staleness = torch.zeros_like(x.rewards) if x.staleness is None else x.staleness

@@ -126,6 +126,15 @@ def test_a_report_shows_starts_evaluations_waits_alarms_and_responses(run_dir, m
     assert provenance.find_commit() == "", "a directory without git, such as an unpacked archive"
 
 
+def test_a_report_of_many_evaluations_shows_every_final_metric(run_dir):
+    run, names = run_dir(), ["final_accuracy", "final_pass@1", "final_pass@2", "final_pass@8"]
+    lines = [{"step": step, "accuracy": step / 999} for step in range(90)]
+    write_lines(run / "metrics.jsonl", [*lines, {"step": 90} | dict.fromkeys(names, 0.5)])
+    text = report_of(run).text
+    assert [name for name in names if name not in text] == []
+    assert text.count("accuracy") < 90
+
+
 def test_the_newest_group_whose_rewards_differ_is_open_and_equal_ones_are_closed(run_dir):
     differ, equal = [sample(1), sample(1, reward=0.0)], [sample(2), sample(2)]
     source = report_of(run_dir(*differ, *equal)).source

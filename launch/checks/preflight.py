@@ -27,9 +27,10 @@ from tasks.support.data import is_chat
 
 # With these parameters of vLLM a sampler is still the policy at --temperature: some say where a
 # response ends, and the others have the values that change nothing.
-HARMLESS = set("max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed".split())
-NEUTRAL = dict(top_p=1, top_k=0, min_p=0, min_tokens=0, repetition_penalty=1)
-NEUTRAL |= dict(presence_penalty=0, frequency_penalty=0)
+HARMLESS = "max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed"
+HARMLESS = {*HARMLESS.split(), "skip_special_tokens", "spaces_between_special_tokens"}
+NEUTRAL = dict(top_p=(1,), top_k=(0, -1), min_p=(0,), min_tokens=(0,), repetition_penalty=(1,))
+NEUTRAL |= dict(presence_penalty=(0,), frequency_penalty=(0,), bad_words=([],), logit_bias=({},))
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, in a repr
 
 
@@ -145,10 +146,10 @@ def check_sampling(config: Config, task: Task) -> None:
         raise UserError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
     wants_objectives = "objectives" in dict(wanted_extras(config))
     if wants_objectives and config.loss in extra("objectives").EXACT_SAMPLING:
-        neutral = NEUTRAL | default
+        neutral = NEUTRAL | {"temperature": (config.temperature,)}
         given = [(name, value) for kind in all_kinds[:-1] for name, value in kind.items()]
         for name, value in given:
-            if name not in HARMLESS and value not in (None, neutral.get(name)):
+            if name not in HARMLESS and value not in (None, *neutral.get(name, ())):
                 raise UserError(
                     f"--loss {config.loss} takes the sampler for the policy, but task "
                     f"{config.task!r} samples with {name} {value!r}: give another --loss"

@@ -17,7 +17,7 @@ from launch.display.shown_samples import SHADES, cut_middle, read_groups, spread
 from launch.files import find_evaluations, read_lines, read_metrics, read_spans
 
 TOKENS = 32_000  # of all responses that are shown; one with its log-probabilities takes 50 bytes
-EVALUATIONS = 60  # that are shown
+EVALUATIONS = 60  # that are shown, and the final ones
 PICTURES = ("curves.png", "timeline.png")
 # Control characters but tab and newline, and what changes the direction of the text behind it.
 INVISIBLE = re.compile(
@@ -51,6 +51,9 @@ def write(run_dir: str) -> None:
     config = json.loads((run / "config.json").read_text())
     metrics = read_metrics(run_dir)
     steps = [line for line in metrics if "loss" in line]
+    evaluations = list(find_evaluations(metrics))
+    final = [row for row in evaluations if row[1].startswith("final_")]  # pass@k among them
+    during = [row for row in evaluations if row not in final]
     shares = shares_of_time(run_dir)
     groups = read_groups(run / "samples.jsonl", config["beta"], steps)
     num_responses = sum(len(group.responses) for group in groups)
@@ -60,8 +63,8 @@ def write(run_dir: str) -> None:
         "starts": read_lines(run / "starts.jsonl"),
         "alarms": read_lines(run / "alarms.jsonl"),
         "last": steps[-1] if steps else {"step": 0},
-        "is_whole": any(name.startswith("final_") for line in metrics for name in line),
-        "evaluations": spread(list(find_evaluations(metrics)), EVALUATIONS),
+        "is_whole": bool(final),
+        "evaluations": spread(during, EVALUATIONS) + final,
         "pictures": {name: read_picture(run / name) for name in PICTURES},
         "shares": shares,
         "activities": list(dict.fromkeys(name for own in shares.values() for name in own)),

@@ -55,6 +55,8 @@ def test_a_sampler_that_is_not_the_policy_is_refused_by_what_takes_it_for_the_po
         check_sampling(Config(loss="tb", temperature=0.7), Own())
     shaped = dict(stop=["."], temperature=0.7, top_p=1.0, min_tokens=0, logit_bias=None)
     check_sampling(config, Own())
+    shaped = dict(top_k=-1, bad_words=[], logit_bias={}, skip_special_tokens=False)
+    check_sampling(config, Own())
 
 
 @pytest.mark.parametrize("arguments, expected", REFUSED)
