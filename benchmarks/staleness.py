@@ -1,7 +1,7 @@
 """Chart what stale data does to objectives: reward against KL, beside the best that there is.
 
     python benchmarks/staleness.py                  # 2,000 runs: four hours on 2 cores
-    python benchmarks/staleness.py --objectives "tb tba_ema"    # new runs of these alone
+    python benchmarks/staleness.py --objectives "tb tba_ema"    # searches these alone
     python benchmarks/staleness.py --quick          # two objectives, one seed: in ten minutes
     python benchmarks/staleness.py --cell "tb 8"    # an objective at a staleness, made again
 
@@ -79,7 +79,7 @@ class Cell(NamedTuple):
 
 
 def settings_of(objective: str) -> list[Setting]:
-    """The nine. Of kimi_k2 beta pulls towards the policy that sampled: it is left as it is."""
+    """The nine. Of kimi_k2 and tba_ema beta pulls towards the policy that sampled: it is 0.1."""
     if objective in WITHOUT_REFERENCE:
         return [Setting(rate, 0.1, steps) for rate in RATES for steps in STEPS]
     return [Setting(rate, beta, STEPS[0]) for rate in RATES for beta in PRICES]
@@ -429,6 +429,8 @@ def again(cell: Cell, studies: dict[str, Study]) -> None:
     """Make a cell's runs again, each setting once, and print them beside what is recorded."""
     with tempfile.TemporaryDirectory() as empty:
         having = [(name, study) for name, study in studies.items() if cell in study.cells]
+        if not having:
+            sys.exit(f"error: {cell.objective} {cell.age} is not on record: run --objectives first")
         for (name, study), price in itertools.product(having, PRICES):
             chosen = study.choice(cell, price)
             jobs = [job(cell, chosen, seed) for seed in study.seeds]
@@ -464,6 +466,8 @@ def main() -> None:
         return again(cells[args.cell], on_record(directory, *parts))
     own = re.sub(r"\W+", "-", processor().lower())
     chosen = parts if args.quick else (tuple(args.objectives.split()), *parts[1:])
+    if unknown := set(chosen[0]) - set(OBJECTIVES):
+        sys.exit(f"error: --objectives {', '.join(unknown)}: none of {', '.join(OBJECTIVES)}")
     Study(directory / f"staleness.{own}.jsonl", *chosen).make()
     studies = on_record(directory, *parts)
     studies[processor()].do = run_all  # what the others lack cannot be made here
