@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import ROOT, arguments, as_flags, means, save, steps_of, table_of
+from common import ROOT, arguments, as_flags, means, results_dir, save, steps_of, table_of
 
 from config import Config
 from launch.command_line import find_presets
@@ -31,6 +31,7 @@ OBJECTIVES = ("tb", "tb_anchored", "tba_ema", "grpo")
 AGE, STEPS, WINDOW, SEEDS, SAMPLES = 10, 100, 10, (0, 1, 2), 8
 SETTINGS = dict(constant_staleness=AGE, steps=STEPS, lr_schedule="constant", checkpoint_every=20)
 SETTINGS |= dict(stable_steps=0, decay_steps=0)
+CURVES = "reward", "log_w_5"  # that are kept of each run, in results/stale_sums.jsonl
 
 
 def tba(*words: object) -> str:
@@ -86,12 +87,13 @@ def measure(output: Path) -> dict[str, float]:
     if not kept.exists():
         kept.write_text(json.dumps(pass_at_k(output / "model") | {"kl": kl_to_base(output)}))
     found = json.loads(kept.read_text())
-    lines = [(line["reward"], line["log_w_5"]) for line in steps_of(output)]
+    lines = [[line[name] for name in CURVES] for line in steps_of(output)]
     rewards, falls = np.array(lines, dtype=float).T  # None where a step was bad: nan
     smooth = np.convolve(rewards, np.ones(WINDOW) / WINDOW, "valid")
     return {
         "reward, best": float(smooth.max()),
         "at the end": float(smooth[-1]),
+        "largest fall": float((np.maximum.accumulate(smooth) - smooth).max()),
         "rows fall to": float(falls.min()),
         "greedy accuracy": read_metrics(str(output))[-1]["final_accuracy"],
         "KL to the base model": found["kl"],
@@ -102,7 +104,7 @@ def measure(output: Path) -> dict[str, float]:
 
 def main() -> None:
     given = arguments(__doc__, ("--runs_dir", "runs/stale_sums"))
-    found = {objective: [] for objective in OBJECTIVES}
+    found, curves = {objective: [] for objective in OBJECTIVES}, []
     for seed in SEEDS[: 1 if given.quick else None]:
         for objective in OBJECTIVES:
             output = Path(given.runs_dir).resolve() / f"{objective} {seed}"
@@ -111,14 +113,18 @@ def main() -> None:
                 make_run(output, objective, seed)
             found[objective].append(measure(output))
             print(objective, seed, found[objective][-1], flush=True)
+            own = {name: [step[name] for step in steps_of(output)] for name in CURVES}
+            curves.append(json.dumps({"objective": objective, "seed": seed} | own))
+    (results_dir(given.quick) / "stale_sums.jsonl").write_text("\n".join(curves) + "\n")
     rows = [{"": f"`{objective}`"} | means(runs) for objective, runs in found.items()]
     base = pass_at_k(load_task("sums").base_model())
     save(
         "stale_sums",
         given.quick,
         f"SmolLM2-135M-Instruct on sums, {STEPS} steps on batches {AGE} steps old, at the rate and "
-        f"β of the preset. Rewards are means over {WINDOW} steps; rows fall to the lowest that a "
-        f"step had as 5th percentile of log π / b, nats; pass@k is of {SAMPLES} samples to each "
+        f"β of the preset. Rewards are means over {WINDOW} batches; the largest fall is from the "
+        f"highest of them before; rows fall to the lowest that a step had as 5th percentile of "
+        f"log π / b, nats; the rest is of the saved policy. pass@k is of {SAMPLES} samples to each "
         f"held-out query. The base model has pass@1 {base['pass@1']:.3f} and pass@{SAMPLES} "
         f"{base[f'pass@{SAMPLES}']:.3f}. Mean, and the seeds' values:",
         table_of(rows),
