@@ -81,14 +81,13 @@ def pass_at_k(model: Path | str) -> dict[str, float]:
     return {name: v for name, (v, *_) in json.loads(text.splitlines()[-1])["metrics"].items()}
 
 
-def measure(output: Path) -> dict[str, float]:
-    """Measure a run by the titles of its columns. The measurement is kept beside it."""
+def measure(output: Path, curves: dict[str, list]) -> dict[str, float]:
+    """Measure a run by the titles of its columns. What its policy does is kept beside it."""
     kept = output / "measured.json"
     if not kept.exists():
         kept.write_text(json.dumps(pass_at_k(output / "model") | {"kl": kl_to_base(output)}))
     found = json.loads(kept.read_text())
-    lines = [[line[name] for name in CURVES] for line in steps_of(output)]
-    rewards, falls = np.array(lines, dtype=float).T  # None where a step was bad: nan
+    rewards, falls = np.array([*curves.values()], dtype=float)  # None where a step was bad: nan
     smooth = np.convolve(rewards, np.ones(WINDOW) / WINDOW, "valid")
     return {
         "reward, best": float(smooth.max()),
@@ -104,18 +103,18 @@ def measure(output: Path) -> dict[str, float]:
 
 def main() -> None:
     given = arguments(__doc__, ("--runs_dir", "runs/stale_sums"))
-    found, curves = {objective: [] for objective in OBJECTIVES}, []
+    found, lines = {objective: [] for objective in OBJECTIVES}, []
     for seed in SEEDS[: 1 if given.quick else None]:
         for objective in OBJECTIVES:
             output = Path(given.runs_dir).resolve() / f"{objective} {seed}"
             metrics = read_metrics(str(output))
             if not any("final_accuracy" in line for line in metrics):
                 make_run(output, objective, seed)
-            found[objective].append(measure(output))
+            steps = steps_of(output)
+            curves = {name: [step[name] for step in steps] for name in CURVES}
+            lines.append(json.dumps({"objective": objective, "seed": seed} | curves) + "\n")
+            found[objective].append(measure(output, curves))
             print(objective, seed, found[objective][-1], flush=True)
-            own = {name: [step[name] for step in steps_of(output)] for name in CURVES}
-            curves.append(json.dumps({"objective": objective, "seed": seed} | own))
-    (results_dir(given.quick) / "stale_sums.jsonl").write_text("\n".join(curves) + "\n")
     rows = [{"": f"`{objective}`"} | means(runs) for objective, runs in found.items()]
     base = pass_at_k(load_task("sums").base_model())
     save(
@@ -129,6 +128,7 @@ def main() -> None:
         f"{base[f'pass@{SAMPLES}']:.3f}. Mean, and the seeds' values:",
         table_of(rows),
     )
+    (results_dir(given.quick) / "stale_sums.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":

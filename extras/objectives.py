@@ -27,7 +27,7 @@ from loss import LossInputs, Metrics, Objective, sequence_sum, trajectory_balanc
 
 
 def tb_anchored(x: LossInputs) -> tuple[Tensor, Metrics]:
-    """Trajectory balance with log Z(x) = mean(f + r / beta - b): tb, centred as tba_prime_released.
+    """Trajectory balance, centred as in tba_prime_released: log Z(x) = mean(f + r / beta - b).
 
     In tb that mean has l in place of b: where the l of all K rows fall together, log Z rises with
     them, no residual changes, and nothing holds the probability that they lose. Here they are

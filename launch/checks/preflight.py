@@ -27,8 +27,8 @@ from tasks.support.data import is_chat
 
 # With these parameters of vLLM a sampler is still the policy at --temperature: some say where a
 # response ends, and the others have the values that change nothing.
-HARMLESS = "max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed"
-HARMLESS = {*HARMLESS.split(), "skip_special_tokens", "spaces_between_special_tokens"}
+HARMLESS = set("max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed".split())
+HARMLESS |= {"skip_special_tokens", "spaces_between_special_tokens"}
 NEUTRAL = dict(top_p=(1,), top_k=(0, -1), min_p=(0,), min_tokens=(0,), repetition_penalty=(1,))
 NEUTRAL |= dict(presence_penalty=(0,), frequency_penalty=(0,), bad_words=([],), logit_bias=({},))
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, in a repr
