@@ -9,67 +9,11 @@ many queries the buffer holds.
 import json
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-# Of a group and of a row, in a row's order.
-TOKEN_ARRAYS = "tokens", "ref_logprobs", "behavior_logprobs", "in_loss", "sampled"
-
-
-@dataclass
-class Group:
-    """The S responses to one query, as a searcher sends them.
-
-    Token arrays hold all responses end to end; `lengths` cuts them.
-    """
-
-    query_id: int
-    version: int  # trainer step of the weights that the group was started with
-    last_version: int  # ... and finished with: new weights may be loaded in between
-    reference_version: int  # trainer step of the reference policy's weights: 0 until it is reset
-    batch: int | None  # lockstep: the trainer step that this group is for
-    prompt: np.ndarray  # (P,) int32 token ids
-    lengths: np.ndarray  # (S,) int32 tokens per response, end-of-sequence included
-    tokens: np.ndarray  # (sum of lengths,) int32
-    ref_logprobs: np.ndarray  # (sum of lengths,) float32, reference policy
-    behavior_logprobs: np.ndarray  # (sum of lengths,) float32, as vLLM sampled
-    rewards: np.ndarray  # (S,) float32
-    finished: np.ndarray  # (S,) bool, False where a limit cut the response off
-    temperature: float  # that the responses were sampled at
-    # (sum of lengths,) bool; None: all of them.
-    in_loss: np.ndarray | None = None  # tokens whose log-probabilities the objective sums
-    sampled: np.ndarray | None = None  # tokens that the policy chose; an appended end is not one
-
-    def __post_init__(self) -> None:
-        everything = np.ones(len(self.tokens), bool)
-        self.in_loss = everything if self.in_loss is None else self.in_loss
-        self.sampled = everything if self.sampled is None else self.sampled
-
-
-@dataclass(eq=False, slots=True)
-class Row:
-    """One response with its prompt: what the buffer keeps and what a batch is made of."""
-
-    query_id: int
-    version: int
-    reference_version: int
-    prompt: np.ndarray  # (P,)
-    tokens: np.ndarray  # (T,)
-    ref_logprobs: np.ndarray  # (T,)
-    behavior_logprobs: np.ndarray  # (T,)
-    in_loss: np.ndarray  # (T,) bool, as in Group
-    sampled: np.ndarray  # (T,) bool
-    reward: float
-    received_step: int = 0  # trainer step at which it arrived
-
-
-def rows_of(group: Group, step: int = 0) -> list[Row]:
-    """Cut a group into its S rows. step: at which it arrived."""
-    ends = np.cumsum(group.lengths)[:-1]
-    arrays = zip(*(np.split(getattr(group, name), ends) for name in TOKEN_ARRAYS))
-    same = group.query_id, group.version, group.reference_version, group.prompt
-    return [Row(*same, *own, reward, step) for own, reward in zip(arrays, group.rewards.tolist())]
+from rollouts import Group, Response, join_tokens
 
 
 class QueryOrder:
@@ -100,11 +44,11 @@ class QueryOrder:
 
 # A sampling rule chooses which rows of a query are replayed: (rows, their rewards (N,), count, rng)
 # -> `count` indices of rows.
-Rule = Callable[[list[Row], np.ndarray, int, np.random.Generator], np.ndarray]
+Rule = Callable[[list[Response], np.ndarray, int, np.random.Generator], np.ndarray]
 
 
 def uniformly(
-    rows: list[Row], rewards: np.ndarray, count: int, rng: np.random.Generator
+    rows: list[Response], rewards: np.ndarray, count: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Draw `count` rows without replacement, unless there are fewer. Costs O(count)."""
     return rng.choice(len(rows), count, replace=len(rows) < count)
@@ -117,7 +61,7 @@ def by_reward(inverse_temperature: float) -> Rule:
     """
 
     def rule(
-        rows: list[Row], rewards: np.ndarray, count: int, rng: np.random.Generator
+        rows: list[Response], rewards: np.ndarray, count: int, rng: np.random.Generator
     ) -> np.ndarray:
         logits = rewards * inverse_temperature
         if len(rows) >= count:
@@ -129,19 +73,24 @@ def by_reward(inverse_temperature: float) -> Rule:
     return rule if inverse_temperature else uniformly
 
 
+def key_of(row: Response) -> bytes:
+    """Return what exact duplicates, of the same tokens, have in common."""
+    return row.tokens["token"].tobytes()
+
+
 class QueryRows:
     """The responses of one query, oldest out first when more than `capacity`. Adding costs O(1)."""
 
     def __init__(self):
         # Not sorted by age: a new row takes the index of the row that it replaces.
-        self.rows: list[Row] = []
+        self.rows: list[Response] = []
         self.rewards = np.empty(8, np.float64)  # rewards[i] is that of rows[i]; grows by doubling
         self.place: OrderedDict[bytes, int] = OrderedDict()  # tokens -> index in rows, oldest first
 
-    def add(self, row: Row, key: bytes, capacity: int) -> None:
+    def add(self, row: Response, key: bytes, capacity: int) -> None:
         """Add a response; the oldest one leaves when there are more than `capacity`.
 
-        key: row.tokens.tobytes(), computed once for the two pools that a response goes into.
+        key: of key_of(), computed once for the two pools that a response goes into.
         """
         if key in self.place:  # an exact duplicate: the newest copy stays, and counts as new
             index = self.place.pop(key)
@@ -156,7 +105,7 @@ class QueryRows:
 
     def draw(
         self, count: int, rule: Rule, oldest_version: int, rng: np.random.Generator
-    ) -> list[Row]:
+    ) -> list[Response]:
         """Draw `count` rows of version `oldest_version` or later; [] if there are none."""
         rows, rewards = self.rows, self.rewards[: len(self.rows)]
         if oldest_version:
@@ -171,14 +120,12 @@ class QueryRows:
 class Pool:
     """Responses by query, and the order in which queries are drawn."""
 
-    ARRAYS = ("prompt", *TOKEN_ARRAYS)  # of a row
-
     def __init__(self):
         self.of_query: dict[int, QueryRows] = {}  # by query id
         self.order = QueryOrder()
         self.num_responses = 0
 
-    def add(self, row: Row, key: bytes, capacity: int) -> None:
+    def add(self, row: Response, key: bytes, capacity: int) -> None:
         """Add a response to those of its query, as QueryRows.add does."""
         if row.query_id not in self.of_query:
             self.of_query[row.query_id] = QueryRows()
@@ -190,7 +137,7 @@ class Pool:
 
     def draw(
         self, count: int, rule: Rule, oldest_version: int, rng: np.random.Generator
-    ) -> list[Row]:
+    ) -> list[Response]:
         """Draw `count` responses to the next query that has young ones; [] if none has."""
         while self.order.ids:
             query = self.order.draw(rng)
@@ -203,44 +150,40 @@ class Pool:
         return []
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The whole state as plain arrays."""
-        queries = [self.of_query[query] for query in self.order.ids]
-        rows = [row for query in queries for row in query.rows]
-        ages = [index for query in queries for index in query.place.values()]
-        state = {
+        """Return the whole state as plain arrays."""
+        held = [self.of_query[query] for query in self.order.ids]
+        rows = [row for query in held for row in query.rows]
+        return {
             "drawn": np.array(self.order.drawn),
-            "cards": np.array(self.order.ids, np.int64),
-            "counts": np.array([len(query.rows) for query in queries], np.int64),
-            "ages": np.array(ages, np.int64),
+            "queries": np.array(self.order.ids, np.int64),
+            "counts": np.array([len(query.rows) for query in held], np.int64),
+            "ages": np.array([i for query in held for i in query.place.values()], np.int64),
             "versions": np.array([row.version for row in rows], np.int64),
-            "reference_versions": np.array([row.reference_version for row in rows], np.int64),
             "rewards": np.array([row.reward for row in rows], np.float64),
             "received_steps": np.array([row.received_step for row in rows], np.int64),
+            "prompt_lengths": np.array([len(row.prompt) for row in rows], np.int64),
+            "prompts": np.concatenate([np.empty(0, np.int32), *(row.prompt for row in rows)]),
+            "lengths": np.array([len(row.tokens) for row in rows], np.int64),
+            "tokens": join_tokens([row.tokens for row in rows]),
         }
-        for name in self.ARRAYS:
-            arrays = [getattr(row, name) for row in rows]
-            state[f"{name}_lengths"] = np.array([len(array) for array in arrays], np.int64)
-            state[name] = np.concatenate(arrays) if arrays else np.empty(0)
-        return state
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Go on exactly where the pool that gave `state` was."""
-        ends = {name: np.cumsum(state[f"{name}_lengths"])[:-1] for name in self.ARRAYS}
-        arrays = list(zip(*(np.split(state[name], ends[name]) for name in self.ARRAYS)))
-        names = "versions", "reference_versions", "rewards", "received_steps"
-        versions, reference_versions, rewards, steps = (state[name].tolist() for name in names)
-        ids, start = state["cards"].tolist(), 0
-        for query, count in zip(ids, state["counts"].tolist()):
+        prompts = np.split(state["prompts"], np.cumsum(state["prompt_lengths"])[:-1])
+        tokens = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])
+        facts = (state[name].tolist() for name in ("versions", "rewards", "received_steps"))
+        rows = iter(zip(prompts, tokens, *facts))
+        ages = iter(state["ages"].tolist())
+        self.order = QueryOrder(state["queries"].tolist(), int(state["drawn"]))
+        for query, count in zip(self.order.ids, state["counts"].tolist()):
             held = self.of_query[query] = QueryRows()
-            for i in range(start, start + count):
-                same = query, versions[i], reference_versions[i]
-                held.rows.append(Row(*same, *arrays[i], rewards[i], steps[i]))
-            held.rewards = np.array(rewards[start : start + count])
-            for index in state["ages"][start : start + count].tolist():  # oldest first
-                held.place[held.rows[index].tokens.tobytes()] = index
-            start += count
-        self.num_responses = start
-        self.order = QueryOrder(ids, int(state["drawn"]))
+            for prompt, own, version, reward, step in islice(rows, count):
+                facts = dict(version=version, reward=reward, received_step=step)
+                held.rows.append(Response(query_id=query, prompt=prompt, tokens=own, **facts))
+            held.rewards = np.array([row.reward for row in held.rows])
+            for index in islice(ages, count):  # oldest first
+                held.place[key_of(held.rows[index])] = index
+            self.num_responses += count
 
 
 class ReplayBuffer:
@@ -287,8 +230,8 @@ class ReplayBuffer:
             if self.growth_steps is not None and step >= self.growth_steps:
                 held = self.all.of_query.get(group.query_id)
                 capacity = max(len(held.rows) if held else 0, len(group.lengths))
-            for row in rows_of(group, step):
-                key = row.tokens.tobytes()
+            for row in group.responses(step):
+                key = key_of(row)
                 self.all.add(row, key, capacity)
                 self.recent.add(row, key, self.capacity_per_query)
 
@@ -298,7 +241,7 @@ class ReplayBuffer:
         responses_per_query: int,
         most_on_policy_prob: float,
         oldest_version: int = 0,
-    ) -> list[Row]:
+    ) -> list[Response]:
         """Draw B x K rows, those of one query contiguous.
 
         B times, independently: with probability m draw a query of the latest sync, and K of the
@@ -309,9 +252,9 @@ class ReplayBuffer:
         Responses of versions before `oldest_version`, which never goes down from call to call, are
         left out. Returns [] from a buffer that holds nothing, or nothing young enough.
         """
-        batch: list[Row] = []
+        batch: list[Response] = []
         for _ in range(queries_per_batch):
-            rows: list[Row] = []
+            rows: list[Response] = []
             if self.rng.random() < most_on_policy_prob:
                 rows = self.recent.draw(responses_per_query, uniformly, oldest_version, self.rng)
             if not rows:

@@ -50,19 +50,6 @@ def _import_file(kind: str, file: str, modified: int) -> ModuleType:
     return module
 
 
-def extra(name: str) -> ModuleType:
-    """Import a module of extras/, which holds what a flag turns on; no other function does.
-
-    launch/checks/settings.py has found it at the start.
-    """
-    return importlib.import_module(f"extras.{name}")
-
-
-def has_extra(name: str) -> bool:
-    """Return whether this copy of the project holds a module of extras/. Imports nothing."""
-    return (Path(__file__).parent / f"extras/{name.replace('.', '/')}.py").exists()
-
-
 ENGINE_ROWS = 256  # responses that vLLM generates at a time
 LOAD_SECONDS = 600.0  # that a process may take to load its model, a node to import the project
 
@@ -72,6 +59,12 @@ class Bound(NamedTuple):
 
     holds: Callable[[Any], bool]
     words: str
+
+
+class Extra(NamedTuple):
+    """What a setting other than its default turns on: a module of extras/, imported by its name."""
+
+    module: str
 
 
 POSITIVE = Bound(lambda x: 0 < x < math.inf, "it must be positive")
@@ -129,7 +122,7 @@ class ModelSettings:
     """Where the run writes. Empty: runs/<task>-<time>."""
     seed: NonNegativeInt = 0
     """Seeds the order of queries, the sampling of responses and the draws from the buffer."""
-    lora_rank: NonNegativeInt = 0
+    lora_rank: Annotated[NonNegativeInt, Extra("lora")] = 0
     """Train adapters of this rank beside all linear layers but the head. 0: train all weights."""
     lora_alpha: PositiveFloat | None = None
     """LoRA adds alpha / rank times the adapters' product to a weight. None: twice the rank."""
@@ -141,7 +134,7 @@ class ModelSettings:
 class ObjectiveSettings:
     """The objective."""
 
-    loss: str = "tb"
+    loss: Annotated[str, Extra("objectives")] = "tb"
     """The objective: tb, another of LOSSES (extras/objectives.py), or a .py file with your own."""
     beta: PositiveFloat = 0.01
     """Strength of the pull towards the reference policy, at step 0."""
@@ -160,9 +153,9 @@ class ObjectiveSettings:
     """gamma at the end of its line from 1: the reference log-probability is divided by it."""
     reference_temperature_steps: NonNegativeInt = 0
     """Steps over which gamma goes linearly from 1 to reference_temperature."""
-    reference_reset_period: NonNegativeInt = 0
-    """rho of TBA', steps between two resets of the reference to the policy, a multiple of k.
-    0: never."""
+    reference_reset_period: Annotated[NonNegativeInt, Extra("lockstep")] = 0
+    """rho of TBA', with constant staleness: steps between two resets of the reference to the
+    policy. 0: never."""
 
 
 @dataclass(frozen=True)
@@ -209,12 +202,12 @@ class SearchSettings:
     """A response, or a turn of an episode, is cut off here, and counts as unfinished."""
     max_turns: PositiveInt = 10
     """Most turns of the model in an episode (multi-turn tasks only)."""
-    max_episode_tokens: PositiveInt | None = None
+    max_episode_tokens: Annotated[PositiveInt | None, Extra("episodes")] = None
     """Most tokens in an episode: prompt, turns and replies together. None: no episodes."""
-    constant_staleness: NonNegativeInt | None = None
+    constant_staleness: Annotated[NonNegativeInt | None, Extra("lockstep")] = None
     """Train on each batch exactly so many steps after the version that generated it, without a
     replay buffer. Then k = 1, S = K, and duplicates are kept."""
-    synchronous: bool = False
+    synchronous: Annotated[bool, Extra("lockstep")] = False
     """Train on-policy, for comparison: --constant_staleness 0, the trainer waits for each batch."""
 
 
@@ -253,12 +246,12 @@ class ProcessSettings:
     low_memory: Switch = "auto"
     """Make the trainer's step in two passes: the memory of a few rows, a third more work, the same
     gradient. auto: if the largest batch does not fit otherwise (--plan)."""
-    trainer_processes: PositiveInt = 1
+    trainer_processes: Annotated[PositiveInt, Extra("sharding")] = 1
     """Trainer processes. Each has a GPU or a share of the cores, holds a share of the policy
     (FSDP2), and computes a share of each batch."""
     searchers: NonNegativeInt | None = None
     """Searcher processes. None: one per GPU that no trainer process has, and at least one."""
-    ray: str = ""
+    ray: Annotated[str, Extra("nodes.joining")] = ""
     """Have searchers on each further node of this Ray cluster too: auto, local or host:port.
     Then --searchers are those of this machine, and may be 0."""
     searchers_per_node: PositiveInt | None = None
@@ -270,7 +263,7 @@ class ProcessSettings:
     run. A pause of the whole run does not count."""
     checkpoint_every: NonNegativeInt = 100
     """Steps between checkpoints; the last two are kept. 0: only at the end or an interrupt."""
-    track: TrackerName = ""
+    track: Annotated[TrackerName, Extra("tracking")] = ""
     """Give metrics, settings and samples to a tracker too: wandb or tensorboard. Empty: none."""
     config: str = ""
     """The config.json of an earlier run: start a new run with its settings, flags over them."""
@@ -336,7 +329,18 @@ class Config(
         """Whether the objective reads log pi_ref: else no searcher loads a reference policy."""
         if self.loss == "tb" or self.loss.endswith(".py"):
             return True
-        return self.loss not in extra("objectives").WITHOUT_REFERENCE
+        from extras.objectives import WITHOUT_REFERENCE
+
+        return self.loss not in WITHOUT_REFERENCE
+
+    @property
+    def takes_sampler_for_policy(self) -> bool:
+        """Whether the objective is right only where the policy itself samples, at --temperature."""
+        if self.loss == "tb" or self.loss.endswith(".py"):
+            return False
+        from extras.objectives import EXACT_SAMPLING
+
+        return self.loss in EXACT_SAMPLING
 
     @property
     def longest_row(self) -> tuple[int, int]:

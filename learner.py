@@ -6,6 +6,7 @@ sharded over processes (--trainer_processes) are subclasses of it, in extras/.
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
+from transformers import get_scheduler
 
-from buffer import Row
-from config import Config, UserError, extra, import_file
+from config import Config, UserError, import_file, padded_row
 from loss import LossInputs, Metrics, Objective, trajectory_balance
 from models.device import compute_dtype, device
-from models.importance import LogWeights, importance_figures, log_weights
+from models.importance import importance_figures
 from models.loading import replacing, save_model
-from models.logprobs import TOKENS_PER_FORWARD, micro_batches, response_logprobs
-from models.policy import find_not_finite, load_policy, trained_parameters
-from models.schedules import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
+from models.logprobs import (
+    TOKENS_IN_LOW_MEMORY,
+    TOKENS_PER_FORWARD,
+    response_logprobs,
+    split_rows,
+)
+from models.policy import fill, find_not_finite, load_policy, trained_parameters, whole
+from rollouts import TOKEN, Response
 
 BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite end the run
 
@@ -33,14 +39,13 @@ class Learner:
     say: shows the user a line. The last methods of the class are what a subclass changes.
     """
 
-    gathers_state = False  # True: state() yields temporary tensors, which must be copied
-
     def __init__(self, config: Config, say: Callable[[str], None]):
         self.config, self.say = config, say
         torch.manual_seed(config.seed)
         self.objective = find_objective(config.loss)
         self.dtype = compute_dtype(config)
         self.policy = self.load_policy()
+        self.response_logprobs = partial(response_logprobs, self.policy)
         self.trained = trained_parameters(self.policy)
         # In --master_dtype. Most steps of 1e-5 on a bf16 weight round away, and the paper's GSM8K
         # run is one of those (docs/experiments.md).
@@ -55,86 +60,97 @@ class Learner:
         self.low_memory = config.low_memory == "on"  # or set by the largest-batch trial
         self.step = 0  # optimizer steps done; the version of the weights
         self.bad_steps = self.bad_steps_in_a_row = 0
-        self.log_weights: list[LogWeights] = []  # of the batch, for metrics
+        # log pi / b of the batch's tokens, and which of them were sampled, by micro-batch.
+        self.log_weights: list[tuple[Tensor, Tensor]] = []
 
-    def update(self, rows: list[Row]) -> Metrics:
+    def update(self, rows: list[Response]) -> Metrics:
         """Make one optimizer step on B x K rows. Returns the metrics of the step."""
+        self.log_weights = []
         metrics = self.accumulate(rows)
+        metrics |= importance_figures(self.log_weights)
         metrics["grad_norm"] = self.step_optimizer()
         metrics["learning_rate"] = self.lr_schedule.get_last_lr()[0]
-        metrics["beta"] = beta_at(self.config, self.step)  # accumulate() had the same
+        metrics["beta"] = beta_at(self.config, self.step)
+        metrics["bad_steps"] = self.bad_steps
         self.lr_schedule.step()
         self.step += 1
         return {"step": self.step, **metrics}
 
-    def accumulate(self, rows: list[Row]) -> Metrics:
+    def accumulate(self, rows: list[Response]) -> Metrics:
         """Add up the gradient of a batch, a few queries at a time. Returns its loss and metrics.
 
         Each row weighs the same, whatever micro-batch it falls to.
         """
-        config, step = self.config, self.step
-        beta = beta_at(config, step)
-        tau, gamma = reward_temperature_at(config, step), reference_temperature_at(config, step)
-        self.log_weights = []
-        totals: Metrics = {"loss": 0.0}
-        for part, share in self.split_batch(rows):
-            loss, metrics = self.backward(part, beta * tau, gamma * tau, share)
+        limits = self.config.micro_batch_tokens, TOKENS_PER_FORWARD[device().type]
+        parts = micro_batches(rows, self.config.responses_per_query, *limits)
+        totals: Metrics = {}
+        for part, share in self.with_shares(parts):
+            loss, metrics = self.backward(part, share)
             for name, value in {"loss": loss, **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + value * share
-        return self.total({name: float(value) for name, value in totals.items()})
+        return {name: float(value) for name, value in totals.items()}
 
-    def backward(
-        self, rows: list[Row], beta: float, reference_temperature: float = 1.0, share: float = 1.0
-    ) -> tuple[Tensor, Metrics]:
+    def backward(self, rows: list[Response], share: float = 1.0) -> tuple[Tensor, Metrics]:
         """Add the gradient of the rows' loss, times their share. Returns that loss and its metrics.
 
-        beta, reference_temperature: multiplied by tau already, as in loss_inputs().
+        In two passes (--low_memory) it takes the memory of a few rows, and a third more work. The
+        objective is a function of the log-probabilities alone: so a first pass, without a graph,
+        gives its gradient with respect to them, and a second one takes that to the weights.
         """
+        with torch.set_grad_enabled(not self.low_memory):
+            inputs = self.loss_inputs(rows)
         if self.low_memory:
-            return extra("low_memory").backward(self, rows, beta, reference_temperature, share)
-        inputs = self.loss_inputs(rows, beta, reference_temperature)
-        self.log_weights.append(log_weights(inputs))
+            inputs.logprobs.requires_grad_()  # a leaf
         # "tb", the default, is trajectory_balance in loss.py (Eq. 3 to 5).
         loss, metrics = self.objective(inputs)
         (loss * share).backward()
+        if self.low_memory:
+            self.backward_logprobs(rows, inputs.logprobs.grad)
+        if share:
+            log_w = inputs.logprobs.detach() - inputs.behavior_logprobs
+            self.log_weights.append((log_w, inputs.sampled))
         return loss.detach(), metrics
 
-    def loss_inputs(
-        self, rows: list[Row], beta: float, reference_temperature: float = 1.0
-    ) -> LossInputs:
-        """Compute log pi of the rows and pad the rest to its shape (N, T).
+    def backward_logprobs(self, rows: list[Response], grad: Tensor) -> None:
+        """Take the gradient of the rows' log-probabilities, (N, T), to the weights."""
+        prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
+        parts = split_rows(prompts, tokens, TOKENS_IN_LOW_MEMORY)
+        for few, share in self.with_shares(parts):
+            logprobs = self.logprobs([rows[i] for i in few])  # (rows, T of these)
+            logprobs.backward(grad[few, : logprobs.shape[1]] * (share > 0))
 
-        The log-reward of trajectory balance is [log pi_ref / gamma + reward / beta] / tau: so
-        `beta` is beta tau, and `reference_temperature` is gamma tau.
-        """
-        logprobs = self.logprobs(rows)
+    def loss_inputs(self, rows: list[Response]) -> LossInputs:
+        """Compute log pi of the rows, and pad the rest to its shape (N, T)."""
+        config, step, logprobs = self.config, self.step, self.logprobs(rows)
+        # The log-reward of trajectory balance is [log pi_ref / gamma + reward / beta] / tau.
+        beta, tau = beta_at(config, step), reward_temperature_at(config, step)
+        gamma = reference_temperature_at(config, step)
+        padded = np.zeros(logprobs.shape, TOKEN)
+        for own, row in zip(padded, rows):
+            own[: len(row.tokens)] = row.tokens
 
-        def padded(arrays: list[np.ndarray]) -> Tensor:
-            out = np.zeros(logprobs.shape, np.float32)
-            for i, array in enumerate(arrays):
-                out[i, : len(array)] = array
-            return torch.from_numpy(out).to(logprobs.device)
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values.astype(np.float32)).to(logprobs.device)
 
         return LossInputs(
             logprobs=logprobs,
-            ref_logprobs=padded([row.ref_logprobs for row in rows]) / reference_temperature,
-            behavior_logprobs=padded([row.behavior_logprobs for row in rows]),
-            mask=padded([row.in_loss for row in rows]),
+            ref_logprobs=tensor(padded["ref_logprob"]) / (gamma * tau),
+            behavior_logprobs=tensor(padded["behavior_logprob"]),
+            mask=tensor(padded["in_loss"]),
             rewards=torch.tensor([row.reward for row in rows], device=logprobs.device),
-            group_size=self.config.responses_per_query,
-            beta=beta,
-            max_response_length=self.config.longest_row[1],
+            group_size=config.responses_per_query,
+            beta=beta * tau,
+            max_response_length=config.longest_row[1],
             prompt_lengths=torch.tensor([len(row.prompt) for row in rows], device=logprobs.device),
-            sampled=padded([row.sampled for row in rows]),
-            staleness=self.step - torch.tensor([row.version for row in rows]).to(logprobs.device),
+            sampled=tensor(padded["sampled"]),
+            staleness=step - torch.tensor([row.version for row in rows], device=logprobs.device),
         )
 
-    def logprobs(self, rows: list[Row], temperature: float | None = None) -> Tensor:
+    def logprobs(self, rows: list[Response], temperature: float | None = None) -> Tensor:
         """Compute log pi of the rows' tokens: (N, T). temperature: None for --temperature."""
-        prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-        if temperature is None:
-            temperature = self.config.temperature
-        return self.policy_logprobs(prompts, tokens, temperature, self.dtype)
+        prompts, tokens = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
+        temperature = self.config.temperature if temperature is None else temperature
+        return self.response_logprobs(prompts, tokens, temperature, self.dtype)
 
     def step_optimizer(self) -> float:
         """Clip the gradient, apply it, and return its norm. One that is not finite is left out.
@@ -142,7 +158,7 @@ class Learner:
         Raises FloatingPointError at BAD_STEPS of those in a row.
         """
         max_norm = self.config.max_grad_norm or float("inf")
-        grad_norm = float(self.whole(clip_grad_norm_(self.trained.values(), max_norm)))
+        grad_norm = float(whole(clip_grad_norm_(self.trained.values(), max_norm)))
         if np.isfinite(grad_norm):
             self.optimizer.step()
             self.bad_steps_in_a_row = 0
@@ -151,7 +167,7 @@ class Learner:
             self.bad_steps_in_a_row += 1
             self.say(f"step {self.step}: the gradient norm is {grad_norm}: the step is skipped")
             if self.bad_steps_in_a_row == BAD_STEPS:
-                weights = ((name, self.whole(p.detach())) for name, p in self.trained.items())
+                weights = ((name, whole(p.detach())) for name, p in self.trained.items())
                 name = find_not_finite(weights)
                 cause = f", as the weight {name} is NaN or infinite" if name else ""
                 raise FloatingPointError(
@@ -163,7 +179,7 @@ class Learner:
 
     @torch.no_grad()
     def logprobs_under(
-        self, weights: dict[str, Tensor], rows: list[Row], temperature: float | None = None
+        self, weights: dict[str, Tensor], rows: list[Response], temperature: float | None = None
     ) -> list[np.ndarray]:
         """Compute log pi of each row's tokens, (T,), as if the policy had other weights.
 
@@ -187,22 +203,22 @@ class Learner:
         """
         yield "counters", torch.tensor([self.step, self.bad_steps, self.bad_steps_in_a_row])
         for name, parameter in self.trained.items():
-            yield f"policy.{name}", self.whole(parameter.detach())
+            yield f"policy.{name}", whole(parameter.detach())
             for key, value in self.optimizer.state[parameter].items():
-                yield f"optimizer.{name}.{key}", self.whole(value)
+                yield f"optimizer.{name}.{key}", whole(value)
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what state() gave, of any number of trainer processes."""
         for name, parameter in self.trained.items():
-            self.fill(parameter, state[f"policy.{name}"])
+            fill(parameter, state[f"policy.{name}"])
             prefix = f"optimizer.{name}"
             if f"{prefix}.step" not in state:  # there are no moments before the first step
                 continue
             moments = {"step": state[f"{prefix}.step"].to(parameter.device)}
             for key in ("exp_avg", "exp_avg_sq"):
                 moments[key] = torch.empty_like(parameter)
-                self.fill(moments[key], state[f"{prefix}.{key}"])
+                fill(moments[key], state[f"{prefix}.{key}"])
             self.optimizer.state[parameter] = moments
         self.step, self.bad_steps, self.bad_steps_in_a_row = state["counters"].tolist()
         schedule = self.lr_schedule.state_dict() | {"last_epoch": self.step - 1}
@@ -219,59 +235,123 @@ class Learner:
         with replacing(directory) as unfinished:
             save_model(self.policy, whole, self.config.model, unfinished)
 
-    # What a subclass changes
+    def fits(self, rows: list[Response]) -> bool:
+        """Return whether a step on these rows, AdamW's moments included, fits into memory."""
+        parameters = list(self.trained.values())
+        try:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            # Its two moments are there from the second step on.
+            stand_in = torch.optim.AdamW(parameters, lr=0.0, fused=True)
+            stand_in.step()
+            self.backward(rows)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+        return True
+
+    # What a subclass changes: these four, accumulate() and fits()
 
     def load_policy(self) -> torch.nn.Module:
         """Load the policy onto this process's device. Raises as models.policy.load_policy does."""
         return load_policy(self.config, device())
 
-    def policy_logprobs(self, *arguments: Any) -> Tensor:
-        """Compute log-probabilities under the policy: response_logprobs() behind its model."""
-        return response_logprobs(self.policy, *arguments)
-
-    def split_batch(self, rows: list[Row]) -> list[tuple[list[Row], float]]:
-        """Split a batch into what is computed at once, each part with its share of the batch."""
-        limits = self.config.micro_batch_tokens, TOKENS_PER_FORWARD[device().type]
-        parts = micro_batches(rows, self.config.responses_per_query, *limits)
-        return [(part, len(part) / len(rows)) for part in parts]
-
-    def total(self, metrics: Metrics) -> Metrics:
-        """Return the metrics of the whole batch, with those of its importance weights."""
-        return metrics | importance_figures(self.log_weights)
+    def with_shares(self, parts: list) -> list[tuple[Any, float]]:
+        """Pair each part of some rows with its share of them."""
+        num_rows = sum(map(len, parts))
+        return [(part, len(part) / num_rows) for part in parts]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of each weight, whole and without adapters, one at a time."""
         for name, parameter in self.policy.named_parameters():
-            yield name, parameter.detach()
+            yield name, whole(parameter.detach())
 
     def fill_policy(self, weights: dict[str, Tensor]) -> None:
-        """Give the policy other weights."""
+        """Give the policy other weights, by the names of weights()."""
         for name, parameter in self.policy.named_parameters():
-            parameter.copy_(weights[name])
+            fill(parameter, weights[name])
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor of a parameter, gradient or moment: here the tensor itself."""
-        return tensor
 
-    def fill(self, parameter: Tensor, value: Tensor) -> None:
-        """Copy a whole tensor into a parameter or moment."""
-        parameter.copy_(value)
+def micro_batches(
+    rows: list[Response], group_size: int, most_tokens: int, tokens_per_pass: int
+) -> list[list[Response]]:
+    """Split rows into what is computed at once: whole queries, those of similar length together.
 
-    def in_step(self, parts: list) -> list[tuple[Any, int]]:
-        """Pair each part with its weight, 1. A sharded learner appends parts of weight 0."""
-        return [(part, 1) for part in parts]
+    most_tokens: of a micro-batch, summed over its passes of tokens_per_pass each; a single query
+    may exceed it.
+    """
+    groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
+    groups.sort(key=lambda group: max(len(row.tokens) for row in group), reverse=True)
+    parts: list[list[Response]] = []
+    for group in groups:
+        if parts and tokens_at_once(parts[-1] + group, tokens_per_pass) <= most_tokens:
+            parts[-1] += group
+        else:
+            parts.append(group)
+    return parts
 
-    def all_fit(self, fits: bool) -> bool:
-        """Return whether a pass fitted into memory in all trainer processes. fits: in this one."""
-        return fits
+
+def tokens_at_once(rows: list[Response], tokens_per_pass: int) -> int:
+    """Count the tokens that run in the passes over these rows, a query's prompt once in each."""
+    prompts, tokens, total = [row.prompt for row in rows], [row.tokens for row in rows], 0
+    for few in split_rows(prompts, tokens, tokens_per_pass):
+        lengths = {rows[i].query_id: len(prompts[i]) for i in few}
+        longest = max(lengths.values())
+        total += len(few) * padded_row(longest, len(tokens[few[0]])) + len(lengths) * longest
+    return total
+
+
+def beta_at(config: Config, step: int) -> float:
+    """Return beta at a step: a line from beta to beta_final, which a stop step may cut short."""
+    if config.beta_final is None:
+        return config.beta
+    if config.beta_stop_step is not None and step >= config.in_steps(config.beta_stop_step):
+        return config.beta_final
+    return interpolate(config.beta, config.beta_final, step, config.in_steps(config.beta_steps))
+
+
+def reward_temperature_at(config: Config, step: int) -> float:
+    """Return tau at a step: a line from reward_temperature to 1."""
+    return interpolate(config.reward_temperature, 1.0, step, config.reward_temperature_steps)
+
+
+def reference_temperature_at(config: Config, step: int) -> float:
+    """Return gamma at a step: a line from 1 to reference_temperature."""
+    return interpolate(1.0, config.reference_temperature, step, config.reference_temperature_steps)
+
+
+def interpolate(start: float, end: float, step: int, steps: int) -> float:
+    """Return where a line from start to end, in so many steps, is at a step."""
+    return start + (end - start) * min(1.0, step / max(1, steps))
+
+
+def lr_schedule(
+    optimizer: torch.optim.Optimizer, config: Config
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Make the learning rate's schedule, as transformers has it."""
+    # Its length may be its own: then the run may end before the decay does.
+    decay_ends = config.warmup_steps + config.decay_steps if config.decay_steps else config.steps
+    settings = {"num_training_steps": decay_ends}
+    if config.lr_schedule == "warmup_stable_decay":
+        lengths = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
+        settings = {"scheduler_specific_kwargs": lengths}
+    is_constant = config.lr_schedule == "constant"
+    name = "constant_with_warmup" if is_constant else config.lr_schedule
+    return get_scheduler(name, optimizer, config.warmup_steps, **settings)
 
 
 def make_learner(config: Config, say: Callable[[str], None], rank: Any = None) -> Learner:
     """Make the learner that the settings want. rank: of extras/sharding.py, one of several."""
     if rank:
-        return extra("sharding").ShardedLearner(config, say, rank)
+        from extras.sharding import ShardedLearner
+
+        return ShardedLearner(config, say, rank)
     if config.lora_rank:
-        return extra("lora").LoraLearner(config, say)
+        from extras.lora import LoraLearner
+
+        return LoraLearner(config, say)
     return Learner(config, say)
 
 
@@ -283,11 +363,12 @@ def find_objective(name_or_file: str) -> Objective:
     if name_or_file == "tb":
         return trajectory_balance
     if not name_or_file.endswith(".py"):
-        losses = extra("objectives").LOSSES
-        if name_or_file not in losses:
-            names = ", ".join(losses)
+        from extras.objectives import LOSSES
+
+        if name_or_file not in LOSSES:
+            names = ", ".join(LOSSES)
             raise UserError(f"--loss is {name_or_file!r}: it is one of {names}, or a .py file")
-        return losses[name_or_file]
+        return LOSSES[name_or_file]
     module = import_file("objective", name_or_file)
     found = inspect.getmembers(module, inspect.isfunction)
     own = [each for name, each in found if each.__module__ == module.__name__ and name[0] != "_"]

@@ -4,34 +4,37 @@ Queries enter vLLM's engine as others leave it: there is no batch to wait for. B
 steps the searcher looks for newer weights and loads them while responses are being generated. A
 response may so span several versions, which is fine: trajectory balance does not ask who sampled
 it. A free-running searcher waits for the trainer only if its queue is full, if it shares the
-trainer's GPU, or for the first weights of a resumed run.
+trainer's GPU, or for the first weights of a resumed run. In lockstep it is a subclass, in
+extras/lockstep_searcher.py.
 """
 
 import hashlib
 import logging
+import math
 import queue
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.multiprocessing
 
-from buffer import Group
 from config import ENGINE_ROWS, Config
-from models.device import device, lock_pages
-from models.engine import Engine
+from models.device import compute_dtype, device, lock_pages
+from models.engine import Engine, make_generation
+from models.logprobs import response_logprobs
+from models.policy import load_policy
 from models.tokens import encode_prompt, load_tokenizer
-from rollouts import Rollout, make_generation, make_workload
+from rollouts import Group
 from runtime.record.timeline import Timeline
-from runtime.reference import Reference
 from runtime.responses.evaluation import EvaluationService
 from runtime.responses.samples import SampleLog
 from runtime.responses.scoring import FailureLimit, make_scorer
 from runtime.transport.messages import Evaluation, Notice
 from runtime.transport.status import StatusTable
-from tasks import load_task
+from tasks import Query, load_task
 from weights import SharedWeights
 
 POLL_SECONDS = 0.005  # while the queue is full, or there is nothing to generate
@@ -40,47 +43,49 @@ POLL_SECONDS = 0.005  # while the queue is full, or there is nothing to generate
 class Searcher:
     """One searcher process.
 
-    share: which of the config.searchers shares of the queries it works on; pin: its pin in
-    `weights`; name: of its row in the status table; outgoing: its queue, from which the supervisor
-    forwards to the trainer's.
+    rank: its number, from 0: of its share of the queries and of its pin in `weights`. outgoing: its
+    queue, from which the supervisor forwards to the trainer's.
     """
+
+    seeds_requests = False  # vLLM draws for each seeded request by itself, which costs time
 
     def __init__(
         self,
         config: Config,
-        share: int,
-        pin: int,
-        name: str,
+        rank: int,
         weights: SharedWeights,
         outgoing: torch.multiprocessing.Queue,
         status: StatusTable,
         run_dir: str,
     ):
-        self.config, self.pin, self.name = config, pin, name
+        self.config, self.rank, self.name = config, rank, f"searcher {rank}"
         self.weights, self.outgoing, self.status = weights, outgoing, status
-        self.timeline = Timeline(run_dir, status, name)
+        self.timeline = Timeline(run_dir, status, self.name)
         self.task = load_task(config.task, **config.options)
         self.tokenizer = load_tokenizer(config)
-        cursor = int(status.get(name, "cursor"))
-        queries = self.task.queries("train")
-        self.workload = make_workload(config, queries, share, cursor, weights)
+        cursor = int(status.get(self.name, "cursor"))
+        self.queries = QueryShare(config, self.task.queries("train"), rank, cursor)
+        # For is_ahead(): groups begun, and the trainer's step at the start.
+        self.num_begun, self.first_step = 0, max(0, weights.version)
         # Seeded by cursor too, so that a restart does not repeat samples.
-        seeds = np.random.SeedSequence((config.seed, share, cursor))
+        seeds = np.random.SeedSequence((config.seed, rank, cursor))
         self.engine = Engine(config, seed=int(seeds.generate_state(1)[0]))
         # The reference policy is here to spare the trainer's memory. Loaded after vLLM, which
         # reserves a share of what is free.
-        self.reference = Reference(config, weights, pin)
+        self.dtype, self.reference = compute_dtype(config), None
+        if config.reads_reference:
+            self.reference = load_policy(config, device(), linear_dtype=self.dtype)
         self.scorer = make_scorer(config, self.task)
         lock_pages(weights.memories, logging.warning)
         if device().type == "cuda":
             torch.set_num_threads(1)  # all is loaded: more would only spin
-        self.failures = FailureLimit(status, name)
+        self.failures = FailureLimit(status, self.name)
         # What does not fit into the queue yet: the groups among it are part of D_local.
         self.outbox: deque[Group | Evaluation | Notice] = deque()
         self.samples = SampleLog(run_dir, self.task, self.tokenizer, self.outbox.append)
-        evaluated = int(status.get(name, "evaluated"))
+        evaluated = int(status.get(self.name, "evaluated"))
         self.evaluation = EvaluationService(
-            config, self.task, self.tokenizer, weights, pin, evaluated, is_enabled=share == 0
+            config, self.task, self.tokenizer, weights, rank, evaluated, is_enabled=rank == 0
         )
         self.generation = make_generation(config, self.tokenizer, self.engine, self.scorer)
 
@@ -94,8 +99,8 @@ class Searcher:
             self.start_evaluation()
             generated = self.step_engine()
             scored = self.score(generated)
-            groups = self.add_reference_logprobs(scored)
-            self.send(groups)
+            self.add_reference_logprobs(scored)
+            self.send(scored)
         self.timeline.flush()
 
     def begin(self) -> None:
@@ -109,66 +114,84 @@ class Searcher:
             time.sleep(POLL_SECONDS)
         # A resumed run may have ended before its first step: then it begins like a new one.
         if not self.config.resume or self.weights.version == 0:
-            self.workload.begin_version(0)
             self.start_evaluation()
 
     def take_new_weights(self) -> None:
         """Load newer weights, even while responses are being generated.
 
-        Deferred during an evaluation and, in lockstep, while work is in flight.
+        Deferred during an evaluation, which is of one version.
         """
-        is_newer = self.weights.version > self.engine.version
-        if not is_newer or self.evaluation.run or not self.workload.may_load():
-            return
-        with self.timeline.span("load"):
-            # The trainer publishes a reset before its version: they are taken in that order.
-            self.reference.take_reset()
-            # keep: the slot stays pinned until the evaluation of this version ends.
-            with self.weights.read(self.pin, keep=self.evaluation.is_due) as (version, tensors):
-                self.engine.load(version, tensors.items())
-        self.status.set(self.name, "version", version)
-        self.workload.begin_version(version)
+        if self.weights.version > self.engine.version and self.may_load():
+            with self.timeline.span("load"):
+                self.load()
+            self.status.set(self.name, "version", self.engine.version)
+
+    def may_load(self) -> bool:
+        """Return whether newer weights may be loaded now."""
+        return not self.evaluation.run
+
+    def load(self) -> None:
+        """Load the newest weights into the engine."""
+        # keep: the slot stays pinned until the evaluation of this version ends.
+        with self.weights.read(self.rank, keep=self.evaluation.is_due) as (version, tensors):
+            self.engine.load(version, tensors.items())
 
     def start_queries(self) -> None:
-        """Draw queries and have S responses to each generated, while there is room."""
-        num_skipped = 0  # in a row
+        """Have S responses generated to each of the next queries, while there is room."""
         while self.has_room():
-            rollout = self.workload.draw()
-            if rollout is None:
-                break
-            rollout.prompt = encode_prompt(self.tokenizer, rollout.query.prompt)
-            if not 0 < len(rollout.prompt) <= self.config.max_prompt_tokens:
-                num_skipped += 1
-                self.skip(rollout, num_skipped)
-                continue
-            num_skipped = 0
-            rollout.version, rollout.sampling = self.engine.version, self.sampling(rollout)
-            self.generation.start(rollout)
-        self.status.set(self.name, "cursor", self.workload.cursor)
-
-    def start_evaluation(self) -> None:
-        """Start a requested evaluation; no weights are loaded until it ends."""
-        for rollout in self.evaluation.start_if_due(self.engine.version):
-            self.generation.start(rollout)
+            self.generation.start(self.next_group())
+        self.status.set(self.name, "cursor", self.queries.cursor)
 
     def has_room(self) -> bool:
         """Return whether a query may start: the run needs it, engine and scoring have room."""
-        if self.status.last_step_done or self.outbox:
+        if self.status.last_step_done or self.outbox or self.is_ahead():
             return False
         groups_in_engine = ENGINE_ROWS // self.config.samples_per_query + 1
         return self.generation.rows < ENGINE_ROWS and len(self.scorer.waiting) < groups_in_engine
 
-    def skip(self, rollout: Rollout, num_skipped: int) -> None:
-        """Drop a query whose prompt is empty or too long. Raises ValueError if all of them are."""
-        self.workload.drop(rollout)
-        self.status.add(self.name, "long_prompts", rollout.visit == 0)  # once a query
-        if num_skipped == len(self.workload.own):
-            limit = self.config.max_prompt_tokens
-            raise ValueError(f"no prompt of the task has 1 to --max_prompt_tokens {limit} tokens")
+    def is_ahead(self) -> bool:
+        """Return whether the search is config.search_ahead steps, of B groups each, ahead.
 
-    def sampling(self, rollout: Rollout) -> dict:
+        It is set where searcher and trainer share a GPU: groups that are never trained on would
+        slow the trainer down.
+        """
+        config = self.config
+        if config.search_ahead is None:
+            return False
+        steps = max(0, self.weights.version) - self.first_step + config.search_ahead
+        initial = math.ceil(config.initial_responses / config.samples_per_query)
+        groups = initial + steps * config.queries_per_batch
+        return self.num_begun >= math.ceil(groups / config.searchers)  # this searcher's part
+
+    def next_group(self) -> Group:
+        """Draw the next query of the share whose prompt can be used.
+
+        Raises ValueError if the prompts of all queries are empty or too long.
+        """
+        limit = self.config.max_prompt_tokens
+        for _ in self.queries.own:
+            group = self.draw()
+            group.prompt = np.array(encode_prompt(self.tokenizer, group.query.prompt), np.int32)
+            if 0 < len(group.prompt) <= limit:
+                group.sampling = self.sampling(group)
+                return group
+            self.status.add(self.name, "long_prompts", group.visit == 0)  # once a query
+            self.drop(group)
+        raise ValueError(f"no prompt of the task has 1 to --max_prompt_tokens {limit} tokens")
+
+    def draw(self) -> Group:
+        """Draw the next query of the share."""
+        self.num_begun += 1
+        return self.queries.draw()
+
+    def drop(self, group: Group) -> None:
+        """Note that a group that was drawn will never come."""
+        self.num_begun -= 1
+        self.queries.end(group)
+
+    def sampling(self, group: Group) -> dict:
         """Return how vLLM samples the responses to a query, as in vllm.SamplingParams."""
-        key = f"{self.config.seed}.searcher {self.workload.share}.{rollout.request}"
+        key = f"{self.config.seed}.searcher {self.rank}.{group.request}"
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest())
         sampling = {
             "n": self.config.samples_per_query,
@@ -176,62 +199,77 @@ class Searcher:
             "max_tokens": self.config.max_response_tokens,
         }
         sampling |= self.task.sampling(np.random.default_rng(seed))
-        return sampling | ({"seed": seed} if self.workload.has_seeds else {})
+        return sampling | ({"seed": seed} if self.seeds_requests else {})
 
-    def step_engine(self) -> list[Rollout]:
-        """Generate one token of every response. Returns the rollouts that finished with it."""
-        is_over = self.status.last_step_done and not self.evaluation.run
-        # At a shutdown new responses would be lost, and saving needs the cores. In lockstep the
-        # trainer waits for the rest of its batch.
-        is_over |= self.status.shutdown and not self.config.lockstep
-        if self.outbox or is_over or self.generation.is_idle:  # a full queue, or no work
+    def start_evaluation(self) -> None:
+        """Start a requested evaluation; no weights are loaded until it ends."""
+        for group in self.evaluation.start_if_due(self.engine.version):
+            self.generation.start(group)
+
+    def step_engine(self) -> list[Group]:
+        """Generate one token of every response. Returns the groups that ended with it."""
+        if self.outbox or self.is_over() or self.generation.is_idle:  # a full queue, or no work
             with self.timeline.span("wait"):
                 time.sleep(POLL_SECONDS)
             return []
         with self.timeline.span("eval" if self.evaluation.run else "search"):
             return self.generation.step()
 
-    def score(self, generated: list[Rollout]) -> list[Rollout]:
-        """Hand generated rollouts to the task's score(). Returns those that have rewards by now.
+    def is_over(self) -> bool:
+        """Return whether nobody needs what the engine would generate.
+
+        At a shutdown new responses would be lost, and saving needs the cores.
+        """
+        has_ended = self.status.last_step_done and not self.evaluation.run
+        return has_ended or self.status.shutdown
+
+    def score(self, generated: list[Group]) -> list[Group]:
+        """Hand generated groups to the task's score(). Returns those that have rewards by now.
 
         Where score() runs in worker processes, it may be some that were handed over earlier.
         """
         for is_test in (True, False):  # a call for each: ids are unique within a split alone
-            rollouts = [rollout for rollout in generated if rollout.is_for_evaluation == is_test]
-            if rollouts:
+            groups = [group for group in generated if group.is_for_evaluation == is_test]
+            if groups:
                 with self.timeline.span("score"):
-                    self.scorer.add(rollouts)
+                    self.scorer.add(groups)
         scored = []
-        for rollout in self.scorer.take():
-            if rollout.is_for_evaluation:
-                self.evaluation.run.record(rollout)
+        for group in self.scorer.take():
+            if group.is_for_evaluation:
+                self.evaluation.run.record(group)
                 continue
-            self.failures.count(rollout)
-            if rollout.error:
-                self.workload.drop(rollout)
+            self.failures.count(group)
+            if group.error:
+                self.drop(group)
             else:
-                self.workload.complete(rollout)
-                scored.append(rollout)
-        self.status.set(self.name, "cursor", self.workload.cursor)
+                self.queries.end(group)
+                scored.append(group)
+        self.status.set(self.name, "cursor", self.queries.cursor)
         return scored
 
-    def add_reference_logprobs(self, scored: list[Rollout]) -> list[Group]:
-        """Compute log pi_ref of all tokens, and make the groups for the trainer."""
-        if not scored:
-            return []
-        prompts = [np.array(rollout.prompt, np.int32) for rollout in scored for _ in rollout.texts]
-        responses = [arrays.tokens for rollout in scored for arrays in rollout.arrays]
+    @torch.no_grad()
+    def add_reference_logprobs(self, scored: list[Group]) -> None:
+        """Set log pi_ref of all tokens: NaN if the objective reads none, so no model is here."""
+        responses = [response for group in scored for response in group.responses()]
+        if not responses:
+            return
+        tokens = [response.tokens["token"] for response in responses]
         with self.timeline.span("reference"):
-            logprobs = iter(self.reference.logprobs(prompts, responses))
-        groups = []
-        for rollout in scored:
+            if self.reference:
+                prompts = [response.prompt for response in responses]
+                how = self.config.temperature, self.dtype
+                padded = response_logprobs(self.reference, prompts, tokens, *how).cpu().numpy()
+            else:
+                padded = [np.full(len(own), np.nan, np.float32) for own in tokens]
+        for response, logprobs in zip(responses, padded):
+            own = response.tokens  # a view of the group's
             # A task may change them, as red-teaming does.
-            ref_logprobs = [self.task.reference_logprobs(next(logprobs)) for _ in rollout.texts]
-            group = rollout.to_group(np.concatenate(ref_logprobs), self.reference.version)
-            groups.append(group)
-            self.status.add(self.name, "tokens", int(group.sampled.sum()))
-            self.samples.write(rollout, group)
-        return groups
+            logprobs = self.task.reference_logprobs(logprobs[: len(own)])
+            # An environment's tokens are certain: log-probability 0 under both policies.
+            own["ref_logprob"] = np.where(own["in_loss"] | own["sampled"], logprobs, 0)
+        for group in scored:
+            self.status.add(self.name, "tokens", int(group.tokens["sampled"].sum()))
+            self.samples.write(group)
 
     def send(self, groups: list[Group]) -> None:
         """Send groups and evaluations to the trainer, as far as the queue has room.
@@ -248,9 +286,55 @@ class Searcher:
             self.outbox.popleft()
 
 
-def run(*arguments: Any) -> None:
+class QueryShare:
+    """The order in which a searcher draws its share of the queries.
+
+    That is queries share, share + config.searchers, … of a shuffled list, in a new order each
+    epoch. No other searcher draws them, unless there are fewer queries than searchers. cursor: the
+    place in this order where it starts; a restart passes the last one.
+    """
+
+    def __init__(self, config: Config, queries: Sequence[Query], share: int, cursor: int):
+        self.seeds, self.queries = (config.seed, share), queries
+        own = np.random.default_rng(config.seed).permutation(len(queries))[
+            share :: config.searchers
+        ]
+        # Indices of the queries of this share.
+        self.own = own if len(queries) >= config.searchers else np.arange(len(queries))
+        self.num_drawn = cursor
+        self.epoch, self.order = -1, np.array([])
+        self.in_flight: set[int] = set()  # indices of groups that are drawn, not yet scored
+
+    @property
+    def cursor(self) -> int:
+        """The oldest group in flight: a restart resumes there."""
+        return min(self.in_flight, default=self.num_drawn)
+
+    def draw(self) -> Group:
+        """Draw the next query."""
+        epoch, place = divmod(self.num_drawn, len(self.own))
+        if epoch != self.epoch:
+            rng = np.random.default_rng((*self.seeds, epoch))
+            self.epoch, self.order = epoch, rng.permutation(self.own)
+        query = self.queries[self.order[place]]
+        name, index = f"{query.id}.{epoch}", self.num_drawn
+        self.in_flight.add(index)
+        self.num_drawn += 1
+        return Group(query.id, query=query, request=name, index=index, visit=epoch)
+
+    def end(self, group: Group) -> None:
+        """Note that a group is scored, or will never be: its prompt is too long, score() failed."""
+        self.in_flight.remove(group.index)
+
+
+def run(config: Config, *arguments: Any) -> None:
     """The searcher process. arguments: of Searcher."""
-    searcher = Searcher(*arguments)
+    if config.lockstep:
+        from extras.lockstep_searcher import LockstepSearcher
+
+        searcher = LockstepSearcher(config, *arguments)
+    else:
+        searcher = Searcher(config, *arguments)
     searcher.search()
     searcher.scorer.close()
     # The run is over: nobody reads what is still in the queue.

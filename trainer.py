@@ -1,26 +1,35 @@
 """The Trainer: learns from batches drawn from the replay buffer, and publishes the weights.
 
-What a batch does to the policy is learner.py. The trainer waits only while the buffer holds too
-little to train on. Where each batch is made for its step instead (--constant_staleness,
---synchronous), the trainer is a subclass, in extras/lockstep.py.
+What a batch does to the policy is learner.py. In lockstep (--constant_staleness, --synchronous)
+each batch is made for its step, and the trainer is a subclass, in extras/lockstep.py.
+
+The paper or its released code has otherwise:
+- at a sync all stop and wait; here searchers go on, and load new weights between two tokens;
+- a sample carries the trainer's step at a sync; here the version of the weights that began it;
+- where padding is the end-of-sequence no sum has the end; here --pad_is_eos does that;
+- an unfinished response is graded by its last number; here it is wrong (tasks/gsm8k.py);
+- weights and moments are in bf16; here in fp32, but for presets that reproduce such a run;
+- the learning rate is stepped before the update; here after it.
 """
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch.multiprocessing
 
-from buffer import Group, ReplayBuffer, Row, by_reward
-from config import Config, extra
+from buffer import ReplayBuffer, by_reward
+from config import Config
 from learner import make_learner
+from loss import Metrics
 from models.device import lock_pages
-from runtime.checkpoints.run_state import RunState
+from rollouts import Group, Response
+from runtime.checkpoints.checkpoint import RunState
 from runtime.checkpoints.writer import CheckpointWriter
 from runtime.evaluation_requests import EvaluationRequests
 from runtime.memory_trial import try_largest_batch
-from runtime.record.metrics import StepMetrics
+from runtime.record.metrics import StepMetrics, describe
 from runtime.record.report import Report
 from runtime.record.timeline import Timeline
 from runtime.transport.status import StatusTable
@@ -56,12 +65,9 @@ class Trainer:
         lock_pages(weights.memories, self.report.say)
         try_largest_batch(config, self.learner, self.report.say)
         self.buffer = self.make_buffer()
-        self.resets = None
-        if config.reference_reset_period:
-            self.resets = extra("reference_resets").ReferenceResets(config, weights, self.learner)
         self.evaluations = EvaluationRequests(config, weights, status)
         self.waits = Waits(config, status, self.report, self.timeline, not self.is_exact)
-        self.metrics = StepMetrics(self.learner, weights, self.buffer, rollout_queue, status)
+        self.metrics = StepMetrics(config, weights, self.buffer, rollout_queue, status)
         self.checkpoints = CheckpointWriter(run_dir, self.waits, self.report.say)
         parts = self.learner, weights, self.buffer, status, self.metrics, self.evaluations
         self.state = RunState(*parts)
@@ -87,26 +93,18 @@ class Trainer:
         self.publish()  # version 0, or what a resumed run's searchers wait for
         while self.step < self.config.steps and not self.status.shutdown:
             if self.step % self.config.sync_period == 0:
-                self.sync()
-            rows = self.next_batch()
+                with self.timeline.span("receive"):
+                    self.receive()
+                if not self.publish():
+                    self.metrics.skipped_publishes += 1
+            rows = self.sample()
             if not rows:  # the run is to end
                 break
-            self.metrics.say_first_look(self.report.say)  # before the first step alone
             with self.timeline.span("step"):
-                if self.resets:
-                    self.resets.renew(rows)  # after one: log pi_ref under the new reference
                 metrics = self.learner.update(rows)
-            self.report.step(metrics | self.metrics.of(rows, self.waits.seconds))
-            self.status.beat("trainer")
+            self.log(metrics, rows)
             self.save_checkpoint_if_due()
         self.finish()
-
-    def sync(self) -> None:
-        """Receive, then publish. In the paper both sides stop for it; here only lockstep waits."""
-        with self.timeline.span("receive"):
-            self.receive()
-        if not self.publish():
-            self.metrics.skipped_publishes += 1
 
     def receive(self) -> None:
         """Drain the rollout queue: groups go to the buffer, evaluations to the report."""
@@ -120,20 +118,32 @@ class Trainer:
                 else:
                     self.evaluations.arrive(item)
                     self.report.evaluation(item)  # to the terminal and metrics.jsonl
-        self.add(groups)
+        if groups:
+            self.add(groups)
 
     def add(self, groups: list[Group]) -> None:
         """Put what has arrived into the buffer, as one sync."""
         self.buffer.add(groups, self.step)
-        self.metrics.observe(groups)  # rewards, lengths, KL; now and then the mismatch
+        self.describe(groups)
+
+    def describe(self, groups: list[Group], later: Sequence[Group] = ()) -> None:
+        """Take the metrics of groups as they were generated: the buffer drops duplicates.
+
+        Now and then vLLM's log-probabilities are compared with the policy's under the same weights.
+        later: groups for later steps, which may show that sooner.
+        """
+        self.metrics.figures |= describe(groups)
+        group = self.metrics.find_to_compare([*groups, *later], self.step)
+        if group:
+            sampled_by = self.weights.held()[group.version]
+            rows, temperature = group.responses(), group.temperature
+            logprobs = self.learner.logprobs_under(sampled_by, rows, temperature)
+            self.metrics.compare(group, logprobs, self.step)
 
     def receive_until(self, is_done: Callable[[], bool], what: str) -> None:
         """Receive until is_done(). Any work of the searchers is progress towards `what`."""
-
-        def awaited() -> str:
-            return f"{what}; they worked {self.status.total('busy'):.0f} s so far"
-
-        for _ in self.waits.until(is_done, awaited):
+        wait = self.waits.begin()
+        while not is_done() and wait.goes_on(what, progress=self.status.total("busy")):
             self.receive()  # or the queues fill up meanwhile
 
     def publish(self) -> bool:
@@ -144,26 +154,24 @@ class Trainer:
         """
         if self.weights.version == self.step:
             return True
-        if self.resets:  # first: a searcher that sees this version must find its reset too
-            self.resets.publish_if_due(self.step)
         is_asked = self.evaluations.is_due(self.step)
         with self.timeline.span("publish"):
             return self.weights.publish(self.step, self.learner.weights(), is_asked)
 
-    def next_batch(self) -> list[Row]:
-        """The next B x K rows. Waits while there are too few; [] if the run is to end meanwhile."""
+    def sample(self) -> list[Response]:
+        """Take the next B x K rows. Waits while there are too few; [] if the run is to end."""
         with self.timeline.span("sample"):
             rows = self.draw()
-        wait = self.waits.until(lambda: bool(rows), self.awaited)
-        for _ in wait:
-            # Publish in every round: with --max_staleness searchers may need newer weights than the
-            # last sync's before they can send anything young enough.
+        wait = self.waits.begin()
+        while not rows and wait.goes_on(self.awaited()):
+            # With --max_staleness searchers may need newer weights than the last sync's before they
+            # can send anything young enough.
             self.publish()
             self.receive()
             rows = self.draw()
         return rows
 
-    def draw(self) -> list[Row]:
+    def draw(self) -> list[Response]:
         """Draw B x K rows from the buffer (section 4.2); [] while it holds too little."""
         config = self.config
         if self.buffer.received < config.initial_responses:
@@ -180,7 +188,13 @@ class Trainer:
             return f"the first {wanted} responses, {self.buffer.received} are here"
         return f"responses at most {self.config.max_staleness} steps old (--max_staleness)"
 
+    def log(self, metrics: Metrics, rows: list[Response]) -> None:
+        """Write the metrics of the step that these rows have made."""
+        self.report.step(metrics | self.metrics.of(rows, self.step, self.waits.seconds))
+        self.status.beat("trainer")
+
     def save_checkpoint_if_due(self) -> None:
+        """Save a checkpoint every --checkpoint_every steps."""
         self.checkpoints.note_written()  # the one before, if it has been
         period = self.config.checkpoint_every
         if period and self.step % period == 0:
@@ -189,14 +203,14 @@ class Trainer:
     def save_checkpoint(self, is_last: bool = False) -> None:
         """Save all that a resumed run needs. A copy is written while the training goes on."""
         self.checkpoints.wait()
-        self.receive_what_is_saved()
-        # Gathered tensors are temporary: they are copied.
-        may_alias = is_last and not self.learner.gathers_state
+        self.prepare_checkpoint()
+        # Tensors that are gathered from several processes are temporary: they are copied.
+        may_alias = is_last and self.config.trainer_processes == 1
         with self.timeline.span("checkpoint"):
             self.checkpoints.begin(self.step, *self.state.collect(), may_alias)
         self.status.beat("trainer")
 
-    def receive_what_is_saved(self) -> None:
+    def prepare_checkpoint(self) -> None:
         """Drain the queue before a checkpoint: a resumed searcher does not repeat what it sent."""
         self.receive()
 
@@ -232,17 +246,10 @@ def run(
 ) -> None:
     """The trainer process. arguments: of Trainer."""
     with status.note_failure("trainer"):
-        trainer_of(config)(config, weights, rollout_queue, status, *arguments).train()
+        if config.lockstep:
+            from extras.lockstep import LockstepTrainer
 
-
-def follow(config: Config, rank: Any, status: StatusTable, row: str) -> None:
-    """A trainer process other than the first. row: its row of the status table."""
-    with status.note_failure(row):
-        extra("sharding").follow(config, rank, status, row)
-
-
-def trainer_of(config: Config) -> type[Trainer]:
-    """Find the trainer of the settings' mode."""
-    if config.lockstep:
-        return extra("lockstep").LockstepTrainer
-    return Trainer
+            trainer = LockstepTrainer(config, weights, rollout_queue, status, *arguments)
+        else:
+            trainer = Trainer(config, weights, rollout_queue, status, *arguments)
+        trainer.train()

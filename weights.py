@@ -3,8 +3,7 @@
 They go through shared memory, in a few slots, each one whole copy. The writer fills a slot that is
 neither the newest nor being read and then makes it the newest; a reader pins the newest slot while
 it reads. So a reader sees one version whole, the writer never waits, and no lock exists that a
-killed process could leave locked. The reference policy, where it changes, has a slot of its own,
-which later versions never overwrite.
+killed process could leave locked.
 """
 
 import threading
@@ -16,7 +15,6 @@ from torch import Tensor
 
 SLOTS = 3  # the newest, one that a slow reader still pins, one to write into
 SHARED_MEMORY = "/dev/shm"  # where torch puts shared tensors on Linux
-WRITING = -1  # in the place of a version
 _LOCAL_LOCK = threading.Lock()  # of this process alone
 
 
@@ -39,36 +37,34 @@ class SharedWeights:
 
     shapes: of every published tensor, by name, in the order they are laid out. dtype: what the
     searchers compute in; published tensors are cast to it. readers: their number; reader i uses pin
-    i and nobody else does. reference: also make the slot of the reference policy, in fp32: it is a
-    policy of the trainer's, not rounded to what searchers compute in.
+    i and nobody else does. slots: where there is one, it is written in place, by a writer who knows
+    that no reader comes meanwhile (extras/lockstep.py).
     """
+
+    # The reference policy, where it is reset: extras/lockstep.py.
+    reference: "SharedWeights | None" = None
 
     def __init__(
         self,
         shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
         readers: int,
-        reference: bool = False,
+        slots: int = SLOTS,
     ):
         self.shapes = shapes
         size = num_elements(shapes)
-        self.slots = [torch.empty(size, dtype=dtype).share_memory_() for _ in range(SLOTS)]
+        self.slots = [torch.empty(size, dtype=dtype).share_memory_() for _ in range(slots)]
         # Words with one writer each. An aligned word is read whole or not at all.
-        self.versions = torch.full((SLOTS,), -1, dtype=torch.int64).share_memory_()
+        self.versions = torch.full((slots,), -1, dtype=torch.int64).share_memory_()
         # The slot that reader i reads, or -1.
         self.pins = torch.full((readers,), -1, dtype=torch.int64).share_memory_()
         self.newest_slot = torch.tensor([-1]).share_memory_()
         self.newest_to_evaluate = torch.tensor([-1]).share_memory_()  # a version
-        self.reference = torch.empty(size if reference else 0).share_memory_()
-        # 1 while reader i reads the reference.
-        self.reference_pins = torch.zeros(readers, dtype=torch.int64).share_memory_()
-        # Its version; WRITING while it is being written.
-        self.reference_word = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @property
     def memories(self) -> list[Tensor]:
         """All shared memory of the weights."""
-        return [*self.slots, self.reference]
+        return self.slots + (self.reference.memories if self.reference else [])
 
     @torch.no_grad()
     def publish(
@@ -83,7 +79,8 @@ class SharedWeights:
         newest = int(self.newest_slot)
         full_fence()  # the store of `newest_slot` before this load of the pins
         pinned = self.pins.tolist()
-        free = [slot for slot in range(SLOTS) if slot != newest and slot not in pinned]
+        spared = {newest, *pinned} if len(self.slots) > 1 else {*pinned}
+        free = [slot for slot in range(len(self.slots)) if slot not in spared]
         if not free:
             return False
         self._fill(self.slots[free[0]], version, tensors)
@@ -128,46 +125,6 @@ class SharedWeights:
             if not keep:
                 self.unpin(reader)
 
-    @torch.no_grad()
-    def publish_reference(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> bool:
-        """Make `tensors`, the weights of that version, the reference policy.
-
-        Returns False, at once, while a reader reads the old one.
-        """
-        previous = self.reference_version
-        # The writer sets WRITING, then checks pins; a reader pins, then checks WRITING. With a full
-        # fence in each, one of the two sees the other.
-        self.reference_word[0] = WRITING
-        full_fence()
-        if self.reference_pins.any():
-            self.reference_word[0] = previous
-            return False
-        self._fill(self.reference, version, tensors)
-        self.reference_word[0] = version
-        return True
-
-    @property
-    def reference_version(self) -> int:
-        """The version that is the reference policy; WRITING while another one is being written.
-
-        0, the policy that the run began with, until publish_reference.
-        """
-        return int(self.reference_word[0])
-
-    @contextmanager
-    def read_reference(self, reader: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Read the reference policy, as read() does. Of version WRITING, use nothing."""
-        self.reference_pins[reader] = 1
-        full_fence()
-        try:
-            yield self.reference_version, self.reference_tensors()
-        finally:
-            self.unpin(reader)
-
-    def reference_tensors(self) -> dict[str, Tensor]:
-        """The reference policy, for the writer, who needs no pin."""
-        return self._views(self.reference)
-
     def held(self) -> dict[int, dict[str, Tensor]]:
         """Every version that is still whole in a slot; for the writer, until it publishes again."""
         slots = zip(self.versions.tolist(), self.slots)
@@ -176,7 +133,8 @@ class SharedWeights:
     def unpin(self, reader: int) -> None:
         """Free what the reader was reading: at its own end of a read, or when it was found dead."""
         self.pins[reader] = -1
-        self.reference_pins[reader] = 0
+        if self.reference:
+            self.reference.unpin(reader)
 
     def _fill(self, memory: Tensor, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         target, what = self._views(memory), f"publish(version={version})"

@@ -32,12 +32,12 @@ from common import ROOT, arguments, as_flags, make_group, mean_and_each, save, s
 from overlap import copy_newest
 from ray.cluster_utils import Cluster as Nodes
 
-from buffer import Group
 from extras.nodes import cluster, joining
 from launch.command_line import build_config
 from launch.files import trainer_busy
 from launch.places import find_places, searchers_of
 from launch.supervisor import Supervisor
+from rollouts import Group
 from runtime.transport.status import StatusTable
 from weights import SharedWeights
 
@@ -51,13 +51,13 @@ RUN = as_flags(steps=STEPS, initial_responses=4000, eval_every=0, checkpoint_eve
 
 def search(group: Group, always: bool, *its_arguments) -> None:
     """Send a group for each new version, or `always`: a process, with searcher.run's arguments."""
-    _, _, pin, row, weights, groups, status, _ = its_arguments
+    _, rank, weights, groups, status, _ = its_arguments
     torch.set_num_threads(1)
-    version = -1
+    row, version = f"searcher {rank}", -1
     status.mark_ready(row)
     while not status.stop:
         status.beat(row)
-        newest = copy_newest(weights, pin, version)
+        newest = copy_newest(weights, rank, version)
         if always or newest > version:
             version = newest
             status.set(row, "version", version)

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.random import Generator
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
-from buffer import Group  # noqa: E402 (the project's root must be on sys.path)
-from config import UserError  # noqa: E402
+from config import UserError  # noqa: E402 (the project's root must be on sys.path)
 from launch.files import read_lines, read_spans  # noqa: E402
+from rollouts import Group, Response, make_tokens  # noqa: E402
 from tasks.gsm8k import PROMPT  # noqa: E402
 from tasks.support.data import read_rows  # noqa: E402
 
@@ -133,19 +134,25 @@ def trained_on(run_dir: Path) -> list[tuple[float, int, float]]:
 def make_group(responses: int, tokens: int, vocabulary: range = range(1000)) -> Group:
     """Make a group of random tokens, all responses of one length."""
     rng, size = np.random.default_rng(0), responses * tokens
-    versions = dict(version=0, last_version=0, reference_version=0, batch=None)
+    ids = rng.integers(vocabulary.start, vocabulary.stop, size, dtype=np.int32)
     return Group(
         query_id=0,
         prompt=np.zeros(20, np.int32),
-        lengths=np.full(responses, tokens, np.int32),
-        tokens=rng.integers(vocabulary.start, vocabulary.stop, size, dtype=np.int32),
-        ref_logprobs=np.full(size, -2.5, np.float32),
-        behavior_logprobs=np.full(size, -2.5, np.float32),
-        rewards=rng.integers(0, 2, responses).astype(np.float32),
-        finished=np.ones(responses, bool),
+        version=0,
+        last_version=0,
         temperature=1.0,
-        **versions,
+        lengths=np.full(responses, tokens, np.int32),
+        tokens=make_tokens(ids, ref_logprob=-2.5, behavior_logprob=-2.5),
+        finished=np.ones(responses, bool),
+        rewards=rng.integers(0, 2, responses).astype(np.float32),
     )
+
+
+def make_row(query: int, prompt: np.ndarray, ids: Sequence[int], rng: Generator) -> Response:
+    """Make a row with random figures: about the log-probabilities that random weights give."""
+    ref, behavior = rng.normal(-10, 1, (2, len(ids)))
+    tokens, reward = make_tokens(ids, ref_logprob=ref, behavior_logprob=behavior), rng.integers(2)
+    return Response(query_id=query, version=0, prompt=prompt, tokens=tokens, reward=float(reward))
 
 
 def first_right(samples: list[tuple[float, int, float]], target: float, enough: int = 500) -> float:

@@ -25,13 +25,12 @@ import numpy as np
 import torch
 import torch.multiprocessing
 import torch.nn.functional as F
-from common import arguments, gsm8k, save, steps_of, table_of
+from common import arguments, gsm8k, make_row, save, steps_of, table_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer_step import SHAPE_GPU, VOCABULARY, floor_flops, make_model, matrix_product_rate
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import models.policy
-from buffer import Group, Row
 from config import Config
 from extras.sharding import Rank
 from launch.files import read_spans
@@ -42,6 +41,7 @@ from loss import LossInputs
 from models.architecture import weight_shapes
 from models.device import device, lock_pages
 from models.logprobs import TOKENS_PER_FORWARD, response_logprobs
+from rollouts import Group, Response, join_tokens
 from runtime.memory_trial import try_largest_batch
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
@@ -95,12 +95,12 @@ def settings(root: str, **changed: object) -> Config:
     return resolve(config, find_places(config, list("0123")))
 
 
-def read_rows(root: str) -> list[Row]:
+def read_rows(root: str) -> list[Response]:
     """Read the rows that main() made: 20 solutions to each of some GSM8K problems."""
     return torch.load(f"{root}/rows.pt", weights_only=False)
 
 
-def batch_of(rows: list[Row], config: Config, step: int = 0) -> list[Row]:
+def batch_of(rows: list[Response], config: Config, step: int = 0) -> list[Response]:
     """The rows of a batch, others at each step."""
     size = config.queries_per_batch * config.responses_per_query
     first = step * size % (len(rows) - size + 1) // config.responses_per_query
@@ -126,21 +126,19 @@ def correctness(root: str, quick: bool, say: Say) -> None:
         for number, width in enumerate((100, 3, 40, 77, 12, 64)):
             prompt = rng.integers(VOCABULARY, size=width)
             for length in (longest, *rng.integers(1, longest, size=3)):
-                made = rng.normal(-10, 1, (2, length)).astype(np.float32)
-                arrays = prompt, rng.integers(VOCABULARY, size=length), *made
-                ones = np.ones((2, length), bool)
-                rows.append(Row(number, 0, 0, *arrays, *ones, float(rng.integers(2))))
+                ids = rng.integers(VOCABULARY, size=length)
+                rows.append(make_row(number, prompt, ids, rng))
         for dtype in ("float32", "bfloat16"):
             config = Config(dtype=dtype, tokens_per_micro_batch=10**6, low_memory="off", **own)
             learner = Learner(config, print)
             learner.accumulate(rows)
             found = torch.cat([p.grad.flatten().double().cpu() for p in learner.trained.values()])
             logprobs = learner.logprobs(rows).detach().double().cpu()
-            inputs = vars(learner.loss_inputs(rows, config.beta)).items()
+            inputs = vars(learner.loss_inputs(rows)).items()
             inputs = {k: v.cpu().detach() if torch.is_tensor(v) else v for k, v in inputs}
             exact = learner.policy.double().cpu()
             exact.zero_grad()
-            texts = [row.prompt for row in rows], [row.tokens for row in rows]
+            texts = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
             inputs["logprobs"] = response_logprobs(exact, *texts, config.temperature, torch.float64)
             learner.objective(LossInputs(**inputs))[0].backward()
             wanted = torch.cat([p.grad.flatten() for p in exact.parameters()])
@@ -280,18 +278,16 @@ def feed(root: str, weights: SharedWeights, rollouts: Queue) -> None:
     while torch.multiprocessing.parent_process().is_alive():
         query = int(rng.integers(queries))
         few = [rows[20 * query + i] for i in rng.integers(20, size=24)]
-        lengths = np.array([len(row.tokens) for row in few], np.int32)
-        joined = np.concatenate([row.tokens for row in few])
+        tokens, version = join_tokens([row.tokens for row in few]), max(0, weights.version)
         # Distinct, or the buffer would keep one of equal ones.
-        joined = np.where(rng.random(len(joined)) < 0.1, rng.integers(VOCABULARY), joined)
-        noise = rng.normal(-10, 1, (2, len(joined))).astype(np.float32)
-        version = max(0, weights.version)
-        rewards = rng.integers(2, size=24).astype(np.float32)
-        same = dict(query_id=query, prompt=few[0].prompt, batch=None, temperature=0.7)
-        same |= dict(version=version, last_version=version, reference_version=0)
-        arrays = dict(tokens=joined.astype(np.int32), ref_logprobs=noise[0])
-        arrays |= dict(behavior_logprobs=noise[1], rewards=rewards, finished=np.ones(24, bool))
-        group = Group(lengths=lengths, **arrays, **same)
+        is_new = rng.random(len(tokens)) < 0.1
+        tokens["token"] = np.where(is_new, rng.integers(VOCABULARY), tokens["token"])
+        noise = rng.normal(-10, 1, (2, len(tokens)))
+        tokens["ref_logprob"], tokens["behavior_logprob"] = noise
+        group = Group(query, prompt=few[0].prompt, version=version, last_version=version)
+        group.lengths = np.array([len(row.tokens) for row in few], np.int32)
+        group.tokens, group.finished, group.temperature = tokens, np.ones(24, bool), 0.7
+        group.rewards = rng.integers(2, size=24).astype(np.float32)
         with suppress(queue.Full):
             rollouts.put(group, timeout=1.0)
 
@@ -443,12 +439,9 @@ def main() -> None:
         for query in range(20 if options.quick else 200):
             prompt = np.array(tokenizer(prompts[query]).input_ids, np.int32)
             for solution in rng.integers(len(solutions), size=config["responses_per_query"]):
-                tokens = np.array(tokenizer(solutions[solution] + "<eos>").input_ids, np.int32)
-                tokens = tokens[: 99 if device().type == "cpu" else config["max_response_tokens"]]
-                # About the log-probabilities that random weights give.
-                logprobs = rng.normal(-10, 1, (2, len(tokens))).astype(np.float32)
-                arrays = prompt, tokens, *logprobs, *np.ones((2, len(tokens)), bool)
-                rows.append(Row(query, 0, 0, *arrays, float(rng.integers(2))))
+                ids = tokenizer(solutions[solution] + "<eos>").input_ids
+                ids = ids[: 99 if device().type == "cpu" else config["max_response_tokens"]]
+                rows.append(make_row(query, prompt, ids, rng))
         torch.save(rows, f"{root}/rows.pt")
         tokenizer.save_pretrained(f"{root}/model")
         parts = [part for part in PARTS if options.only in part]

@@ -13,7 +13,7 @@ import torch
 from common import arguments, mean_and_each, save, show, table_of
 
 from config import Config
-from models.schedules import lr_schedule
+from learner import lr_schedule
 from tasks.gsm8k import FIGURE_1
 
 WEIGHTS, SEEDS, SIGNALS = 1_000_000, (0, 1, 2), (0.1, 0.03)

@@ -38,7 +38,6 @@ import torch.multiprocessing
 from common import arguments, as_flags, make_group, mean_and_each, reached, save, steps_of, table_of
 
 import tba
-from buffer import Group
 from config import Config
 from launch import checked, children
 from launch.command_line import build_config
@@ -46,6 +45,7 @@ from launch.files import read_spans, trainer_busy
 from launch.places import Place, find_places
 from launch.supervisor import Supervisor
 from models.architecture import weight_shapes
+from rollouts import Group
 from runtime.transport.status import StatusTable
 from tasks import load_task
 from weights import SharedWeights
@@ -221,19 +221,19 @@ def replay(*arguments) -> None:
 
     The status table's "busy" is here the seconds in which it waited for its queue.
     """
-    config, share, pin, name, weights, groups, status, run_dir = arguments
+    config, rank, weights, groups, status, run_dir = arguments
     torch.set_num_threads(1)
     recorded, rate = pickle.loads(Path(run_dir, "recorded.pkl").read_bytes())
-    version, sent, begin = -1, 0, None
+    name, version, sent, begin = f"searcher {rank}", -1, 0, None
     status.mark_ready(name)
     while not status.stop:
         status.beat(name)
-        version = copy_newest(weights, pin, version)
+        version = copy_newest(weights, rank, version)
         now = time.monotonic()
         if begin is None:
             begin = now if version >= 0 and status.get("trainer", "ready") else None
         elif sent < (now - begin) * rate:
-            group = recorded[(sent * config.searchers + share) % len(recorded)]
+            group = recorded[(sent * config.searchers + rank) % len(recorded)]
             try:
                 groups.put_nowait(replace(group, version=version, last_version=version))
                 sent += 1

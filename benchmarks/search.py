@@ -26,7 +26,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -42,7 +41,6 @@ from launch.files import read_spans
 from launch.places import Place
 from models.architecture import weight_shapes
 from models.engine import ENGINE_ROWS
-from runtime.reference import Reference
 from runtime.transport.status import StatusTable
 from searcher import Searcher
 from weights import SharedWeights, num_elements
@@ -57,12 +55,11 @@ class Measurement:
     def __init__(self, config: Config, found: Queue, seconds: tuple[float, float]):
         self.config, self.seconds, self.tokens, self.requests = config, seconds, 0, 0
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
-        self.status, name = StatusTable(["trainer", "searcher 0"]), "searcher 0"
-        self.searcher = Searcher(config, 0, 0, name, weights, found, self.status, config.output_dir)
+        self.status = StatusTable(["trainer", "searcher 0"])
+        self.searcher = Searcher(config, 0, weights, found, self.status, config.output_dir)
         self.searcher.evaluation.started_version = 0  # no evaluation of the base model
         self.engine, self.reference = self.searcher.engine, self.searcher.reference
-        self.no_reference = Reference(replace(config, loss="kimi_k2"), weights, pin=0)
-        queries = self.searcher.workload.queries
+        queries = self.searcher.queries.queries
         prompts = [self.searcher.tokenizer(query.prompt).input_ids for query in queries]
         self.prompts = itertools.cycle(prompts)
         self.engine_step, self.engine.step = self.engine.step, self.step
@@ -80,7 +77,7 @@ class Measurement:
         self.engine.add(request, prompt or next(self.prompts), **(sampling or group))
         return request
 
-    def searching(self, reference: Reference, shares: dict[str, float]) -> float:
+    def searching(self, reference: torch.nn.Module | None, shares: dict[str, float]) -> float:
         """Measure the searcher. Adds each kind of span's share of the time to `shares`."""
         self.drain()
         self.searcher.reference, marks = reference, []
@@ -101,7 +98,7 @@ class Measurement:
 
     def streaming(self, load_every: int = 0) -> float:
         """Measure where queries join as others leave. load_every: engine steps; 0: no loads."""
-        tensors, steps = dict(self.reference.model.named_parameters()), itertools.count(1)
+        tensors, steps = dict(self.reference.named_parameters()), itertools.count(1)
 
         def step() -> None:
             while self.engine.rows < ENGINE_ROWS:
@@ -169,7 +166,7 @@ def measure(config: Config, found: Queue, results: Queue, seconds: tuple[float, 
     rates, shares = defaultdict(list), defaultdict(float)
     kinds = {
         "searcher": lambda: m.searching(m.reference, shares),
-        "no reference": lambda: m.searching(m.no_reference, defaultdict(float)),
+        "no reference": lambda: m.searching(None, defaultdict(float)),
         "streaming": m.streaming,
         "barrier": m.barrier,
     }

@@ -17,15 +17,15 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from common import processor, steps_of
 
-from buffer import Group
 from config import Config, settle
-from extras.lockstep import batches_of_version
+from extras.lockstep import LockstepTrainer, batches_of_version
 from launch.checks.settings import check
 from launch.command_line import find_presets
 from launch.files import read_lines
@@ -34,11 +34,12 @@ from models.hub import identify_weights
 from models.logprobs import response_logprobs
 from models.policy import load_policy
 from models.tokens import load_tokenizer
+from rollouts import Group, make_tokens
 from runtime.responses.scoring import score
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
 from tasks import Query, load_task
-from trainer import trainer_of
+from trainer import Trainer
 from weights import SharedWeights
 
 SHIPPED = {"addends": Path(__file__).parent / "addends"}  # base models, by task
@@ -110,7 +111,8 @@ class InlineSearcher:
         if not is_newer:
             return found
         for age in self.ages:
-            for step in batches_of_version(self.version, age, config.steps):
+            aged = replace(config, constant_staleness=age)
+            for step in batches_of_version(self.version, aged):
                 found += self.groups([step] * (config.queries_per_batch // len(self.ages)))
         return found
 
@@ -123,25 +125,17 @@ class InlineSearcher:
         rows = [query for query in queries for _ in range(size)]
         prompts, responses, behavior, texts, finished, rewards = self.generate(self.policy, rows)
         reference = self.reference_logprobs(prompts, responses)
-        lengths = [len(response) for response in responses]
+        tokens = [
+            make_tokens(ids, ref_logprob=ref[: len(ids)], behavior_logprob=own[: len(ids)])
+            for ids, ref, own in zip(responses, reference, behavior)
+        ]
         groups = []
         for i, query, batch in zip(range(0, len(rows), size), queries, batches):
-            own = range(i, i + size)
-            group = Group(
-                query_id=query.id,
-                version=self.version,
-                last_version=self.version,
-                reference_version=0,
-                batch=batch,
-                prompt=prompts[i],
-                lengths=np.array(lengths[i : i + size], np.int32),
-                tokens=np.concatenate(responses[i : i + size]),
-                ref_logprobs=np.concatenate([reference[j, : lengths[j]] for j in own]),
-                behavior_logprobs=np.concatenate([behavior[j, : lengths[j]] for j in own]),
-                rewards=rewards[i : i + size],
-                finished=np.array(finished[i : i + size]),
-                temperature=config.temperature,
-            )
+            own = slice(i, i + size)
+            group = Group(query.id, prompt=prompts[i], version=self.version, batch=batch)
+            group.last_version, group.temperature = self.version, config.temperature
+            group.end(texts[own], tokens[own], finished[own])
+            group.rewards = rewards[own]
             groups.append(group)
         return groups
 
@@ -233,7 +227,8 @@ def train(settings: dict, groups_per_sync: int = 0, ages: Sequence[int] = ()) ->
         weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
         status = StatusTable(["trainer", "searcher 0"])
         searcher = InlineSearcher(config, weights, status, groups_per_sync, ages)
-        trainer = trainer_of(config)(config, weights, searcher, status, run_dir)
+        kind = LockstepTrainer if config.lockstep else Trainer
+        trainer = kind(config, weights, searcher, status, run_dir)
         trainer.train()
         lines = steps_of(run_dir)
         policy = trainer.learner.policy

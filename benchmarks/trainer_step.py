@@ -35,11 +35,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.multiprocessing
-from common import arguments, gsm8k, save, show, table_of
+from common import arguments, gsm8k, make_row, save, show, table_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import learner as learner_module
-from buffer import Row
 from config import Config
 from extras.sharding import Rank, connect
 from launch import children
@@ -49,6 +48,7 @@ from learner import Learner, make_learner
 from models.architecture import weight_shapes
 from models.device import device
 from models.logprobs import response_logprobs
+from rollouts import Response
 from runtime.memory_trial import largest_micro_batch
 from weights import SharedWeights, num_elements
 
@@ -94,12 +94,12 @@ VARIANTS = {"padded": padded, "trimmed": trimmed}
 VARIANTS |= dict.fromkeys((A_QUERY, "ours", TWO_PASSES), response_logprobs)
 
 
-def a_query_at_a_time(rows: list[Row], group_size: int, *_) -> list[list[Row]]:
+def a_query_at_a_time(rows: list[Response], group_size: int, *_) -> list[list[Response]]:
     """Split rows as micro_batches does, with a query in each."""
     return [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
 
 
-def measure(variant: str, directory: str, rows: list[Row]) -> dict:
+def measure(variant: str, directory: str, rows: list[Response]) -> dict:
     """Measure the seconds of a step, and the peak memory of the process or the GPU: a process."""
     settings = dict(max_grad_norm=1.0, temperature=0.7, learning_rate=0.0)
     settings["low_memory"] = "on" if variant == TWO_PASSES else "off"
@@ -107,7 +107,7 @@ def measure(variant: str, directory: str, rows: list[Row]) -> dict:
     if variant in ("padded", "trimmed", A_QUERY):
         learner_module.micro_batches = a_query_at_a_time
     learner = Learner(config, print)
-    learner.policy_logprobs = partial(VARIANTS[variant], learner.policy)
+    learner.response_logprobs = partial(VARIANTS[variant], learner.policy)
     learner.update(rows[:RESPONSES])  # warms up, and makes gradients and moments
     start = time.perf_counter()
     learner.update(rows)
@@ -134,7 +134,7 @@ def matrix_product_rate(device: torch.device) -> float:
     return 2 * size**3 / min(seconds)
 
 
-def floor_flops(shape: dict, rows: list[Row]) -> float:
+def floor_flops(shape: dict, rows: list[Response]) -> float:
     """Count FLOP of the matrix products of a forward pass and, twice that, a backward pass.
 
     Each prompt counts once, nothing is padded, and logits are of response tokens only.
@@ -156,7 +156,7 @@ def make_model(directory: str, **shape: int) -> None:
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=VOCABULARY)).save_pretrained(directory)
 
 
-def make_rows(data_dir: str, queries: int) -> list[Row]:
+def make_rows(data_dir: str, queries: int) -> list[Response]:
     """Draw prompts and solutions of GSM8K, and make rows of them with random figures."""
     prompts, solutions, tokenizer = gsm8k(data_dir, VOCABULARY)
     rng = np.random.default_rng(0)
@@ -164,11 +164,8 @@ def make_rows(data_dir: str, queries: int) -> list[Row]:
     for query in range(queries):
         prompt = np.array(tokenizer(prompts[rng.integers(len(prompts))]).input_ids, np.int32)
         for solution in rng.integers(len(solutions), size=RESPONSES):
-            tokens = np.array(tokenizer(solutions[solution] + "<eos>").input_ids[:LIMIT], np.int32)
-            # About the log-probabilities that random weights give.
-            logprobs = rng.normal(-10, 1, (2, len(tokens))).astype(np.float32)
-            arrays = prompt, tokens, *logprobs, *np.ones((2, len(tokens)), bool)
-            rows.append(Row(query, 0, 0, *arrays, float(rng.integers(2))))
+            ids = tokenizer(solutions[solution] + "<eos>").input_ids[:LIMIT]
+            rows.append(make_row(query, prompt, ids, rng))
     return rows
 
 
@@ -226,7 +223,8 @@ def compete(
     for step in range(STEPS):
         rng, rows = np.random.default_rng(step), []
         for row in largest_micro_batch(config, VOCABULARY) * config.queries_per_batch:
-            tokens = rng.integers(VOCABULARY, size=config.max_response_tokens)
+            tokens = row.tokens.copy()
+            tokens["token"] = rng.integers(VOCABULARY, size=config.max_response_tokens)
             rows.append(replace(row, tokens=tokens))
         turns[mine].acquire()
         begin = time.perf_counter()

@@ -1,63 +1,36 @@
 """Lockstep (--constant_staleness, --synchronous): each batch is made by one version.
 
 It is trained on a constant number of steps later. Staleness 0 is synchronous, on-policy training;
-TBA' on MATH uses 2 and 10 (section 6). The searcher's workload and the trainer obey one rule,
-batches_of_version. Everything arrives and nothing is drawn by chance, so that a run that was killed
-and resumed gives the metrics and weights of one that was not.
+TBA' on MATH uses 2 and 10 (section 6). The searcher (extras/lockstep_searcher.py) and the trainer
+obey one rule, batches_of_version. Everything arrives and nothing is drawn by chance, so that a run
+that was killed and resumed gives the metrics and weights of one that was not.
+
+TBA' resets the reference policy too (--reference_reset_period): every rho steps the policy of that
+moment becomes the reference. Groups carry the version of the reference that gave their
+log-probabilities. A reset has a slot of its own, in fp32: searchers may compute in bf16, and log pi
+- log pi_ref is to be 0 right after it. One slot is enough: no searcher reads it while the trainer
+waits for all of them to have the newest version, and it is written then.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
-from buffer import Group, Row, rows_of
-from rollouts import Rollout, Workload
+from config import Config
+from rollouts import Group, Response
+from tasks import load_task
 from trainer import Trainer
 
 
-def batches_of_version(version: int, staleness: int, num_steps: int) -> range:
+def batches_of_version(version: int, config: Config) -> range:
     """Return the trainer steps whose batches this version makes.
 
     Version v makes the batch of step v + staleness. Version 0 makes those of the first steps too,
     which no earlier version can make. No batch is made for steps after the last.
     """
-    first = 0 if version == 0 else version + staleness
-    return range(first, min(version + staleness + 1, num_steps))
-
-
-class LockstepWorkload(Workload):
-    """Draws the queries that the version in the engine still owes to the batches that it makes."""
-
-    has_seeds = True  # so that the run is repeatable
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        # For each query that is to start, the trainer step that its group is for.
-        self.owed: deque[int] = deque()
-
-    def may_draw(self) -> bool:
-        return bool(self.owed)
-
-    def draw(self) -> Rollout | None:
-        if rollout := super().draw():
-            rollout.batch = self.owed.popleft()
-        return rollout
-
-    def drop(self, rollout: Rollout) -> None:
-        super().drop(rollout)
-        self.owed.appendleft(rollout.batch)  # the batch needs another query in its place
-
-    def begin_version(self, version: int) -> None:
-        config = self.config
-        # This searcher's part of the B queries of a batch.
-        own_queries = len(range(self.share, config.queries_per_batch, config.searchers))
-        for batch in batches_of_version(version, config.constant_staleness, config.steps):
-            self.owed.extend([batch] * own_queries)
-
-    def may_load(self) -> bool:
-        """Return whether all rollouts are complete: every response is of one version."""
-        return not self.owed and not self.in_flight
+    first = 0 if version == 0 else version + config.constant_staleness
+    return range(first, min(version + config.constant_staleness + 1, config.steps))
 
 
 class LockstepTrainer(Trainer):
@@ -65,24 +38,43 @@ class LockstepTrainer(Trainer):
 
     is_exact = True
 
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.task = load_task(self.config.task, **self.config.options)
+
     def make_buffer(self) -> "Arrived":
         return Arrived()
 
     def add(self, groups: list[Group]) -> None:
         self.buffer.add(groups)
 
-    def draw(self) -> list[Row]:
+    def draw(self) -> list[Response]:
         """Return the batch of this step, or [] if not all of it has arrived."""
         if self.num_missing(self.step) > 0:
             return []
         self.drawn = self.buffer.take(self.step)
-        return [row for group in self.drawn for row in rows_of(group, self.step)]
+        return [response for group in self.drawn for response in group.responses(self.step)]
 
-    def next_batch(self) -> list[Row]:
-        rows = super().next_batch()
-        if rows:
-            self.metrics.observe(self.drawn, later=self.buffer.groups())
+    def sample(self) -> list[Response]:
+        """Take the batch of this step, with log pi_ref under the present reference."""
+        if rows := super().sample():
+            self.describe(self.drawn, later=self.buffer.groups())
+            self.renew(self.drawn)
         return rows
+
+    def renew(self, groups: list[Group]) -> None:
+        """Give groups that an earlier reference scored log pi_ref under the present one."""
+        reference = self.weights.reference
+        version = max(0, reference.version) if reference else 0
+        old = [group for group in groups if group.reference_version != version]
+        if not old:
+            return
+        rows = [response for group in old for response in group.responses()]
+        logprobs = self.learner.logprobs_under(reference.held()[version], rows)
+        for row, renewed in zip(rows, logprobs):  # their tokens are views of the groups'
+            row.tokens["ref_logprob"] = self.task.reference_logprobs(renewed)
+        for group in old:
+            group.reference_version = version
 
     def num_missing(self, step: int) -> int:
         """Count the groups that a step still lacks."""
@@ -92,18 +84,24 @@ class LockstepTrainer(Trainer):
         return f"{self.num_missing(self.step)} more groups for step {self.step}"
 
     def publish(self) -> bool:
-        """Publish once all searchers have the version before: each makes a batch."""
+        """Publish once all searchers have the version before: each makes a batch.
+
+        A reset comes first: a searcher that sees this version must find it.
+        """
         if 0 <= (newest := self.weights.version) != self.step:
             names, status = self.status.searchers, self.status
             self.receive_until(
                 lambda: all(status.get(name, "version") == newest for name in names),
                 f"the searchers to take version {newest}",
             )
+        reference, period = self.weights.reference, self.config.reference_reset_period
+        if reference and self.step // period > max(0, reference.version) // period:
+            reference.publish(self.step, self.learner.weights())
         return super().publish()
 
-    def receive_what_is_saved(self) -> None:
+    def prepare_checkpoint(self) -> None:
         """Receive all that was owed before this step's publish, an evaluation too."""
-        super().receive_what_is_saved()
+        super().prepare_checkpoint()
         owed = range(self.step, min(self.step + self.config.constant_staleness, self.config.steps))
         self.receive_until(
             lambda: not self.evaluations.is_pending and all(self.num_missing(s) <= 0 for s in owed),
@@ -126,7 +124,7 @@ class Arrived:
     def take(self, step: int) -> list[Group]:
         """Take out a step's groups, in an order that does not depend on which came first."""
         groups = self.of_step.pop(step)
-        return sorted(groups, key=lambda group: (group.query_id, group.tokens.tobytes()))
+        return sorted(groups, key=lambda group: (group.query_id, group.tokens["token"].tobytes()))
 
     def groups(self) -> list[Group]:
         return [group for groups in self.of_step.values() for group in groups]
@@ -136,7 +134,7 @@ class Arrived:
         return {
             f"{i}.{name}": np.array(value)
             for i, group in enumerate(self.groups())
-            for name, value in vars(group).items()
+            for name, value in group.__getstate__().items()
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:

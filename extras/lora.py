@@ -19,7 +19,7 @@ from config import Config, UserError, first_line
 from learner import Learner
 from models.device import device
 from models.loading import replacing
-from models.policy import load_policy, trained_parameters
+from models.policy import fill, load_policy, trained_parameters
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -54,7 +54,7 @@ class LoraLearner(Learner):
             if OF_ADAPTER in name:
                 parameter.zero_()
             else:
-                parameter.copy_(weights[name.replace(BASE, "")])
+                fill(parameter, weights[name.replace(BASE, "")])
 
     def save_model(self, directory: Path) -> None:
         """Save the merged policy, and beside it adapter/, for peft's PeftModel.from_pretrained."""

@@ -7,18 +7,15 @@ import logging
 import multiprocessing
 import signal
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from config import Config
+from rollouts import Group
 from runtime.child import die_with_parent
 from runtime.responses.scoring import RewardScorer, score
 from tasks import Query, Task, load_task
-
-if TYPE_CHECKING:  # transformers come with it
-    from rollouts import Rollout
 
 WORKERS = 2  # processes per searcher
 LATE = TimeoutError, ProcessExpired, MemoryError  # too long, or its worker died, or nearly
@@ -35,13 +32,13 @@ class ScoreWorkers(RewardScorer):
         arguments = config.task, config.options
         self.pool = ProcessPool(WORKERS, context=context, initializer=_begin, initargs=arguments)
 
-    def add(self, rollouts: list["Rollout"]) -> None:
-        for rollout in rollouts:
+    def add(self, groups: list[Group]) -> None:
+        for group in groups:
             futures = [
-                self._schedule(_score, rollout.query, *response)
-                for response in zip(rollout.texts, rollout.finished)
+                self._schedule(_score, group.query, *response)
+                for response in zip(group.texts, group.finished.tolist())
             ]
-            self.waiting.append((rollout, futures))
+            self.waiting.append((group, futures))
 
     def _schedule(self, function, *arguments) -> Future:
         return self.pool.schedule(function, args=arguments, timeout=self.task.score_timeout)
@@ -49,30 +46,30 @@ class ScoreWorkers(RewardScorer):
     def reply(self, query: Query, turns: list[str]) -> Future:
         return self._schedule(_reply, query, turns)
 
-    def take(self) -> list["Rollout"]:
+    def take(self) -> list[Group]:
         scored, waiting, self.waiting = super().take(), self.waiting, []
-        for rollout, futures in waiting:
+        for group, futures in waiting:
             if all(future.done() for future in futures):  # once: another thread completes them
-                self._reward(rollout, futures)
-                scored.append(rollout)
+                self._reward(group, futures)
+                scored.append(group)
             else:
-                self.waiting.append((rollout, futures))
+                self.waiting.append((group, futures))
         return scored
 
-    def _reward(self, rollout: "Rollout", futures: list[Future]) -> None:
-        """Give a rollout its rewards, or the error of the first response without one."""
+    def _reward(self, group: Group, futures: list[Future]) -> None:
+        """Give a group its rewards, or the error of the first response without one."""
         rewards = []
         for future in futures:
             error = future.exception()
             if isinstance(error, LATE) and self.task.late_score is not None:
-                logging.warning("late score of a response to query %d: %r", rollout.query.id, error)
+                logging.warning("late score of a response to query %d: %r", group.query.id, error)
                 rewards.append(self.task.late_score)
             elif error:
-                rollout.error = error
+                group.error = error
                 return
             else:
                 rewards.append(future.result())
-        rollout.rewards = np.array(rewards, np.float32)
+        group.rewards = np.array(rewards, np.float32)
 
     def close(self) -> None:
         """End the worker processes. Their locks go with this process, unless it is killed."""

@@ -20,17 +20,15 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from buffer import Row
 from config import LOAD_SECONDS, Config
 from learner import Learner
 from loss import Metrics
 from models.architecture import decoder_layers
 from models.device import device
-from models.importance import importance_figures
 from models.logprobs import distinct_passes, response_logprobs
 from models.policy import load_policy
+from rollouts import Response
 from runtime.memory_trial import try_largest_batch
 from runtime.transport.status import StatusTable
 
@@ -134,11 +132,10 @@ class PolicyLogprobs(torch.nn.Module):
 class ShardedLearner(Learner):
     """The learner of one rank. Call methods on rank 0 only: it has the others call them too."""
 
-    gathers_state = True
-
     def __init__(self, config: Config, say: Callable[[str], None], rank: Rank):
         self.rank = rank
         super().__init__(config, say)
+        self.response_logprobs = self.root
 
     def load_policy(self) -> torch.nn.Module:
         """Load the policy, and leave this rank its share of it on its device.
@@ -165,14 +162,13 @@ class ShardedLearner(Learner):
         """Have the other ranks call this method of their learners, as rank 0 does now."""
         self.rank.send((name, arguments))
 
-    def update(self, rows: list[Row]) -> Metrics:
+    def update(self, rows: list[Response]) -> Metrics:
         self.call("update", rows)
         return super().update(rows)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         self.call("weights")
-        for name, tensor in super().weights():
-            yield name, self.whole(tensor)
+        yield from super().weights()
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         self.call("state")
@@ -191,65 +187,56 @@ class ShardedLearner(Learner):
 
     @torch.no_grad()
     def logprobs_under(
-        self, weights: dict[str, Tensor] | None, rows: list[Row], temperature: float | None = None
+        self,
+        weights: dict[str, Tensor] | None,
+        rows: list[Response],
+        temperature: float | None = None,
     ) -> list[np.ndarray]:
+        """As of Learner. Only rank 0 has the weights; the others know their names."""
         self.call("logprobs_under", None, rows, temperature)
+        weights = weights or dict.fromkeys(name for name, _ in self.policy.named_parameters())
         own = self.rank.share(rows, group_size=1)
         # A rank without rows keeps step.
         found = super().logprobs_under(weights, own or rows[:1], temperature)[: len(own)]
         return [one for part in self.rank.gather(found) for one in part]
 
-    def policy_logprobs(self, *arguments: Any) -> Tensor:
-        return self.root(*arguments)
+    def accumulate(self, rows: list[Response]) -> Metrics:
+        """Add up the gradient of this rank's share. Returns the metrics of the whole batch."""
+        own = super().accumulate(self.rank.share(rows, self.config.responses_per_query))
+        log_weights = [(log_w.cpu(), mask.cpu()) for log_w, mask in self.log_weights]
+        of_ranks = self.rank.gather((own, log_weights))
+        self.log_weights = [part for _, parts in of_ranks for part in parts]
+        return {name: sum(metrics[name] for metrics, _ in of_ranks) for name in own}
 
-    def split_batch(self, rows: list[Row]) -> list[tuple[list[Row], float]]:
-        """Split this rank's share of a batch; the fewest rows with a share of 0 keep step."""
-        own = self.rank.share(rows, self.config.responses_per_query)
-        parts = [part for part, _ in super().split_batch(own)]
-        self.num_parts = len(parts)
-        in_step = self.in_step(parts, self.config.responses_per_query)
-        return [(part, is_counted * len(part) / len(rows)) for part, is_counted in in_step]
+    def with_shares(self, parts: list) -> list[tuple[Any, float]]:
+        """Pair each part with its share of all ranks' rows.
 
-    def in_step(self, parts: list, least: int = 1) -> list[tuple[Any, int]]:
-        """Pair each part with a 1. Ranks with fewer parts append small dummies of weight 0.
-
-        least: rows of a dummy, the fewest that it may have: every pass's graph stays in memory.
+        A rank with fewer parts appends dummies with a share of 0, to keep step: each one query at
+        most, as every pass's graph stays in memory.
         """
-        lacking = max(self.rank.gather(len(parts))) - len(parts)
-        return super().in_step(parts) + [(parts[-1][:least], 0)] * lacking
+        counts, sizes = zip(*self.rank.gather((len(parts), sum(map(len, parts)))))
+        dummies = [parts[-1][: self.config.responses_per_query]] * (max(counts) - len(parts))
+        return [(part, len(part) / sum(sizes)) for part in parts] + [
+            (each, 0.0) for each in dummies
+        ]
 
-    def total(self, metrics: Metrics) -> Metrics:
-        of_ranks = self.rank.gather((metrics, self.log_weights[: self.num_parts]))
-        sums = {name: sum(others[name] for others, _ in of_ranks) for name in metrics}
-        return sums | importance_figures([part for _, parts in of_ranks for part in parts])
+    def fits(self, rows: list[Response]) -> bool:
+        """Return whether the step fits on all ranks. They make the same passes on equal devices.
 
-    def fill_policy(self, weights: dict[str, Tensor] | None) -> None:
-        for name, parameter in self.policy.named_parameters():
-            self.fill(parameter, weights[name] if self.rank.rank == 0 else None)
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def fill(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Copy a whole tensor, which only rank 0 needs to have, into a parameter or moment."""
-        if isinstance(parameter, DTensor):
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            if value is not None:
-                whole.copy_(value)
-            value = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-        parameter.copy_(value)
-
-    def all_fit(self, fits: bool) -> bool:
-        if not fits:
+        If one lacks memory, all do: one that failed alone would leave the others waiting.
+        """
+        it_fits = super().fits(rows)
+        if not it_fits:
             # Or FSDP2 takes the next backward pass for the rest of this one. Gradients that are
             # left go into those of the next pass, which the trial drops.
             self.root.reset_iter_state()
-        return all(self.rank.gather(fits))
+        return all(self.rank.gather(it_fits))
 
 
 def follow(config: Config, rank: Rank, status: StatusTable, row: str) -> None:
-    """A trainer process other than the first."""
-    learner = ShardedLearner(config, print, rank)
-    try_largest_batch(config, learner, print)
-    status.mark_ready(row)
-    rank.follow(learner, beat=lambda: status.beat(row))
+    """A trainer process other than the first. row: its row of the status table."""
+    with status.note_failure(row):
+        learner = ShardedLearner(config, print, rank)
+        try_largest_batch(config, learner, print)
+        status.mark_ready(row)
+        rank.follow(learner, beat=lambda: status.beat(row))

@@ -11,7 +11,6 @@ from launch.places import Place, find_places, resolve
 from launch.planning.plan import check_plan
 from models.architecture import trained_shapes, weight_shapes
 from runtime.checkpoints import checkpoint
-from tasks import find_task
 
 Shapes = dict[str, tuple[int, ...]]  # by a parameter's name
 
@@ -41,18 +40,15 @@ def check_run(given: Config) -> CheckedRun:
     check_extras(given)
     resume = preflight.find_checkpoint(given) if given.resume else None
     state = checkpoint.load_state(resume) if resume else {}
-    if resume and "data_digest" not in state:
-        earlier = find_task(given.task).earlier_options
-        given = replace(given, options=earlier | given.options)
     task, sizes, prompts, digest = preflight.load_data(given)
-    began = state.get("base_model")
+    began = state["base_model"] if resume else None
     goes_on_there = resume and given.output_dir == given.resume
     run_dir = given.output_dir if goes_on_there else preflight.find_run_dir(given)
     asked = preflight.check_model(replace(given, output_dir=run_dir), task, began)
     searchers = asked.searchers
     if resume and searchers is None and not asked.ray:
         # Their shares of the queries, and the cursors in those, are part of the checkpoint.
-        searchers = len(state["board"])
+        searchers = len(state["status"])
     places = find_places(replace(asked, searchers=searchers))
     shapes = weight_shapes(asked)
     prompt = preflight.check_tokenizer(asked, prompts)
@@ -64,7 +60,7 @@ def check_run(given: Config) -> CheckedRun:
         )
     fetched = preflight.fetch(planned, task, began)
     config = replace(fetched, data_digest=f"{digest} {prompt}")
-    before = state.get("data_digest", config.data_digest)
+    before = state["data_digest"] if resume else config.data_digest
     if before != config.data_digest:  # other prompts alone: a chat template may write the date
         rows, _, was = before.partition(" ")
         what = "rows of the task" if rows != digest else f"first prompt, {was!r:.200},"

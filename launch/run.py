@@ -12,9 +12,9 @@ import psutil
 import torch
 import torch.multiprocessing
 
-from config import extra
 from launch import children
 from launch.checked import CheckedRun
+from launch.display.first_look import FirstLook
 from launch.display.terminal import Terminal
 from launch.places import is_gpu_shared, searchers_of, trainers_of
 from launch.supervisor import STOP_SECONDS, RunFailed, Supervisor
@@ -66,26 +66,35 @@ class Run:
         self.config = config = checked.config
         self.places, self.resume = checked.places, checked.resume
         self.interrupt = Interrupt()
-        dtype, resets = compute_dtype(config), config.reference_reset_period > 0
         searchers, names = searchers_of(self.places), [place.name for place in self.places]
         readers = len(searchers) + bool(config.ray)
-        self.weights = SharedWeights(checked.shapes, dtype, readers, reference=resets)
+        self.weights = SharedWeights(checked.shapes, compute_dtype(config), readers)
+        if config.reference_reset_period:
+            reference = SharedWeights(checked.shapes, torch.float32, readers, slots=1)
+            self.weights.reference = reference
         if config.ray:
-            cluster = extra("nodes.cluster")
-            self.status = cluster.ClusterStatus(names)
-            supervise = partial(cluster.Cluster, given=checked.given)
+            from extras.nodes.cluster import Cluster, ClusterStatus
+
+            self.status = ClusterStatus(names)
+            supervise = partial(Cluster, given=checked.given)
         else:
             self.status, supervise = StatusTable(names), Supervisor
         self.trainers: list[torch.multiprocessing.Process] = []  # by rank
         if self.resume:
-            self.status.load_state_dict(checkpoint.load_state(self.resume)["board"])
+            self.status.load_state_dict(checkpoint.load_state(self.resume)["status"])
         self.parameters, self.can_save = num_elements(checked.shapes), True
         self.longest_silence = 0.0  # of the trainer, which sends a heartbeat after each step
         said, self.trainer_stdout = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
         self.terminal = Terminal(config, self.status, said)
-        arguments = config.output_dir, "searcher:run", self.terminal.say
+        say, is_new = self.terminal.say, self.resume is None
+        self.first_look = FirstLook(config, self.status, say, is_new)
+        arguments = config.output_dir, "searcher:run", say, self.first_look.take
         self.supervisor = supervise(config, searchers, self.weights, self.status, *arguments)
-        self.tracking = extra("tracking").Tracking(config) if config.track else None
+        self.tracking = None
+        if config.track:
+            from extras.tracking import Tracking
+
+            self.tracking = Tracking(config)
 
     def train(self) -> None:
         """Start the trainer, and watch over all until it has ended. Raises RunFailed."""
@@ -103,9 +112,11 @@ class Run:
         ranks: list = [None]
         if config.trainer_processes > 1:
             timeout = config.searcher_timeout + SPARE_SECONDS
-            ranks = extra("sharding").connect(config.trainer_processes, timeout)
+            from extras.sharding import connect
+
+            ranks = connect(config.trainer_processes, timeout)
         for place, rank in zip(trainers_of(self.places), ranks):
-            target, stdout = "trainer:follow", None
+            target, stdout = "extras.sharding:follow", None
             arguments = config, rank, status, place.name
             if rank is ranks[0]:
                 target, stdout = "trainer:run", self.trainer_stdout
@@ -127,6 +138,7 @@ class Run:
             self.supervisor.check()
             self.check_trainer()
             self.terminal.look()
+            self.first_look.look()
             if self.tracking:
                 self.tracking.check(self.terminal.say)
 

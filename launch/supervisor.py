@@ -13,10 +13,10 @@ from contextlib import suppress
 
 import torch.multiprocessing
 
-from buffer import Group
 from config import Config
 from launch import children
 from launch.places import Place
+from rollouts import Group
 from runtime.child import GIVE_UP, log_path
 from runtime.transport.messages import Evaluation, Notice
 from runtime.transport.status import StatusTable
@@ -37,10 +37,11 @@ class RunFailed(Exception):
 class Supervisor:
     """Starts the searchers of this machine, restarts those that fail, forwards what they send.
 
-    Searcher i has share i of the queries, pin i of the weights, and a row of the status table.
+    Searcher i has share i of the queries, pin i of the weights, and the row "searcher i" of the
+    status table.
 
     rollout_queue: of Group and Evaluation, for the trainer. target: the "module:function" that is a
-    searcher. say: shows the user a line.
+    searcher. say: shows the user a line. look: is shown each group that goes to the trainer.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class Supervisor:
         run_dir: str,
         target: str,
         say: Callable[[str], None],
+        look: Callable[[Group], None] = lambda group: None,
     ):
         self.config, self.places, self.weights, self.target = config, places, weights, target
-        self.say = say
+        self.say, self.look = say, look
         self.status, self.run_dir = status, run_dir
         self.rollout_queue = spawn.Queue(QUEUE_GROUPS)
         # At the end nobody reads what is still in it: this process must not wait for that.
@@ -68,8 +70,7 @@ class Supervisor:
         row, groups = self.places[rank].name, spawn.Queue(QUEUE_GROUPS)
         self.status.set(row, "ready", 0)
         self.status.beat(row)  # being started is a heartbeat
-        share = pin = rank
-        arguments = self.config, share, pin, row, self.weights, groups, self.status, self.run_dir
+        arguments = self.config, rank, self.weights, groups, self.status, self.run_dir
         process = children.start(self.places[rank], self.target, arguments, self.run_dir)
         # Now the searcher alone holds the writing end: its death ends the reading of half a group.
         groups._writer.close()
@@ -101,6 +102,8 @@ class Supervisor:
 
     def put(self, item: Group | Evaluation) -> None:
         """Put into the rollout queue once it has room, unless the run is over by then."""
+        if isinstance(item, Group):
+            self.look(item)
         while not self.status.stop:
             with suppress(queue.Full):  # the searcher will wait too, on its own queue
                 return self.rollout_queue.put(item, timeout=POLL_SECONDS)

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from config import Config, UserError, extra, first_line
+from config import Config, UserError, first_line
 from models.loading import directory_of
 from models.policy import trained_parameters
 
@@ -52,5 +52,7 @@ def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the parameters to train. Nothing is loaded. Raises UserError."""
     policy = policy_without_weights(config)
     if config.lora_rank:
-        extra("lora").add_adapters(policy, config)
+        from extras.lora import add_adapters
+
+        add_adapters(policy, config)
     return {name: tuple(value.shape) for name, value in trained_parameters(policy).items()}

@@ -1,15 +1,18 @@
 """vLLM inside the searcher's own process. Nothing else imports vLLM.
 
-Requests go in, finished responses come out, and new weights go in between two steps.
+Groups go in, and come out with their responses; new weights go in between two steps.
 """
 
 import gc
 import threading
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams, _custom_ops
+from transformers import PreTrainedTokenizerBase
+from vllm import LLM, RequestOutput, SamplingParams, _custom_ops
 from vllm.model_executor.layers import utils as layers
 from vllm.model_executor.models.transformers.base import Base
 from vllm.sampling_params import RequestOutputKind
@@ -17,6 +20,8 @@ from vllm.v1.executor import uniproc_executor
 
 from config import ENGINE_ROWS, Config
 from models.device import compute_dtype, device, onednn_multiplies
+from models.tokens import tokens_left_out
+from rollouts import Group, make_tokens
 
 CPU_BLOCK = 32  # tokens in a block of the prefix cache: the fewest that vLLM takes on a CPU
 CPU_BATCHED_TOKENS = 4096
@@ -92,6 +97,82 @@ class Engine:
         """
         self.llm.apply_model(lambda model: model.load_weights(tensors))
         self.set_version(version)
+
+
+class Generation:
+    """Has the engine generate the responses of groups, many at once.
+
+    task: the Task, which says how responses end, and what score() sees of them.
+    """
+
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Engine, task: Any
+    ):
+        self.config, self.tokenizer, self.engine = config, tokenizer, engine
+        # Appended to responses that were cut off, where the task wants that.
+        self.final_token = tokenizer.eos_token_id if task.append_eos else None
+        pad_is_eos = task.pad_is_eos and tokenizer.pad_token is None
+        self.padding_token = tokenizer.eos_token_id if pad_is_eos else None
+        self.left_out = tokens_left_out(tokenizer, task.keep_special_tokens)
+        self.generating: dict[str, Any] = {}  # groups by request
+
+    @property
+    def rows(self) -> int:
+        """Responses that are not finished, those that wait for room included."""
+        return self.engine.rows
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing for step() to do."""
+        return not self.engine.rows
+
+    def start(self, group: Group) -> None:
+        """Generate the responses of a group, which has its prompt and sampling."""
+        group.version, group.temperature = self.engine.version, group.sampling["temperature"]
+        self.engine.add(group.request, group.prompt.tolist(), **group.sampling)
+        self.generating[group.request] = group
+
+    def step(self) -> list[Group]:
+        """Generate one token of every response. Returns the groups that ended with it."""
+        ended = []
+        for output in self.engine.step():
+            group = self.generating.pop(output.request_id)
+            group.last_version = newest_version(output)
+            texts, responses, finished = zip(*(self.read(each) for each in output.outputs))
+            group.end(list(texts), list(responses), list(finished))
+            ended.append(group)
+        return ended
+
+    def read(self, completion: Any) -> tuple[str, np.ndarray, bool]:
+        """Read a vllm.CompletionOutput: text, (T,) of TOKEN, and whether it ended by itself."""
+        ids, num_sampled = list(completion.token_ids), len(completion.token_ids)
+        text = self.tokenizer.decode([token for token in ids if token not in self.left_out])
+        logprobs = [row[token].logprob for token, row in zip(ids, completion.logprobs)]
+        if self.final_token is not None and completion.finish_reason == "length":
+            ids.append(self.final_token)
+            logprobs.append(0.0)  # it was not sampled: nothing else can stand there
+        tokens = make_tokens(ids, behavior_logprob=logprobs)
+        tokens["sampled"][num_sampled:] = False
+        if self.padding_token is not None:
+            tokens["in_loss"] = tokens["token"] != self.padding_token
+        return text, tokens, completion.finish_reason == "stop"
+
+
+def newest_version(output: RequestOutput) -> int:
+    """Return the newest version that sampled a token of a request."""
+    spans = (span for completion in output.outputs for span in completion.weight_versions)
+    return max(int(span.version) for span in spans)
+
+
+def make_generation(
+    config: Config, tokenizer: PreTrainedTokenizerBase, engine: Engine, scorer: Any
+) -> Generation:
+    """Make the generation that the task wants. scorer: where an environment replies."""
+    if config.max_episode_tokens is None:
+        return Generation(config, tokenizer, engine, scorer.task)
+    from extras.episodes import Episodes
+
+    return Episodes(config, tokenizer, engine, scorer)
 
 
 def request_parameters(sampling: dict) -> SamplingParams:

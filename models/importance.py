@@ -3,34 +3,21 @@
 Of log-probabilities that a step computes anyway.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from loss import LossInputs, Metrics, sequence_sum
+from loss import Metrics, sequence_sum
 
 
-class LogWeights(NamedTuple):
-    """log w of a micro-batch."""
-
-    tokens: Tensor  # of each sampled token, (their number,)
-    responses: Tensor  # the sum of these over each response, (rows,)
-
-
-def log_weights(x: LossInputs) -> LogWeights:
-    """Compute log w of a micro-batch, on the CPU."""
-    log_w = (x.logprobs.detach() - x.behavior_logprobs).double().cpu()  # (N, T)
-    mask = (x.mask if x.sampled is None else x.sampled).cpu()
-    return LogWeights(log_w[mask.bool()], sequence_sum(log_w, mask))
-
-
-def importance_figures(parts: list[LogWeights]) -> Metrics:
+def importance_figures(parts: list[tuple[Tensor, Tensor]]) -> Metrics:
     """Effective sample sizes as shares of the sample, and quantiles of log w of responses.
 
-    parts: the micro-batches of a batch.
+    parts: of each micro-batch of a batch log w of its tokens, and 1 on those that were sampled,
+    both (N, T).
     """
-    tokens, responses = (torch.cat(each) for each in zip(*parts))
+    parts = [(log_w.double().cpu(), mask.cpu()) for log_w, mask in parts]
+    tokens = torch.cat([log_w[mask.bool()] for log_w, mask in parts])
+    responses = torch.cat([sequence_sum(log_w, mask) for log_w, mask in parts])
     low, high = responses.quantile(torch.tensor([0.05, 0.95]).to(responses)).tolist()
     return {
         "ess_responses": effective_share(responses),

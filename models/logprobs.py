@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from buffer import Group, Row
 from config import padded_row
 
 # Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
@@ -95,35 +94,6 @@ def split_rows(
 
     # The fewest passes, and of those the first not as full: less padding.
     return min((split(most_tokens * eighths // 8) for eighths in (4, 5, 6, 7, 8)), key=len)
-
-
-def micro_batches(
-    rows: list[Row], group_size: int, most_tokens: int, tokens_per_pass: int
-) -> list[list[Row]]:
-    """Split rows into what is computed at once: whole queries, those of similar length together.
-
-    most_tokens: of a micro-batch, summed over its passes of tokens_per_pass each; a single query
-    may exceed it.
-    """
-    groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
-    groups.sort(key=lambda group: max(len(row.tokens) for row in group), reverse=True)
-    parts: list[list[Row]] = []
-    for group in groups:
-        if parts and tokens_at_once(parts[-1] + group, tokens_per_pass) <= most_tokens:
-            parts[-1] += group
-        else:
-            parts.append(group)
-    return parts
-
-
-def tokens_at_once(rows: list[Row], tokens_per_pass: int) -> int:
-    """Count the tokens that run in the passes over these rows, a query's prompt once in each."""
-    prompts, tokens, total = [row.prompt for row in rows], [row.tokens for row in rows], 0
-    for few in split_rows(prompts, tokens, tokens_per_pass):
-        lengths = {rows[i].query_id: len(prompts[i]) for i in few}
-        longest = max(lengths.values())
-        total += len(few) * padded_row(longest, len(tokens[few[0]])) + len(lengths) * longest
-    return total
 
 
 def response_states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> Tensor:
@@ -239,16 +209,6 @@ def right_padded(
     ids = np.zeros(mask.shape, np.int64)
     ids[mask] = np.concatenate(rows)
     return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
-
-
-def mismatch(group: Group, ours: list[np.ndarray]) -> float:
-    """Mean |difference| of a token's log-probability between vLLM and transformers, in nats.
-
-    ours: of each response under the weights that vLLM sampled it with, (T,). Near 0 it shows that
-    what was published is what samples.
-    """
-    differences = np.abs(np.concatenate(ours) - group.behavior_logprobs)
-    return float(differences[group.sampled].mean())
 
 
 @torch.no_grad()

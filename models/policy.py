@@ -35,6 +35,23 @@ def trained_parameters(policy: torch.nn.Module) -> dict[str, torch.nn.Parameter]
     return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a parameter, gradient or moment: of a sharded one, of all ranks."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def fill(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Copy a whole tensor into a parameter or moment; of a sharded one only rank 0 needs it."""
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if value is not None:
+            full.copy_(value)
+        value = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)
+
+
 def find_not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """Name the first weight with a NaN or an infinity, found by its sum, which is quick."""
     return next((name for name, weight in weights if not weight.sum().isfinite()), None)

@@ -1,7 +1,6 @@
 """The trainer's waits: each says for whom, and has a timeout."""
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from config import Config
@@ -24,37 +23,43 @@ class Waits:
     is_interruptible: bool  # by a shutdown; False where checkpoints are exact only between batches
     seconds: float = 0.0  # that the trainer has waited so far
 
-    def until(
-        self, is_done: Callable[[], bool], what: Callable[[], str], even_at_end: bool = False
-    ) -> Iterator[None]:
-        """Poll is_done() until it is true; yield each time, for the caller to do what may help.
+    def begin(self, even_at_end: bool = False) -> "Wait":
+        """Begin a wait. even_at_end: a shutdown does not end it."""
+        return Wait(self, self.is_interruptible and not even_at_end)
 
-        what: describes what is awaited and how much of it has come. Another text is progress.
-        even_at_end: a shutdown does not end this wait. Raises TimeoutError after
-        --searcher_timeout seconds without progress in which no searcher was loading.
+
+class Wait:
+    """One wait: `while not is_done and wait.goes_on(for_what)`, with what may help in the block."""
+
+    def __init__(self, waits: Waits, is_interruptible: bool):
+        self.waits, self.is_interruptible = waits, is_interruptible
+        self.start = self.said = self.seen = time.monotonic()
+        self.watchdog = Watchdog()
+
+    def goes_on(self, awaited: str, progress: float = 0.0) -> bool:
+        """Sleep a moment. Returns False at a shutdown.
+
+        awaited: what, and how much of it has come; another text, or another number as `progress`,
+        is progress. Raises TimeoutError after --searcher_timeout seconds without any in which no
+        searcher was loading.
         """
-        if is_done():
-            return
-        is_interruptible = self.is_interruptible and not even_at_end
-        start = said = time.monotonic()
-        watchdog = Watchdog()
-        with self.timeline.span("wait"):
-            while True:
-                yield
-                if is_done() or (is_interruptible and self.status.shutdown):
-                    break
-                self.status.beat("trainer")
-                now, awaited = time.monotonic(), what()
-                if now - said > HEALTH_PERIOD:
-                    said = now
-                    beats = ", ".join(map(self.status.last_heartbeat, self.status.searchers))
-                    waited = f"waiting since {now - start:.0f} s for {awaited}"
-                    self.report.say(f"{waited}; heartbeats: {beats}")
-                are_ready = all(self.status.get(name, "ready") for name in self.status.searchers)
-                # `now` is new each time: while a searcher loads the timeout does not run.
-                seconds = watchdog.look(awaited if are_ready else now)
-                if seconds > self.config.searcher_timeout:
-                    problem = f"no progress for {seconds:.0f} s (--searcher_timeout)"
-                    raise TimeoutError(f"the trainer waited for {awaited}: {problem}")
-                time.sleep(POLL_SECONDS)
-        self.seconds += time.monotonic() - start
+        waits, status, now = self.waits, self.waits.status, time.monotonic()
+        waits.seconds += now - self.seen
+        self.seen = now
+        if self.is_interruptible and status.shutdown:
+            return False
+        status.beat("trainer")
+        if now - self.said > HEALTH_PERIOD:
+            self.said = now
+            beats = ", ".join(map(status.last_heartbeat, status.searchers))
+            waited = f"waiting since {now - self.start:.0f} s for {awaited}"
+            waits.report.say(f"{waited}; heartbeats: {beats}")
+        are_ready = all(status.get(name, "ready") for name in status.searchers)
+        # `now` is new each time: while a searcher loads the timeout does not run.
+        seconds = self.watchdog.look((awaited, progress) if are_ready else now)
+        if seconds > waits.config.searcher_timeout:
+            problem = f"no progress for {seconds:.0f} s (--searcher_timeout)"
+            raise TimeoutError(f"the trainer waited for {awaited}: {problem}")
+        with waits.timeline.span("wait"):
+            time.sleep(POLL_SECONDS)
+        return True

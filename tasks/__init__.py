@@ -70,8 +70,6 @@ class Task:
     append_eos: bool = False
     # Special tokens that score() is to see: the text of a response has no others.
     keep_special_tokens: Sequence[str] = ()
-    # Options that a resume sets where the checkpoint is older than they are (has no data_digest).
-    earlier_options: dict = {}
     # Whether the end-of-sequence token is in no loss where the tokenizer has no padding token.
     pad_is_eos: bool = False
     # Whether load() may ask the hub; otherwise it has to find what prepare() fetched.

@@ -49,13 +49,8 @@ class JsonLines(Task):
     is an expression that is found in it. math: its last \\boxed{} equals the answer, or the
     answer's own, also by symbolic equivalence."""
 
-    held_out: Literal["by_prompt", "by_place"] = "by_prompt"
-    """How that share is chosen. by_prompt: a row keeps its side when others are added. by_place:
-    as in runs before 2026-11-27, also to evaluate their models."""
-
     metric = "accuracy"
     late_score = 0.0
-    earlier_options = {"held_out": "by_place"}
 
     def __post_init__(self):
         # A regular expression or symbolic algebra may take forever.
@@ -70,14 +65,12 @@ class JsonLines(Task):
         if not 0 < self.test_share < 1 or len(queries) < 2:
             rows = f"--test_share {self.test_share} of {len(queries)} rows"
             raise UserError(f"{rows} leaves nothing to train or to test on: or give --test_data")
-        count = min(max(1, round(self.test_share * len(queries))), len(queries) - 1)
-        if self.held_out == "by_place":
-            order = np.random.default_rng(0).permutation(len(queries))
-        else:  # each prompt has a number in [0, 1): those below the share, but one at least
-            hashes = [blake2b(text_of(query.prompt).encode()).digest()[:8] for query in queries]
-            numbers = np.array([int.from_bytes(of) / 2**64 for of in hashes])
-            order = np.argsort(numbers, kind="stable")
-            count = min(max(1, int((numbers < self.test_share).sum())), len(queries) - 1)
+        # Each prompt has a number in [0, 1), so that a row keeps its side when others are added:
+        # held out are those below the share, but one at least.
+        hashes = [blake2b(text_of(query.prompt).encode()).digest()[:8] for query in queries]
+        numbers = np.array([int.from_bytes(of) / 2**64 for of in hashes])
+        order = np.argsort(numbers, kind="stable")
+        count = min(max(1, int((numbers < self.test_share).sum())), len(queries) - 1)
         return [queries[i] for i in (order[:count] if split == "test" else order[count:])]
 
     def read(self, file: str) -> list[Query]:

@@ -9,8 +9,7 @@ import zlib
 
 import numpy as np
 
-from buffer import Group
-from rollouts import Workload
+from rollouts import Group, make_tokens
 from runtime.child import GIVE_UP
 from tasks import load_task
 
@@ -18,28 +17,30 @@ SECONDS = 0.01  # a group
 RESPONSES, TOKENS = 24, 500
 
 
-def run(config, share, pin, name, weights, rollout_queue, status, run_dir) -> None:
+def run(config, rank, weights, outgoing, status, run_dir) -> None:
     """Send groups of random tokens; group.prompt holds what the test looks at."""
-    queries = load_task(config.task).queries("train")
-    cursor = int(status.get(name, "cursor"))
-    workload = Workload(config, queries, share, cursor, weights)
+    from searcher import QueryShare  # in this process alone: it imports vLLM
+
+    name, queries = f"searcher {rank}", load_task(config.task).queries("train")
+    share = QueryShare(config, queries, rank, int(status.get(name, "cursor")))
     rng, version, were_whole = np.random.default_rng(), -1, True
     status.mark_ready(name)
     while not status.stop:
         status.beat(name)
         if weights.version > version:
-            with weights.read(pin) as (version, tensors):
+            with weights.read(rank) as (version, tensors):
                 were_whole &= all(bool((tensor == version).all()) for tensor in tensors.values())
             status.set(name, "version", version)
-        if version >= 0 and (rollout := workload.draw()):
-            tokens = rng.integers(0, 1000, RESPONSES * TOKENS, dtype=np.int32)
-            facts = [config.seed >> 1, rollout.visit, were_whole, checksum(tokens)]
-            rollout_queue.put(make_group(rollout.query.id, version, facts, tokens))
-            workload.complete(rollout)
-            status.set(name, "cursor", workload.cursor)
+        if version >= 0:
+            group, ids = share.draw(), rng.integers(0, 1000, RESPONSES * TOKENS)
+            tokens = make_tokens(ids, ref_logprob=ids, behavior_logprob=ids)
+            facts = [config.seed >> 1, group.visit, were_whole, checksum(tokens)]
+            outgoing.put(make_group(group.query_id, version, facts, tokens))
+            share.end(group)
+            status.set(name, "cursor", share.cursor)
             status.add(name, "tokens", len(tokens))
         time.sleep(SECONDS)
-    rollout_queue.cancel_join_thread()
+    outgoing.cancel_join_thread()
 
 
 def give_up(*_) -> None:
@@ -52,7 +53,6 @@ def checksum(tokens: np.ndarray) -> int:
 
 
 def make_group(query: int, version: int, facts: list[int], tokens: np.ndarray) -> Group:
-    prompt, lengths = np.array(facts, np.int32), np.full(RESPONSES, TOKENS, np.int32)
-    arrays = prompt, lengths, tokens, *(tokens.astype(np.float32) for _ in range(2))
-    outcome = np.zeros(RESPONSES, np.float32), np.ones(RESPONSES, bool)
-    return Group(query, version, version, 0, None, *arrays, *outcome, 1.0)
+    own = dict(last_version=version, temperature=1.0, lengths=np.full(RESPONSES, TOKENS, np.int32))
+    outcome = dict(rewards=np.zeros(RESPONSES, np.float32), finished=np.ones(RESPONSES, bool))
+    return Group(query, np.array(facts, np.int32), version, tokens=tokens, **own, **outcome)

@@ -60,10 +60,10 @@ print(json.dumps(found, default=str))
 
 
 class Checkout:
-    """One of the two. work: what it makes lies there; old: the other where that is the old one."""
+    """One of the two. work: what it makes lies there."""
 
-    def __init__(self, root: str, work: Path, old: "Checkout | None" = None):
-        self.root, self.work, self.old = Path(root).resolve(), work, old or self
+    def __init__(self, root: str, work: Path):
+        self.root, self.work = Path(root).resolve(), work
         work.mkdir()
 
     def python(self, *words: object, directory: str = ".") -> str:
@@ -83,9 +83,9 @@ class Checkout:
         return run_dir
 
     def resume(self, name: str) -> Path:
-        """Go on with a copy of the old checkout's run."""
+        """Go on with a copy of a run."""
         copy = self.work / f"{name} resumed"
-        shutil.copytree(self.old.train(name), copy)
+        shutil.copytree(self.train(name), copy)
         self.python(self.root / "tba.py", "--resume", copy, "--steps", 12)
         return copy
 
@@ -116,9 +116,9 @@ def read_run(run_dir: Path) -> dict[str, object]:
     arrays = {path.name: dict(np.load(path)) for path in checkpoint.glob("*.npz")}
     tensors = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
     model = load_file(run_dir / "model" / "model.safetensors")
-    for row in state["board"].values():
+    for row in state["status"].values():
         row.pop("restarts", None)
-    state["fresh"].pop("mismatch", None)
+    state["figures"].pop("mismatch", None)
     return {"metrics": figures, "state": state, "model": model, **arrays, **tensors}
 
 
@@ -128,7 +128,7 @@ COMPARED: dict[str, Callable[[Checkout], object]] = {
     "lockstep runs": lambda c: {name: read_run(c.train(name)) for name in RUNS},
     "the study's run": lambda c: json.loads(c.python("-c", STUDY, directory="benchmarks")),
     "help, presets and refusals": lambda c: json.loads(c.python("-c", PROBE)),
-    "an old checkpoint": lambda c: {n: read_run(c.resume(n)) for n in ("synchronous", "lora")},
+    "resumed runs": lambda c: {name: read_run(c.resume(name)) for name in RUNS},
 }
 
 
@@ -136,8 +136,7 @@ def main(old: str, new: str) -> int:
     os.environ |= {"COLUMNS": "100", "PYTHONHASHSEED": "0"}  # of --help; of tyro's sets
     num_different = 0
     with tempfile.TemporaryDirectory() as directory:
-        before = Checkout(old, Path(directory, "old"))
-        after = Checkout(new, Path(directory, "new"), before)
+        before, after = Checkout(old, Path(directory, "old")), Checkout(new, Path(directory, "new"))
         for name, look in COMPARED.items():
             differences = list(differ(look(before), look(after), name))
             num_different += bool(differences)

@@ -25,12 +25,12 @@ from common import as_flags as flags
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from buffer import Group
 from config import Config, UserError
 from launch import children, files
 from launch.places import Place
 from learner import find_objective
 from models.policy import load_policy
+from rollouts import Group, make_tokens
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -158,18 +158,21 @@ def chat_model(tmp_path_factory) -> Path:
     return Path(make(tmp_path_factory.mktemp("models"), "LlamaForCausalLM", **TOY))
 
 
-def make_group(query: int, version: int, lengths, tokens, **fields) -> Group:
-    """Make a group whose log-probabilities and rewards are 0, but for the fields that are given."""
-    plain = dict(last_version=version, reference_version=0, batch=None, temperature=1.0)
-    arrays = dict(
+def make_group(query: int, version: int, lengths, ids, tokens=None, **fields) -> Group:
+    """Make a group whose log-probabilities and rewards are 0, but for the fields that are given.
+
+    ids: of the tokens. tokens: what differs of them, by the names of TOKEN's fields.
+    """
+    plain = dict(
+        version=version,
+        last_version=version,
+        temperature=1.0,
         prompt=np.array([query, query], np.int32),
         lengths=np.array(lengths, np.int32),
-        tokens=np.array(tokens, np.int32),
         rewards=np.zeros(len(lengths), np.float32),
         finished=np.ones(len(lengths), bool),
-        **dict.fromkeys(("ref_logprobs", "behavior_logprobs"), np.zeros(len(tokens), np.float32)),
     )
-    return Group(query, version, **plain | arrays | fields)
+    return Group(query, tokens=make_tokens(ids, **tokens or {}), **plain | fields)
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ import pytest
 from conftest import SMALL, flags, make_group, read, tba
 
 from config import Config
+from launch.display import first_look
 from launch.display.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms
-from runtime.record import first_look
+from launch.display.answers import Answers
 from runtime.record.metrics import describe
-from runtime.transport.messages import Answers
+from runtime.transport.status import StatusTable
 
 HEALTHY = dict(mismatch=1e-6, equal_rewards=0.5, reward=0.4, ess_responses=0.6, finished=0.9)
 
@@ -83,12 +84,19 @@ FIRST = [
 def test_before_the_first_step_a_user_is_told_what_to_look_at(figures, left_out, says, monkeypatch):
     figures = dict(equal_rewards=0.25, reward=0.4, finished=1.0) | figures
     answers = figures.pop("answers", Answers(cut_off=0.0, unanswered=0.0, examples=[]))
-    parts = dict(load_tokenizer=None, tokens_left_out={}, answers_of=answers)
+    parts = dict(load_tokenizer=None, tokens_left_out={}, answers_of=answers, describe=figures)
     parts["find_unseen"] = figures.pop("unseen", [])
     for name, part in parts.items():
         monkeypatch.setattr(first_look, name, lambda *_, part=part: part)
-    config = Config(max_episode_tokens=None if answers else 600)
-    first, *lines = first_look.describe_first(config, [None] * 12, figures, left_out)
+    config = Config(max_episode_tokens=None if answers else 600, initial_responses=12)
+    status, said = StatusTable(["trainer", "searcher 0"]), []
+    status.set("searcher 0", "long_prompts", left_out)
+    look = first_look.FirstLook(config, status, said.append, is_wanted=True)
+    for count in range(1, 15):
+        look.take(make_group(0, 0, [1], [7]))
+        look.look()
+        assert bool(said) == (count >= 12)
+    first, *lines = said
     usual = "0% of the responses were cut off, 0% have no answer"
     lines = [line for line in lines if line != usual]
     equal = f"{figures['equal_rewards']:.0%}"

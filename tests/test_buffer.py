@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from conftest import make_group
 
-from buffer import TOKEN_ARRAYS, Group, ReplayBuffer, Row, by_reward, uniformly
+from buffer import ReplayBuffer, by_reward, uniformly
+from rollouts import Group, Response
 
 # The values that chi-square exceeds with probability 0.001, by degrees of freedom.
 CRITICAL = {2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 7: 24.32, 9: 27.88, 27: 55.48}
@@ -21,14 +22,9 @@ def group(query: int, names: list[int], rewards=None, version: int = 0) -> Group
     The log-probabilities tell which version it came with.
     """
     lengths = [1 + name % 3 for name in names]
-    tokens = np.repeat(names, lengths)
-    fields = dict(
-        reference_version=version // 4,
-        ref_logprobs=np.full(len(tokens), -1.0 - version, np.float32),
-        behavior_logprobs=np.full(len(tokens), -2.0 - version, np.float32),
-        rewards=np.array(rewards or [0.0] * len(names), np.float32),
-    )
-    return make_group(query, version, lengths, tokens, **fields)
+    logprobs = dict(ref_logprob=-1.0 - version, behavior_logprob=-2.0 - version)
+    rewards = np.array(rewards or [0.0] * len(names), np.float32)
+    return make_group(query, version, lengths, np.repeat(names, lengths), logprobs, rewards=rewards)
 
 
 def filled(*syncs: list[Group], capacity=100, inverse_temperature=0.0, seed=0) -> ReplayBuffer:
@@ -39,11 +35,11 @@ def filled(*syncs: list[Group], capacity=100, inverse_temperature=0.0, seed=0) -
     return buffer
 
 
-def name(row: Row) -> int:
-    return int(row.tokens[0])
+def name(row: Response) -> int:
+    return int(row.tokens["token"][0])
 
 
-def names(rows: list[Row]) -> list[int]:
+def names(rows: list[Response]) -> list[int]:
     return sorted(name(row) for row in rows)
 
 
@@ -86,10 +82,10 @@ def softmax(rewards: list[float], inverse_temperature: float) -> np.ndarray:
     return weights / weights.sum()
 
 
-def assert_same_rows(rows: list[Row], expected: list[Row]) -> None:
+def assert_same_rows(rows: list[Response], expected: list[Response]) -> None:
     assert len(rows) == len(expected)
     for row, other in zip(rows, expected):
-        for field in fields(Row):
+        for field in fields(Response):
             value, wanted = getattr(row, field.name), getattr(other, field.name)
             np.testing.assert_array_equal(value, wanted, strict=True)  # of one dtype too
 
@@ -207,9 +203,8 @@ def test_a_row_carries_what_its_group_said_of_it():
     for row in buffer.sample(1, 3, 1.0):
         i = name(row) - 1
         part = slice(ends[i] - sent.lengths[i], ends[i])
-        arrays = {field: getattr(sent, field)[part] for field in TOKEN_ARRAYS}
-        same = dict(query_id=4, version=6, reference_version=1, prompt=sent.prompt)
-        wanted = Row(**same, **arrays, reward=float(sent.rewards[i]), received_step=8)
+        same = dict(query_id=4, version=6, prompt=sent.prompt, received_step=8)
+        wanted = Response(tokens=sent.tokens[part], reward=float(sent.rewards[i]), **same)
         assert_same_rows([row], [wanted])
 
 
@@ -353,13 +348,13 @@ def test_of_duplicates_the_newest_is_kept_and_its_reward_draws_it():
     rows = {name(row): row for row in buffer.sample(1, 2, 0.0)}
     assert (rows[1].version, rows[1].reward) == (0, 1.0)
     assert (rows[2].version, rows[2].reward) == (6, 1.75)
-    np.testing.assert_array_equal(rows[2].ref_logprobs, np.full(3, -7.0, np.float32))
-    np.testing.assert_array_equal(rows[2].behavior_logprobs, np.full(3, -8.0, np.float32))
+    assert rows[2].tokens["ref_logprob"].tolist() == [-7.0] * 3
+    assert rows[2].tokens["behavior_logprob"].tolist() == [-8.0] * 3
     assert seen(buffer, 0.0) == {(0, 2)}
 
 
 def test_neither_another_query_nor_a_longer_response_makes_a_duplicate():
-    longer = make_group(0, 0, lengths=[4], tokens=[1, 1, 1, 1])
+    longer = make_group(0, 0, lengths=[4], ids=[1, 1, 1, 1])
     assert filled([group(0, [1]), group(1, [1]), longer]).responses == 3
 
 

@@ -1,5 +1,6 @@
 """Checkpoints are written beside the training, and what goes wrong costs only one of them."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -22,6 +23,7 @@ from launch import launcher, resuming
 from launch.run import SAVE_SECONDS, Run
 from runtime.checkpoints import checkpoint, writer
 from runtime.checkpoints.writer import NICENESS, write_tensors
+from tba import main
 from trainer import Trainer
 
 
@@ -93,7 +95,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_of_its_own_step(trainer,
     now = dict(trainer.learner.state())
     assert not torch.equal(now["policy.lm_head.weight"], before["policy.lm_head.weight"])
     state = checkpoint.load_state(resuming.newest_whole(trainer.checkpoints.run_dir)[0])
-    assert (state["step"], state["fresh"]["reward"]) == (1, 1.0)
+    assert (state["step"], state["figures"]["reward"]) == (1, 1.0)
 
 
 def test_a_checkpoint_that_comes_during_a_write_waits_for_it_and_takes_its_memory(trainer, disk):
@@ -225,6 +227,17 @@ def test_a_resume_deletes_only_its_own_and_if_it_fails_nothing(trainer, tmp_path
     assert (tmp_path / "config.json").read_text() == "of the first start"
     launcher.open_run_dir(run)
     assert names(trainer) == ["step-00000002", "step-00000009", "step-best"], "damaged: deleted"
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(trainer, tmp_path, capsys):
+    *parts, state = trainer.state.collect()
+    del state["format"]
+    trainer.checkpoints.begin(1, *parts, state)
+    trainer.checkpoints.wait()
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(trainer.config)))
+    assert main(["--resume", str(tmp_path)]) == 2
+    name = str(tmp_path / "checkpoints" / "step-00000001")
+    assert re.fullmatch(f"error: '{name}' is of another version .*\n", capsys.readouterr().err)
 
 
 def test_a_slow_step_a_slow_save_and_a_larger_model_have_more_time_at_the_end(trainer, disk):

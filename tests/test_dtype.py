@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import flags, read, steps_of, tba
-from test_engine import changed, logprobs_of, sample_group, take_over
+from test_engine import changed, logprobs_of, mismatch, sample_group, take_over
 from test_trainer import gradient, make_rows
 
 from config import Config
@@ -16,7 +16,7 @@ from learner import Learner
 from models.architecture import weight_shapes
 from models.device import onednn_multiplies
 from models.engine import Engine
-from models.logprobs import mismatch, response_logprobs
+from models.logprobs import response_logprobs
 from models.policy import cast_linear_layers, load_policy
 from tasks import load_task
 from weights import SharedWeights
@@ -81,7 +81,7 @@ def test_the_reference_policy_of_half_the_size_gives_the_same_numbers(path):
     """Its linear layers are held in bf16, where the trainer's policy is cast to it each time."""
     model = load_policy(Config(model=path), torch.device("cpu"))
     rows = make_rows(queries=7, per_query=3)
-    prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
+    prompts, tokens = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
     with torch.no_grad():
         cast = response_logprobs(model, prompts, tokens, 0.7, torch.bfloat16)
         before = sum(p.nbytes for p in model.parameters())

@@ -1,7 +1,6 @@
 """The engine of a searcher, the real vLLM, against transformers before and after new weights."""
 
 import queue
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,18 +9,17 @@ import torch
 from conftest import byte_tokenizer, drain
 from test_preset_starts import make
 
-from buffer import Group, rows_of
 from config import Config
 from models.architecture import weight_shapes
-from models.engine import Engine
-from models.logprobs import mismatch, response_logprobs
+from models.engine import Engine, Generation, newest_version
+from models.logprobs import response_logprobs
 from models.policy import load_policy
-from rollouts import Generation, Rollout, newest_version
-from runtime.record.metrics import describe
+from rollouts import Group
+from runtime.record.metrics import StepMetrics, describe
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
 from searcher import Searcher
-from tasks import Query, Task
+from tasks import Task
 from weights import SharedWeights
 
 BLOCK = 32  # tokens in a block of vLLM's prefix cache on a CPU
@@ -42,34 +40,37 @@ def take_over(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
-def generate(engine: Engine, prompt: list[int], task=None, **sampling) -> Rollout:
+def sample_group(engine: Engine, prompt: list[int], task=None, **sampling) -> Group:
     """Generate one query's responses as a searcher does. task: what differs from Task."""
     own_task, tokenizer = Task(), byte_tokenizer()
     vars(own_task).update(task or {})
     tokenizer.pad_token = sampling.pop("pad_token", tokenizer.pad_token)
     generation = Generation(Config(), tokenizer, engine, own_task)
-    own = dict(prompt=prompt, version=engine.version, sampling=sampling)
-    generation.start(Rollout(Query(0, "", ""), "group", **own))
-    while not (generated := generation.step()):
-        pass
-    return generated[0]
+    group = Group(0, np.array(prompt, np.int32), request="group", sampling=sampling)
+    generation.start(group)
+    while group.tokens is None:
+        generation.step()
+    group.rewards = np.zeros(len(group.lengths), np.float32)
+    return group
 
 
-def sample_group(engine: Engine, prompt: list[int], **options) -> Group:
-    """The same, put into a group."""
-    rollout = generate(engine, prompt, **options)
-    rollout.rewards = np.zeros(len(rollout.arrays), np.float32)
-    num_tokens = sum(len(tokens) for tokens, *_ in rollout.arrays)
-    return rollout.to_group(np.zeros(num_tokens, np.float32), reference_version=0)
+def tokens_of(group: Group) -> list[np.ndarray]:
+    return [row.tokens for row in group.responses()]
 
 
 @torch.no_grad()
 def logprobs_of(group: Group, model, dtype: torch.dtype) -> list[np.ndarray]:
     """The policy's log-probabilities of each response of a group: (T,)."""
-    rows = rows_of(group)
-    inputs = [row.prompt for row in rows], [row.tokens for row in rows], group.temperature, dtype
-    padded = response_logprobs(model, *inputs).cpu().numpy()
-    return [logprobs[: len(row.tokens)] for logprobs, row in zip(padded, rows)]
+    responses = [tokens["token"] for tokens in tokens_of(group)]
+    prompts, temperature = [group.prompt] * len(responses), group.temperature
+    padded = response_logprobs(model, prompts, responses, temperature, dtype).cpu().numpy()
+    return [logprobs[: len(tokens)] for logprobs, tokens in zip(padded, responses)]
+
+
+def mismatch(group: Group, logprobs: list[np.ndarray]) -> float:
+    metrics = StepMetrics(*[None] * 5)
+    metrics.compare(group, logprobs, step=0)
+    return metrics.figures["mismatch"]
 
 
 def worst_difference(model, output, temperature: float = 0.7) -> float:
@@ -157,50 +158,53 @@ def test_the_end_of_sequence_token_is_in_response_and_log_probability(engine, po
 
 def test_a_response_that_was_cut_off_gets_an_end_where_the_task_wants_one(engine):
     tasks = {"append_eos": False}, {"append_eos": True}
-    plain, ended = (generate(engine, [70, 71], task, **ENDING) for task in tasks)
-    assert plain.finished == ended.finished and {True, False} == set(plain.finished), "both kinds"
-    for is_finished, one, other in zip(plain.finished, plain.arrays, ended.arrays):
-        (tokens, logprobs, *masks), (longer, behavior, in_loss, sampled) = one, other
-        assert is_finished == (tokens[-1] == END) and np.all(masks) and in_loss.all()
+    plain, ended = (sample_group(engine, [70, 71], task, **ENDING) for task in tasks)
+    assert (plain.finished == ended.finished).all() and {*plain.finished} == {True, False}
+    for is_finished, one, other in zip(plain.finished, tokens_of(plain), tokens_of(ended)):
+        assert is_finished == (one["token"][-1] == END)
+        assert one["in_loss"].all() and one["sampled"].all() and other["in_loss"].all()
         added = 0 if is_finished else 1
-        assert longer.tolist() == tokens.tolist() + [END] * added
-        assert behavior.tolist() == logprobs.tolist() + [0.0] * added, "nothing else can be there"
-        assert sampled.tolist() == [True] * len(tokens) + [False] * added
+        assert other["token"].tolist() == one["token"].tolist() + [END] * added
+        assert (
+            other["behavior_logprob"].tolist() == one["behavior_logprob"].tolist() + [0.0] * added
+        )
+        assert other["sampled"].tolist() == [True] * len(one) + [False] * added
 
 
 def test_a_stop_string_ends_a_response_and_is_part_of_it(engine):
     letters = dict.fromkeys(byte_tokenizer()("xy").input_ids, 6.0)
     sampling = ENDING | dict(max_tokens=6, logit_bias=letters, stop=["xy"])
-    rollout = generate(engine, [70, 71], **sampling)
-    assert {True, False} == {*rollout.finished}, "both kinds"
-    for text, is_finished, (tokens, *_) in zip(rollout.texts, rollout.finished, rollout.arrays):
-        assert is_finished == (text.endswith("xy") or tokens[-1] == END)
-        assert "xy" not in text[:-1] and byte_tokenizer().decode(tokens[tokens != END]) == text
+    group = sample_group(engine, [70, 71], **sampling)
+    assert {True, False} == {*group.finished}, "both kinds"
+    for text, is_finished, tokens in zip(group.texts, group.finished, tokens_of(group)):
+        ids = tokens["token"]
+        assert is_finished == (text.endswith("xy") or ids[-1] == END)
+        assert "xy" not in text[:-1] and byte_tokenizer().decode(ids[ids != END]) == text
 
 
 @pytest.mark.parametrize("pad_token", [None, "<eos>"])
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_an_end_that_pads_too_is_in_no_loss_where_wanted(pad_is_eos, pad_token, engine):
     options = dict(task={"pad_is_eos": pad_is_eos}, pad_token=pad_token)
-    rollout = generate(engine, [70, 71], **options, **ENDING)
-    is_out = pad_is_eos and pad_token is None
-    for is_finished, (tokens, _, in_loss, sampled) in zip(rollout.finished, rollout.arrays):
-        assert in_loss.tolist() == [not (is_out and token == END) for token in tokens]
-        assert sampled.all() and is_finished == (tokens[-1] == END)
+    group = sample_group(engine, [70, 71], **options, **ENDING)
+    is_out = (group.tokens["token"] == END) & (pad_is_eos and pad_token is None)
+    assert (group.tokens["in_loss"] == ~is_out).all() and group.tokens["sampled"].all()
+    assert group.finished.tolist() == [row["token"][-1] == END for row in tokens_of(group)]
 
 
 def test_an_end_that_was_appended_is_no_part_of_the_mismatch_with_vllm(engine, policy):
     sampling = dict(n=8, temperature=1.0, max_tokens=3, seed=0)
     group = sample_group(engine, [70, 71], task={"append_eos": True}, **sampling)
-    assert (group.lengths == 4).all() and (group.sampled.sum() == 8 * 3), "all were cut off"
-    group.ref_logprobs = group.behavior_logprobs
+    tokens = group.tokens
+    assert (group.lengths == 4).all() and (tokens["sampled"].sum() == 8 * 3), "all were cut off"
+    tokens["ref_logprob"] = tokens["behavior_logprob"]
     ours = logprobs_of(group, policy, torch.float32)
     assert mismatch(group, ours) < 1e-4
     figures = describe([group])
     assert figures["response_tokens"] == 3 and figures["kl"] == 0
-    sampled = group.behavior_logprobs.reshape(8, 4)[:, :3]
+    sampled = tokens["behavior_logprob"].reshape(8, 4)[:, :3]
     assert figures["entropy"] == pytest.approx(-sampled.mean()), "nor of the other figures"
-    group.sampled = np.ones(len(group.tokens), bool)
+    tokens["sampled"] = True
     assert mismatch(group, ours) > 0.1
 
 
@@ -224,7 +228,7 @@ def searcher(engine, tied_model, tmp_path, monkeypatch) -> Searcher:
     config = Config(**own, **sizes)
     weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
     status = StatusTable(["trainer", "searcher 0"])
-    return Searcher(config, 0, 0, "searcher 0", weights, queue.Queue(), status, str(tmp_path))
+    return Searcher(config, 0, weights, queue.Queue(), status, str(tmp_path))
 
 
 def test_a_searcher_that_finds_newer_weights_evaluates_the_base_model_too(searcher, policy):
@@ -242,23 +246,19 @@ def test_a_searcher_that_finds_newer_weights_evaluates_the_base_model_too(search
     assert [item.version for item in items if isinstance(item, Evaluation)] == [0]
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
-def test_a_searcher_leaves_the_cores_to_a_trainer_that_saves(lockstep, searcher, monkeypatch):
-    """In lockstep the last batch is wanted for the checkpoint."""
+def test_a_searcher_leaves_the_cores_to_a_trainer_that_saves(searcher, monkeypatch):
+    """In lockstep the last batch is wanted for the checkpoint: extras/test_lockstep.py."""
     searcher.start_queries()
-    staleness = 0 if lockstep else None
-    searcher.config = replace(searcher.config, constant_staleness=staleness)
-    searcher.status.shutdown, steps = True, []
-    monkeypatch.setattr(searcher.generation, "step", lambda: steps.append(True) or [])
-    searcher.step_engine()
-    assert searcher.generation.rows and steps == ([True] if lockstep else [])
+    searcher.status.shutdown = True
+    monkeypatch.setattr(searcher.generation, "step", pytest.fail)
+    assert searcher.step_engine() == [] and searcher.generation.rows
 
 
 def test_weights_that_a_searcher_is_loading_are_not_overwritten(searcher, policy, monkeypatch):
     parameters = dict(policy.named_parameters())
 
     def load_slowly(version, tensors) -> None:
-        held = dict(tensors)
+        searcher.engine.version, held = version, dict(tensors)
         for version in (3, 4, 5):
             searcher.weights.publish(version, ((name, p + 1) for name, p in parameters.items()))
         torch.testing.assert_close(held, parameters, rtol=0, atol=0)

@@ -9,9 +9,9 @@ import pytest
 
 from config import Config, UserError
 from launch.checks.preflight import check_sampling
-from rollouts import Rollout
-from runtime.record.answers import look_at
-from runtime.record.timeline import to_json
+from launch.display.answers import look_at
+from rollouts import Group
+from runtime.record.lines import to_json
 from runtime.responses.evaluation import EvaluationRun, mean_and_interval, weighted_means
 from runtime.responses.scoring import score
 from runtime.responses.several_samples import over_queries
@@ -40,8 +40,8 @@ def evaluation_run(task: Task, scores: dict[int, float]) -> EvaluationRun:
     run.task, run.version, run.num_samples, run.long_prompts = task, 40, 1, 0
     run.scored, run.unscored = [], []
     for index, value in scores.items():
-        own = dict(texts=["a" * index], finished=[True], rewards=np.array([value]))
-        run.scored.append(Rollout(Query(index, "", None), "", index, **own))
+        own = dict(texts=["a" * index], finished=np.array([True]), rewards=np.array([value]))
+        run.scored.append(Group(index, query=Query(index, "", None), index=index, **own))
     return run
 
 

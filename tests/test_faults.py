@@ -72,7 +72,7 @@ def visits(task: Path) -> tuple[set[str], set[int]]:
 
 
 def share(ids: list[int], rank: int, searchers: int) -> list[int]:
-    """A searcher's first epoch of query ids, in order (rollouts.py), seed 0."""
+    """A searcher's first epoch of query ids, in order (QueryShare), seed 0."""
     own = np.random.default_rng(0).permutation(len(ids))[rank::searchers]
     return [ids[i] for i in np.random.default_rng((0, rank, 0)).permutation(own)]
 
@@ -108,7 +108,7 @@ def test_killed_searchers_are_replaced_and_no_query_of_theirs_is_lost(tmp_path, 
     state = checkpoint.load_state(checkpoint.list_checkpoints(str(run.run_dir))[-1])
     for rank, order in enumerate(orders):
         # What lies behind it may be in flight: in any order, as responses end.
-        cursor = int(state["board"][f"searcher {rank}"]["cursor"])
+        cursor = int(state["status"][f"searcher {rank}"]["cursor"])
         assert set(order[:cursor]) <= visits(task)[1] and cursor > 50
 
 
@@ -141,22 +141,22 @@ SURVIVE = """
 import os, queue, random, sys, time
 from pathlib import Path
 import numpy as np
-from buffer import Group
 from config import Config
 from launch.places import Place
 from launch.supervisor import Supervisor
+from rollouts import Group, make_tokens
 from runtime.transport.status import StatusTable
 
 class Weights:
     def unpin(self, reader):
         pass
 
-def write(config, share, pin, row, weights, rollout_queue, status, run_dir):
-    status.set(row, "ready", 1)
+def write(config, rank, weights, outgoing, status, run_dir):
+    status.set("searcher 0", "ready", 1)
     i = 0
     while True:
-        status.beat(row)
-        rollout_queue.put(Group(os.getpid(), i, i, 0, None, *[np.full(300_000, i)] * 7, 1.0))
+        status.beat("searcher 0")
+        outgoing.put(Group(os.getpid(), version=i, tokens=make_tokens(np.full(1_000_000, i))))
         i += 1
 
 if __name__ == "__main__":
@@ -173,8 +173,8 @@ if __name__ == "__main__":
             except queue.Empty:
                 continue
             if isinstance(item, Group):
-                assert len(item.tokens) == 300_000, "a torn group"
-                assert (item.tokens == item.version).all(), "a torn group"
+                assert item.tokens["token"][999_999] == item.version, "a torn group"
+                assert (item.tokens == item.tokens[:1]).all(), "a torn group"
                 fresh += item.query_id == run.searchers[0].pid
         time.sleep(random.random() * 0.01)
         run.searchers[0].kill()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ON_GPU, flags, read, steps_of, tba
 from test_dtype import NORMAL
-from test_engine import changed, logprobs_of, sample_group, take_over
+from test_engine import changed, logprobs_of, mismatch, sample_group, take_over
 from test_trainer import gradient, make_rows
 
 from config import Config
@@ -16,7 +16,7 @@ from learner import Learner
 from models.architecture import weight_shapes
 from models.device import device, lock_pages
 from models.engine import Engine
-from models.logprobs import TOKENS_PER_FORWARD, mismatch
+from models.logprobs import TOKENS_PER_FORWARD
 from models.policy import load_policy
 from runtime.memory_trial import largest_micro_batch
 from weights import SharedWeights

@@ -16,8 +16,8 @@ from conftest import ROOT, WHOLE_RUN, flags, python, read, steps_of
 from config import Config, UserError
 from launch import children
 from launch.places import Place, find_places, resolve
-from rollouts import Workload
-from tasks import Query
+from runtime.transport.status import StatusTable
+from searcher import Searcher
 from weights import SharedWeights
 
 
@@ -130,23 +130,28 @@ def test_a_searcher_on_the_trainers_gpu_has_less_memory_and_alone_is_throttled(g
         assert resolve(free, find_places(free)).search_ahead is None, "the trainer may wait"
 
 
-def test_a_throttled_search_waits_when_it_is_ahead_and_goes_on_as_the_trainer_steps():
+def test_a_throttled_search_goes_on_as_the_trainer_steps(untied_model, tmp_path, monkeypatch):
+    def draw(searcher: Searcher) -> list:
+        """Draw until the search is ahead."""
+        return [*iter(lambda: None if searcher.is_ahead() else searcher.draw(), None)]
+
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr("searcher.Engine", lambda *_, **__: None)
     batch = dict(queries_per_batch=3, samples_per_query=10, initial_responses=45)
-    config = Config(searchers=1, search_ahead=2, **batch)
+    config = Config(model=str(untied_model), searchers=1, search_ahead=2, **batch)
     weights = SharedWeights({"a": (1,)}, torch.float32, readers=1)
-    queries = [Query(i, str(i), None) for i in range(100)]
-    workload = Workload(config, queries, 0, 0, weights)
-    drawn = [*iter(workload.draw, None)]
+    parts = config, 0, weights, None, StatusTable(["trainer", "searcher 0"]), str(tmp_path)
+    searcher = Searcher(*parts)
+    drawn = draw(searcher)
     assert len(drawn) == 11, "45 responses in 4.5 groups, and two steps of three"
     for step in (0, 2):
         weights.publish(step, [("a", torch.zeros(1))])
-    assert len([*iter(workload.draw, None)]) == 6, "two steps of three groups"
-    assert workload.draw() is None
-    workload.drop(drawn[0])
-    workload.complete(drawn[1])
-    assert len([*iter(workload.draw, None)]) == 1, "a group that got no scores is made up for"
-    replacement = Workload(config, queries, 0, 0, weights)
-    assert len([*iter(replacement.draw, None)]) == 11, "a restarted one counts from its own start"
+    assert len(draw(searcher)) == 6, "two steps of three groups"
+    assert draw(searcher) == []
+    searcher.drop(drawn[0])
+    searcher.queries.end(drawn[1])
+    assert len(draw(searcher)) == 1, "a group that got no scores is made up for"
+    assert len(draw(Searcher(*parts))) == 11, "a restarted one counts from its own start"
 
 
 @pytest.mark.runs

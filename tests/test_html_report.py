@@ -19,7 +19,6 @@ import pytest
 from conftest import byte_tokenizer, make_group, python, read
 from transformers import ByT5Tokenizer
 
-from buffer import Group
 from config import Config, UserError
 from launch import files, launcher, provenance
 from launch.command_line import MASK, build_config, mask
@@ -27,7 +26,7 @@ from launch.display import html_report
 from launch.display.shown_samples import GROUPS
 from launch.supervisor import RunFailed
 from models.tokens import token_texts
-from rollouts import Rollout
+from rollouts import Group
 from runtime.record import timeline
 from runtime.responses.samples import SampleLog
 from tasks import Query, Task, load_task
@@ -312,22 +311,22 @@ def test_a_text_whose_name_says_so_is_masked_and_nothing_else():
 # What searchers write
 
 
-def a_group(texts: list[str], reference: float = -2.0) -> tuple[Rollout, Group]:
-    """A rollout with these responses and rewards 0, 1, 2, …, and its group."""
-    rollout = Rollout(Query(5, "5+7=", "12"), "5.0", texts=texts, finished=[True] * len(texts))
+def a_group(texts: list[str], reference: float = -2.0) -> Group:
+    """A group with these responses and rewards 0, 1, 2, …"""
+    logprobs = dict(behavior_logprob=-1 / 3, ref_logprob=reference)
     tokens = byte_tokenizer()("".join(texts)).input_ids
     lengths = [len(text.encode()) for text in texts]
-    behavior, ref = (np.full(len(tokens), value, np.float32) for value in (-1 / 3, reference))
-    fields = dict(behavior_logprobs=behavior, ref_logprobs=ref)
     rewards = np.arange(len(texts), dtype=np.float32)
-    return rollout, make_group(5, 3, lengths, tokens, rewards=rewards, **fields)
+    group = make_group(5, 3, lengths, tokens, logprobs, texts=texts, rewards=rewards)
+    group.query = Query(5, "5+7=", "12")
+    return group
 
 
 @pytest.mark.parametrize("reference", [-2.0, float("nan")])
 def test_a_line_of_samples_has_each_tokens_text_and_log_probabilities(tmp_path, reference):
     texts = [f"1 {EMOJI}\n", "13", "", "14", "15"]
     log = SampleLog(str(tmp_path), load_task("arithmetic"), byte_tokenizer(), [].append)
-    log.write(*a_group(texts, reference))
+    log.write(a_group(texts, reference))
     assert "NaN" not in (tmp_path / "samples.jsonl").read_text()
     lines = read(tmp_path, "samples.jsonl")
     assert [line["response"] for line in lines] == texts[:4]
@@ -347,12 +346,12 @@ def test_no_answer_or_extract_of_a_task_ends_a_searcher_and_an_error_is_said_onc
         def extract(self, response):
             return {"1": np.float32(1), "2": b"2", "3": Decimal(3), HALF: None}[response]
 
-    said, (rollout, group) = [], a_group(["1", "2", "3", "4"])
+    said, group = [], a_group(["1", "2", "3", "4"])
     log = SampleLog(str(tmp_path), Odd(), byte_tokenizer(), said.append)
-    rollout.query = Query(5, "5+7=", f"12{HALF}")
-    for rollout.texts in (["1", "2", "3", HALF], ["9", "1", "1", "1"], ["8", "1", "1", "1"]):
+    group.query = Query(5, "5+7=", f"12{HALF}")
+    for group.texts in (["1", "2", "3", HALF], ["9", "1", "1", "1"], ["8", "1", "1", "1"]):
         log.is_due_at = 0.0
-        log.write(rollout, group)
+        log.write(group)
     lines = read(tmp_path, "samples.jsonl")
     assert [line["extracted"] for line in lines] == ["1.0", "b'2'", "3", None]
     assert lines[3]["response"] == "?" and {line["answer"] for line in lines} == {"12?"}
@@ -368,7 +367,7 @@ def test_searchers_write_fewer_groups_where_responses_are_long(tmp_path, monkeyp
     written = []
     for text in ("12", "1" * 250):  # 1,000 tokens: 5 s
         for _ in range(100):
-            log.write(*a_group([text] * 4))
+            log.write(a_group([text] * 4))
             clock.now += 0.1
         written.append(len((tmp_path / "samples.jsonl").read_text().splitlines()) // 4)
     assert written == [10, 12]

@@ -9,7 +9,12 @@ import torch
 from test_loss import make_example, queries, to_inputs
 from test_trainer import make_rows, make_trainer
 
-from models.importance import effective_share, importance_figures, log_weights
+from loss import LossInputs
+from models.importance import effective_share, importance_figures
+
+
+def log_weights(x: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return (x.logprobs - x.behavior_logprobs).detach(), x.mask
 
 
 def test_the_effective_share_is_1_in_n_where_one_weight_outweighs_all_however_large_it_is():
@@ -37,7 +42,7 @@ def test_staleness_is_split_at_the_step_at_which_a_response_arrived(untied_model
     rows = make_rows(1, 2)
     for row, version, received in zip(rows, (2, 4), (5, 8)):
         row.version, row.received_step = version, received
-    line = trainer.metrics.of(rows, waited=0.0)
+    line = trainer.metrics.of(rows, step=10, waited=0.0)
     assert line["staleness_mean"] == 9 - 3
     assert line["staleness_in_flight"] == (3 + 4) / 2
     assert line["staleness_in_buffer"] == (4 + 1) / 2

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from conftest import flags, steps_of, tba
 
@@ -102,11 +101,6 @@ def test_a_share_of_the_rows_is_held_out_and_a_test_file_takes_its_place(tmp_pat
     more = load_task("jsonl", data=data, test_share=0.2)
     assert {*test} <= {query.prompt for query in more.queries("test")}, "rows keep their side"
     assert {*train} <= {query.prompt for query in more.queries("train")}
-    earlier = {"held_out": "by_place"}
-    assert load_task("jsonl").earlier_options == earlier
-    old = load_task("jsonl", data=data, test_share=0.2, **earlier).queries("test")
-    order = np.random.default_rng(0).permutation(38)[:8]
-    assert [query.prompt for query in old] == [str(i - 5) for i in order], "as it was"
     other = write(tmp_path / "test.jsonl", {"prompt": "x", "answer": 1})
     task = load_task("jsonl", data=data, test_data=other, chat=True)
     assert [len(task.queries(split)) for split in ("train", "test")] == [38, 1]

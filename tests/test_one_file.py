@@ -26,8 +26,8 @@ def test_on_the_same_rows_its_gradient_is_that_of_the_learner(untied_model):
     model = AutoModelForCausalLM.from_pretrained(untied_model).double()
     same = []
     for row in rows:
-        log_ref = float(row.ref_logprobs.sum())
-        same.append(one_file.Row(row.prompt.tolist(), row.tokens.tolist(), log_ref, row.reward, 0))
+        ids, log_ref = row.tokens["token"].tolist(), float(row.tokens["ref_logprob"].sum())
+        same.append(one_file.Row(row.prompt.tolist(), ids, log_ref, row.reward, 0))
     log_pi = one_file.log_probs(model, same)
     one_file.trajectory_balance(log_pi, same, GROUP_SIZE, BETA).backward()
     found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

@@ -14,12 +14,13 @@ import pytest
 import torch
 from conftest import make_group
 
-from buffer import Group, ReplayBuffer
+from buffer import ReplayBuffer
 from config import Config
 from learner import Learner
 from models.architecture import weight_shapes
 from models.engine import Engine
 from models.policy import load_policy
+from rollouts import Group
 from runtime.checkpoints.writer import CheckpointWriter
 from runtime.record.report import Report
 from runtime.transport.messages import Evaluation
@@ -102,23 +103,24 @@ class ScriptedQueue:
             self.record(f"send {what}, {item.unscored} unscored, {item.metrics['score'][0]:.4f}")
             return
         lengths, rewards = sorted(set(item.lengths.tolist())), item.rewards[:4].tolist()
+        logprobs = [item.tokens[name] for name in ("ref_logprob", "behavior_logprob")]
+        of_reference, of_vllm = (np.isfinite(values).sum() for values in logprobs)
         self.record(
             f"send query {item.query_id}: versions {item.version} to {item.last_version}, "
             f"reference {item.reference_version}, batch {item.batch}, prompt {len(item.prompt)}, "
             f"lengths {lengths} x {len(item.lengths)}, rewards {rewards}, "
-            f"{len(item.ref_logprobs)} and {len(item.behavior_logprobs)} log-probabilities, "
-            f"temperature {item.temperature}"
+            f"{of_reference} and {of_vllm} log-probabilities, temperature {item.temperature}"
         )
 
 
 def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_path, monkeypatch):
     (tmp_path / "pinned.py").write_text(TASK)
     (tmp_path / "logs").mkdir()
-    sizes = dict(samples_per_query=64, responses_per_query=4, reference_reset_period=8)
+    sizes = dict(samples_per_query=64, responses_per_query=4)
     lengths = dict(max_prompt_tokens=20, max_response_tokens=10)
     own = dict(task=str(tmp_path / "pinned.py"), model=str(untied_model), temperature=0.9)
     config = Config(**own, **sizes, **lengths, searchers=1)
-    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
     status, record = StatusTable(["trainer", "searcher 0"]), Record(monkeypatch)
     found, original, steps, seen = ScriptedQueue(record), Engine.step, 0, {}
     tensors = dict(load_policy(config, torch.device("cpu")).named_parameters()).items()
@@ -129,8 +131,6 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
         nonlocal steps
         steps += 1
         for version in {10: [2], 20: [4], 22: [6], 40: [8], 60: [10, 12]}.get(steps, []):
-            if version == 8:
-                assert weights.publish_reference(8, tensors)
             assert weights.publish(version, tensors, evaluate=version == 4)
             record(f"  the trainer publishes version {version}")
         if steps == 50:
@@ -154,9 +154,7 @@ def test_a_searcher_does_what_it_did_when_this_was_recorded(untied_model, tmp_pa
     record.watch(Engine, "add", added)
     record.watch(Engine, "load", lambda *_: f"load version {weights.version}")
     record.watch(StatusTable, "set", written)
-    read = "read_reference", lambda *_: f"read reference {weights.reference_version}"
-    record.watch(SharedWeights, *read)
-    Searcher(config, 0, 0, "searcher 0", weights, found, status, str(tmp_path)).search()
+    Searcher(config, 0, weights, found, status, str(tmp_path)).search()
     record.compare("searcher.txt")
 
 
@@ -191,33 +189,25 @@ class ScriptedSearcher:
         self.groups += 1
         lengths = rng.integers(1, 6, size=4).astype(np.int32)
         total = int(lengths.sum())
-        fields = dict(
-            tokens=rng.integers(0, 256, size=total),
-            ref_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
-            behavior_logprobs=rng.normal(-5, 1, size=total).astype(np.float32),
-            rewards=rng.integers(0, 2, size=4).astype(np.float32),
-            reference_version=self.weights.reference_version,
-            prompt=np.full(3, 65 + query, np.int32),
-        )
-        return make_group(query, max(0, self.weights.version), lengths, **fields)
+        ids = rng.integers(0, 256, size=total)
+        names = "ref_logprob", "behavior_logprob"
+        logprobs = {name: rng.normal(-5, 1, size=total) for name in names}
+        rewards = rng.integers(0, 2, size=4).astype(np.float32)
+        own = dict(rewards=rewards, prompt=np.full(3, 65 + query, np.int32))
+        return make_group(query, max(0, self.weights.version), lengths, ids, logprobs, **own)
 
     def get(self, timeout: float):
         return self.waiting.pop(0)
 
 
 def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_path, monkeypatch):
-    play_trainer(untied_model, tmp_path, monkeypatch).compare("trainer.txt")
-
-
-def play_trainer(model: Path, run_dir: Path, monkeypatch, **settings) -> Record:
-    """Run a trainer against a scripted searcher. Returns what it did."""
-    (run_dir / "logs").mkdir()
+    (tmp_path / "logs").mkdir()
     sizes = dict(queries_per_batch=2, responses_per_query=3, samples_per_query=4, searchers=1)
     periods = dict(sync_period=2, eval_every=6, checkpoint_every=10)
     draws = dict(max_staleness=6, most_on_policy_prob=0.5, reward_inverse_temperature=1.0)
-    own = dict(task="arithmetic", model=str(model), steps=24, initial_responses=24)
-    config = Config(**own, **sizes, **periods, **draws, **settings)
-    weights = SharedWeights(weight_shapes(config), torch.float32, readers=2, reference=True)
+    own = dict(task="arithmetic", model=str(untied_model), steps=24, initial_responses=24)
+    config = Config(**own, **sizes, **periods, **draws)
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=2)
     status, record = StatusTable(["trainer", "searcher 0"]), Record(monkeypatch)
     status.mark_ready("searcher 0")
     found = ScriptedSearcher(weights)
@@ -231,14 +221,11 @@ def play_trainer(model: Path, run_dir: Path, monkeypatch, **settings) -> Record:
         outcome = "done" if done else "no free slot"
         return f"publish version {version}, evaluate {evaluate}: {outcome}"
 
-    def reset(done, self, version, tensors) -> str:
-        return f"publish reference {version}: {done}"
-
     def added(result, self, groups, step) -> str | None:
         return f"buffer: add {identify(groups)} at step {step}" if groups else None
 
     def updated(metrics, self, rows) -> str:
-        return f"update {len(rows)} rows, references {[row.reference_version for row in rows]}"
+        return f"update {len(rows)} rows"
 
     def saved(result, self, step, tensors, arrays, state, may_alias) -> str:
         due, reference = state["evaluation_due"], state["reference_version"]
@@ -246,7 +233,6 @@ def play_trainer(model: Path, run_dir: Path, monkeypatch, **settings) -> Record:
         return f"checkpoint at step {step}: {own}"
 
     record.watch(SharedWeights, "publish", published)
-    record.watch(SharedWeights, "publish_reference", reset)
     record.watch(ReplayBuffer, "add", added)
     record.watch(ReplayBuffer, "sample", lambda rows, _, *how: f"sample {how}: {identify(rows)}")
     record.watch(Learner, "update", updated)
@@ -254,6 +240,6 @@ def play_trainer(model: Path, run_dir: Path, monkeypatch, **settings) -> Record:
     record.watch(Report, "step", lambda _, __, line: f"record { {n: line.get(n) for n in shown} }")
     record.watch(CheckpointWriter, "begin", saved)
     record.watch(Learner, "save_model", lambda *_: "save the model")
-    found.trainer = Trainer(config, weights, found, status, str(run_dir))
+    found.trainer = Trainer(config, weights, found, status, str(tmp_path))
     found.trainer.train()
-    return record
+    record.compare("trainer.txt")

@@ -116,7 +116,7 @@ def test_counted_activations_are_within_15_percent_of_what_a_step_keeps_and_its_
     config = Config(model=str(tmp_path), dtype=dtype, **SHORT, **batch)
     dtype = getattr(torch, dtype)
     rows = largest_micro_batch(config, vocabulary)
-    prompts, responses = [row.prompt for row in rows], [row.tokens for row in rows]
+    prompts, responses = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
     # Four rows each: the first is of one query, the second of two.
     assert [len(few) for few in split_rows(prompts, responses, 200)] == [4, 4, 2]
     passes = [Pass(4, 1, 70, 50), Pass(4, 2, 70, 50), Pass(2, 1, 70, 50)]
@@ -141,7 +141,7 @@ def test_the_reference_policys_pass_is_counted_as_it_is_held(dtype, shapes, reco
     for parameter in policy.parameters():
         parameter.requires_grad = False
     rows = largest_micro_batch(config, policy.config.vocab_size)[:5]
-    inputs = [row.prompt for row in rows], [row.tokens for row in rows], 1.0, dtype
+    inputs = [row.prompt for row in rows], [row.tokens["token"] for row in rows], 1.0, dtype
     needs = Needs(config, find_places(config, []), {})
     ratio = needs.forward(Pass(5, 1, 70, 50)) / peak_bytes(policy, *inputs)
     record_property("counted / measured", round(ratio, 3))

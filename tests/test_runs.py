@@ -97,7 +97,7 @@ def test_what_a_run_imports_of_the_project_can_be_read_in_an_afternoon(finished,
             str(Path(file).relative_to(ROOT)): len(Path(file).read_text().splitlines())
             for file in json.loads((imported / f"tba {process}").read_text())
         }
-        assert {"tba.py", "buffer.py", "weights.py"} <= own.keys(), "they were seen"
+        assert {"tba.py", "rollouts.py", "weights.py"} <= own.keys(), "they were seen"
         assert not [file for file in own if file.startswith(("launch", "extras"))]
         assert sum(own.values()) <= 4100, process
         lines |= own
@@ -154,14 +154,9 @@ def test_eval_only_ends_with_what_the_run_found_as_json(finished, capfd):
 
 
 def test_a_run_with_the_readmes_objective_trains_until_ctrl_c_and_ends_soon(tmp_path):
-    train_until_ctrl_c(tmp_path)
-
-
-def train_until_ctrl_c(tmp_path: Path, **more) -> None:
-    """Check a run with the README's objective, and more settings, from its start to a signal."""
     file, run_dir = tmp_path / "huber.py", tmp_path / "run"
     file.write_text(FILES[file.name])
-    settings = flags(loss=file, max_staleness=4, **more)
+    settings = flags(loss=file, max_staleness=4)
     with Run(run_dir, "arithmetic", *settings, *SMALL, *FOREVER) as run:
         run.is_at(40)
         start = time.monotonic()

@@ -1,4 +1,4 @@
-"""The trainer, part by part: its gradient, schedules, reference resets, syncs and publishes."""
+"""The trainer, part by part: its gradient, schedules, waits, syncs and publishes."""
 
 import itertools
 import queue
@@ -10,34 +10,34 @@ import pytest
 import torch
 from conftest import make_group
 
-from buffer import Group, Row
 from config import Config
 from launch.command_line import find_presets
-from learner import Learner
+from learner import Learner, beta_at, lr_schedule, micro_batches
 from loss import trajectory_balance
 from models.architecture import weight_shapes
-from models.logprobs import micro_batches
-from models.schedules import beta_at, lr_schedule
+from rollouts import Group, Response, make_tokens
 from runtime.evaluation_requests import EvaluationRequests
 from runtime.memory_trial import try_largest_batch
 from runtime.record.metrics import describe
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
-from trainer import Trainer, trainer_of
+from trainer import Trainer
 from weights import SharedWeights
 
 # Of a run with these bounds a query of full length is small: make_rows() makes longer ones.
 SHORT = dict(max_prompt_tokens=8, max_response_tokens=8)
 
 
-def make_trainer(model, run_dir, **settings) -> Trainer:
-    """Make a trainer as its process does, without searchers."""
+def make_trainer(model, run_dir, kind=Trainer, **settings) -> Trainer:
+    """Make a trainer as its process does, without searchers. kind: or LockstepTrainer."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     own = dict(searchers=1, steps=10, responses_per_query=3, samples_per_query=3)
     config = Config(model=str(model), **own, **settings)
-    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1, reference=True)
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+    if config.reference_reset_period:
+        weights.reference = SharedWeights(weights.shapes, torch.float32, readers=1, slots=1)
     status = StatusTable(["trainer", "searcher 0"])
-    return trainer_of(config)(config, weights, queue.Queue(), status, str(run_dir))
+    return kind(config, weights, queue.Queue(), status, str(run_dir))
 
 
 @pytest.fixture
@@ -45,22 +45,20 @@ def make(untied_model, tmp_path):
     return partial(make_trainer, untied_model, tmp_path)
 
 
-def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Row]:
+def make_rows(queries: int, per_query: int, seed: int = 0) -> list[Response]:
     rng = np.random.default_rng(seed)
     rows = []
     for query in range(queries):
         prompt = rng.integers(0, 256, size=rng.integers(3, 20)).astype(np.int32)
         for _ in range(per_query):
-            length = int(rng.integers(1, 25))
-            tokens = rng.integers(0, 256, size=length).astype(np.int32)
-            logprobs = -5 - rng.random((2, length)).astype(np.float32)  # reference's and behavior's
-            reward = float(rng.integers(0, 2))
-            arrays = prompt, tokens, *logprobs, *np.ones((2, length), bool)
-            rows.append(Row(query, 0, 0, *arrays, reward))
+            tokens = make_tokens(rng.integers(0, 256, size=rng.integers(1, 25)))
+            tokens["ref_logprob"], tokens["behavior_logprob"] = -5 - rng.random((2, len(tokens)))
+            own = dict(prompt=prompt, tokens=tokens, reward=float(rng.integers(0, 2)))
+            rows.append(Response(query_id=query, version=0, **own))
     return rows
 
 
-def gradient(learner: Learner, rows: list[Row]) -> torch.Tensor:
+def gradient(learner: Learner, rows: list[Response]) -> torch.Tensor:
     """Return the gradient that update() hands to the optimizer."""
     gradients = []
 
@@ -82,7 +80,7 @@ def test_gradient_and_metrics_do_not_depend_on_the_micro_batch(make):
         sizes.append([len(part) for part in parts])
         gradients.append(gradient(learner, rows))
         with torch.no_grad():
-            loss, metrics = trajectory_balance(learner.loss_inputs(rows, beta=1.0))
+            loss, metrics = trajectory_balance(learner.loss_inputs(rows))
         expected = {name: float(value) for name, value in {"loss": loss, **metrics}.items()}
         found = learner.accumulate(rows)
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
@@ -92,17 +90,17 @@ def test_gradient_and_metrics_do_not_depend_on_the_micro_batch(make):
 
 
 def test_padded_fields_hold_each_row_to_its_end_of_sequence_token_that_is_also_padding(make):
-    learner, rows = make(max_response_tokens=100).learner, make_rows(2, 3)
-    eos = rows[0].tokens[-1] = learner.policy.config.eos_token_id
+    learner, rows = make(max_response_tokens=100, beta=0.5).learner, make_rows(2, 3)
+    eos = rows[0].tokens["token"][-1] = learner.policy.config.eos_token_id
     learner.step = 9
     assert eos == learner.policy.config.pad_token_id
-    inputs = learner.loss_inputs(rows, beta=0.5)
+    inputs = learner.loss_inputs(rows)
     assert inputs.mask.sum(1).tolist() == [len(row.tokens) for row in rows]
     for i, row in enumerate(rows):
         length = len(row.tokens)
         assert inputs.logprobs[i, length - 1] != 0
-        np.testing.assert_array_equal(inputs.ref_logprobs[i, :length], row.ref_logprobs)
-        np.testing.assert_array_equal(inputs.behavior_logprobs[i, :length], row.behavior_logprobs)
+        for name in ("ref_logprob", "behavior_logprob"):
+            np.testing.assert_array_equal(getattr(inputs, f"{name}s")[i, :length], row.tokens[name])
     assert inputs.rewards.tolist() == [row.reward for row in rows]
     assert inputs.staleness.tolist() == [9 - row.version for row in rows]
     assert (inputs.group_size, inputs.beta) == (3, 0.5)
@@ -168,10 +166,9 @@ def test_a_learner_that_takes_over_a_state_goes_on_with_the_learning_rate_of_tha
 
 
 def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
-    reference, behavior = np.array([-1.0, -2.0, -3.0]), np.array([-0.5, -1.0, -1.5])
-    logprobs = dict(ref_logprobs=reference, behavior_logprobs=behavior)
+    logprobs = dict(ref_logprob=[-1.0, -2.0, -3.0], behavior_logprob=[-0.5, -1.0, -1.5])
     outcome = dict(rewards=np.array([1.0, 0.0]), finished=np.array([True, False]))
-    group = make_group(0, 0, [2, 1], [5, 6, 7], **logprobs, **outcome)
+    group = make_group(0, 0, [2, 1], [5, 6, 7], logprobs, **outcome)
     figures = dict(reward=0.5, equal_rewards=0.0, kl=1.5, entropy=1.0)
     assert describe([group]) == dict(response_tokens=1.5, finished=0.5) | figures
 
@@ -224,11 +221,11 @@ def test_a_wait_times_out_when_nothing_comes_and_not_while_responses_come(make, 
     missing = "the first 192 responses, 0 are here: no progress for"
     with monkeypatch.context() as patch, pytest.raises(TimeoutError, match=missing):
         patch.setattr(trainer, "receive", beat)
-        trainer.next_batch()
+        trainer.sample()
     clock = SimpleNamespace(monotonic=partial(next, itertools.count(step=0.05)))
     monkeypatch.setattr("runtime.transport.status.time", clock)  # 0.1 s go by with each look
     trainer.rollout_queue = SlowQueue()
-    assert trainer.next_batch() and clock.monotonic() > 2 * 0.3
+    assert trainer.sample() and clock.monotonic() > 2 * 0.3
 
 
 def test_a_sync_takes_all_that_waits_however_small_the_pipe(make):
@@ -243,18 +240,19 @@ def test_a_sync_takes_all_that_waits_however_small_the_pipe(make):
 
 
 def test_a_publish_without_a_free_slot_is_left_out_and_the_next_sync_brings_what_it_had_to(make):
-    trainer = make(sync_period=2, eval_every=2)
+    trainer, seen, rows = make(sync_period=2, eval_every=2), [], make_rows(1, 3)
     weights, metrics = trainer.weights, trainer.metrics
-    trainer.sync()
-    slow = [slot for slot in range(len(weights.slots)) if slot != int(weights.newest_slot)]
-    weights.pins = torch.tensor(slow)  # slow readers hold every slot but the newest
-    trainer.learner.step = 2
-    trainer.sync()
-    assert (weights.version, metrics.skipped_publishes) == (0, 1)
-    weights.pins = torch.tensor([-1])
-    trainer.learner.step = 4
-    trainer.sync()
-    assert weights.version == weights.evaluation_version == 4 and metrics.skipped_publishes == 1
+
+    def sample() -> list[Response]:
+        """Look behind each sync. Slow readers hold every slot but the newest at step 2."""
+        seen.append((weights.version, weights.evaluation_version, metrics.skipped_publishes))
+        slow = {0, 1, 2} - {int(weights.newest_slot)}
+        weights.pins = torch.tensor([*slow] if trainer.step == 1 else [-1])
+        return rows if trainer.step < 4 else []
+
+    trainer.sample = sample
+    trainer.train()
+    assert seen == [(0, -1, 0), (0, -1, 0), (0, -1, 1), (0, -1, 1), (4, 4, 1)]
 
 
 def test_a_resume_between_a_multiple_of_eval_every_and_the_next_sync_asks_at_that_sync():

@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing
 from conftest import PATIENCE
 
-from weights import WRITING, SharedWeights, full_fence
+from weights import SharedWeights, full_fence
 
 SHAPES = {"embedding": (100, 1000), "bias": (1000,), "scale": (), "head": (1000, 100)}
 VERSIONS = 200
@@ -31,7 +31,9 @@ def fail_after_patience():
 @pytest.fixture
 def weights() -> SharedWeights:
     """Of two readers, with a reference."""
-    return SharedWeights(SHAPES, torch.float32, readers=2, reference=True)
+    weights = SharedWeights(SHAPES, torch.float32, readers=2)
+    weights.reference = SharedWeights(SHAPES, torch.float32, readers=2, slots=1)
+    return weights
 
 
 def tensors_of(version: int):
@@ -148,38 +150,26 @@ def test_tensors_are_matched_by_name_keep_their_shapes_and_are_cast_to_the_reade
             assert torch.equal(tensor, sent[name].detach().to(dtype))
 
 
-@pytest.mark.parametrize("settings, of_reference", [({}, 0), (dict(reference=True), 4)])
-def test_memory_is_taken_for_all_slots(settings, of_reference):
-    weights = SharedWeights(SHAPES, torch.bfloat16, readers=1, **settings)
-    slots = sum(slot.nbytes for slot in weights.slots)
-    assert (slots, weights.reference.nbytes) == (3 * 2 * 201_001, of_reference * 201_001)
+def test_memory_is_taken_for_all_slots(weights):
+    of_two_bytes = SharedWeights(SHAPES, torch.bfloat16, readers=1)
+    sizes = [memory.nbytes / 201_001 for memory in of_two_bytes.memories + weights.memories]
+    assert sizes == [2] * 3 + [4] * (3 + 1)
 
 
-# The slot of the reference policy
-
-
-def test_later_versions_leave_the_reference_alone_until_it_is_published_anew(weights):
-    assert weights.reference_version == 0, "the policy that the run began with"
-    weights.publish_reference(4, tensors_of(4))
+def test_later_versions_leave_the_reference_alone_and_unpin_is_for_both(weights):
+    reference = weights.reference
+    assert reference.version == -1
+    assert reference.publish(4, tensors_of(4))
     for version in range(4, 12):
         weights.publish(version, tensors_of(version))
-    with weights.read_reference(0) as (version, tensors):
+    assert reference.version == 4 and is_whole(4, reference.held()[4])
+    with reference.read(0) as (version, tensors):
         assert version == 4 and is_whole(4, tensors)
-        assert not weights.publish_reference(12, tensors_of(12)), "refused while it is read"
-    assert weights.reference_version == 4 and is_whole(4, weights.reference_tensors())
-    assert weights.publish_reference(12, tensors_of(12))
-    assert is_whole(12, weights.reference_tensors())
-
-
-def test_a_reader_that_comes_upon_the_writer_of_the_reference_is_told(weights):
-    def tensors():
-        with weights.read_reference(0) as (version, _):
-            assert version == WRITING
-        yield from tensors_of(3)
-
-    for version in (0, 1):
-        assert weights.publish_reference(version, tensors())
-        assert weights.reference_version == version != WRITING
+        assert not reference.publish(12, tensors_of(12)), "refused while it is read"
+        assert is_whole(4, tensors) and reference.version == 4
+        weights.unpin(0)
+        assert reference.publish(12, tensors_of(12))
+        assert is_whole(12, tensors), "it is the one slot"
 
 
 # Readers in processes of their own
@@ -199,19 +189,14 @@ def running(target, *arguments):
             process.join()
 
 
-def read_to_the_last(weights, read: str, reader: int, pause: float, num_reads, results) -> None:
+def read_to_the_last(weights, reader: int, pause: float, num_reads, results) -> None:
     """A process: reads, `pause` seconds long each, until it has seen the last version.
 
-    read: the method. Of the reference a version is read once: its writer waits for who reads.
     Sends (reader, versions seen, versions torn).
     """
     seen, torn = [], []
     while not seen or seen[-1] < VERSIONS:
-        if read == "read_reference" and weights.reference_version in (*seen[-1:], WRITING):
-            continue
-        with getattr(weights, read)(reader) as (version, tensors):
-            if version == WRITING:
-                continue
+        with weights.read(reader) as (version, tensors):
             whole_at_first = is_whole(version, tensors)
             time.sleep(pause)
             if not (whole_at_first and is_whole(version, tensors)):
@@ -221,29 +206,22 @@ def read_to_the_last(weights, read: str, reader: int, pause: float, num_reads, r
     results.put((reader, seen, torn))
 
 
-@pytest.mark.parametrize(
-    "read, publish, newest, pauses",
-    [
-        # The last reader takes as long as some ten publishes.
-        ("read", "publish", "version", [0.0, 0.001, 0.05]),
-        ("read_reference", "publish_reference", "reference_version", [0.0, 0.0]),
-    ],
-)
-def test_every_read_is_one_version_whole_and_every_reader_gets_on(read, publish, newest, pauses):
-    weights = SharedWeights(SHAPES, torch.float32, readers=len(pauses), reference=True)
-    publish, results = getattr(weights, publish), spawn.Queue()
-    num_reads = torch.zeros(len(pauses), dtype=torch.int64).share_memory_()
-    arguments = [(weights, read, i, pause, num_reads, results) for i, pause in enumerate(pauses)]
-    publish(0, tensors_of(0))
+# With three slots the last reader takes as long as some ten publishes.
+@pytest.mark.parametrize("slots, pauses", [(3, [0.0, 0.001, 0.05]), (2, [0.0, 0.0])])
+def test_every_read_is_one_version_whole_and_every_reader_gets_on(slots, pauses):
+    weights = SharedWeights(SHAPES, torch.float32, readers=len(pauses), slots=slots)
+    num_reads, results = torch.zeros(len(pauses), dtype=torch.int64).share_memory_(), spawn.Queue()
+    arguments = [(weights, i, pause, num_reads, results) for i, pause in enumerate(pauses)]
+    weights.publish(0, tensors_of(0))
     with running(read_to_the_last, *arguments) as readers:
         while num_reads.min() == 0:  # until all have started
             time.sleep(0.001)
         refused = 0
         for version in range(1, VERSIONS + 1):
             tensors = tensors_of(version)
-            # Where the reference, or both other slots, are being read that is no error: try again.
-            while not publish(version, tensors):
-                assert getattr(weights, newest) == version - 1, "what is being read stays as it is"
+            # Where all other slots are being read that is no error: try again.
+            while not weights.publish(version, tensors):
+                assert weights.version == version - 1, "what is being read stays as it is"
                 refused += 1
                 time.sleep(0.001)
             time.sleep(0.004)
@@ -257,14 +235,13 @@ def test_every_read_is_one_version_whole_and_every_reader_gets_on(read, publish,
         counts = f"{len(torn)} of {len(seen)} reads torn; {refused} publishes were refused"
         assert torn == [], f"reader {reader} saw {counts}"
         assert seen == sorted(seen)  # never back
-        assert read == "read" or len(set(seen)) == len(seen), "of the reference each once"
         assert seen[-1] == VERSIONS
         assert len(set(seen)) >= 10
 
 
 def read_and_never_end(weights: SharedWeights, inside: torch.Tensor) -> None:
     """A process: stays in the middle of a read of both the newest version and the reference."""
-    with weights.read_reference(0), weights.read(0) as (version, tensors):
+    with weights.reference.read(0), weights.read(0) as (version, tensors):
         tensors["head"].sum()
         inside[0] = version
         time.sleep(2 * PATIENCE)
@@ -272,7 +249,8 @@ def read_and_never_end(weights: SharedWeights, inside: torch.Tensor) -> None:
 
 def test_a_killed_reader_blocks_nobody_and_once_unpinned_no_slot(weights):
     inside = torch.tensor([-1]).share_memory_()
-    weights.publish(0, tensors_of(0))
+    for each in (weights, weights.reference):
+        each.publish(0, tensors_of(0))
     with running(read_and_never_end, (weights, inside)) as (victim,):
         while inside[0] < 0:
             time.sleep(0.001)
@@ -282,14 +260,13 @@ def test_a_killed_reader_blocks_nobody_and_once_unpinned_no_slot(weights):
         assert weights.publish(version, tensors_of(version))
         with weights.read(1) as (seen, tensors):
             assert seen == version and is_whole(version, tensors)
-
     with weights.read(1) as (seen, tensors):
         assert weights.publish(21, tensors_of(21))
         assert not weights.publish(22, tensors_of(22))  # the dead reader still holds the third slot
-        assert not weights.publish_reference(22, tensors_of(22)), "and the reference"
+        assert not weights.reference.publish(22, tensors_of(22)), "and the reference's only one"
         weights.unpin(0)
         assert weights.publish(22, tensors_of(22))
-        assert weights.publish_reference(22, tensors_of(22))
+        assert weights.reference.publish(22, tensors_of(22))
         assert seen == 20 and is_whole(20, tensors)
     with weights.read(0) as (seen, tensors):  # the restarted reader takes up the same pin
         assert seen == 22 and is_whole(22, tensors)
@@ -303,7 +280,7 @@ ENOUGH, ROUND_SECONDS = 1_000, 20  # fewer rounds where the machine is busy
 
 
 def meet(side: int, words: torch.Tensor, arrived: torch.Tensor, saw: torch.Tensor, results) -> None:
-    """A process: in each round, store the own word, then load the other's, as the protocols do."""
+    """A process: in each round, store the own word, then load the other's, as a reader does."""
     other, missed, deadline = 1 - side, 0, time.monotonic() + ROUND_SECONDS
     for i in range(1, ROUNDS + 1):
         if side == 0 and i > ENOUGH and time.monotonic() > deadline:

@@ -24,8 +24,8 @@ from extras.nodes.joining import last_line, on_node, other_nodes
 from extras.nodes.node import COUNTED, Found, Node, as_arrays, describe_environment
 from launch.files import parse_lines
 from launch.supervisor import DEATHS, RunFailed, Supervisor
+from runtime.record.lines import to_json
 from runtime.record.metrics import RATE_WINDOW, rate_of
-from runtime.record.timeline import to_json
 from runtime.transport.messages import Evaluation, Notice
 from runtime.transport.status import StatusTable, Watchdog
 
@@ -116,9 +116,8 @@ class Cluster(Supervisor):
         # Of what a node's actors died, since its last group.
         self.deaths_of: dict[str, list[str]] = defaultdict(list)
         self.retry_at: dict[str, float] = {}
-        # The newest version in Ray's store, and the newest reference policy.
+        # The newest version in Ray's store.
         self.stored: tuple[int, ray.ObjectRef | None] = -1, None
-        self.stored_reference: tuple[int, ray.ObjectRef | None] = 0, None
         self.storing = threading.Lock()  # the threads have one pin
         # The newest version whose evaluation has come; of a run that is resumed, before it.
         evaluated = self.status.COLUMNS.index("evaluated")
@@ -252,29 +251,21 @@ class Cluster(Supervisor):
         is_asked = evaluates and asked > max(self.evaluated, far.asked_version)
         if weights.version <= far.version and not is_asked or weights.version < 0:
             return
-        version, stored, *reference = self.store_weights()
+        version, stored = self.store_weights()
         if self.status.stop:
             return
-        call = far.actor.take_weights.remote(version, stored, is_asked, *reference)
+        call = far.actor.take_weights.remote(version, stored, is_asked)
         if self.answer(call, patience):
             far.version, far.asked_version = version, asked if is_asked else far.asked_version
 
-    def store_weights(self) -> "tuple[int, ray.ObjectRef, int, ray.ObjectRef | None]":
-        """Put the newest version and reference policy into Ray's store, once for all nodes.
-
-        Returns each of them behind its version.
-        """
-        weights = self.weights
+    def store_weights(self) -> "tuple[int, ray.ObjectRef]":
+        """Put the newest version into Ray's store, once for all nodes. Returns both."""
         with self.storing:
-            if self.stored[0] < weights.version:
+            if self.stored[0] < self.weights.version:
                 self.stored = -1, None  # Ray holds one version at a time, if no transfer needs two
-                with weights.read(self.pin) as (version, tensors):
+                with self.weights.read(self.pin) as (version, tensors):
                     self.stored = version, ray.put(as_arrays(tensors))
-            if weights.reference_version > self.stored_reference[0]:
-                with weights.read_reference(self.pin) as (version, tensors):
-                    if version > 0:  # it is not being written
-                        self.stored_reference = version, ray.put(as_arrays(tensors))
-            return *self.stored, *self.stored_reference
+            return self.stored
 
     def take(self, far: Far, found: Found) -> None:
         """Take over what a node says of itself, and send the trainer what it has found."""

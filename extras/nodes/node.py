@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from buffer import Group
 from config import Config, UserError
 from launch.places import Place, find_gpus, find_places, resolve, searchers_of
 from launch.provenance import ROOT, find_versions
 from launch.supervisor import Supervisor
 from models.folder import fetch_weights
+from rollouts import Group
 from runtime.transport.messages import Evaluation, Notice
 from runtime.transport.status import StatusTable
 from tasks import load_task
@@ -111,8 +111,7 @@ class Node:
         model, trust = config.model or task.base_model(), config.trust_remote_code
         model = fetch_weights("--model", model, trust_remote_code=trust, is_policy=True)
         config = dataclasses.replace(config, model=model)
-        resets = config.reference_reset_period > 0
-        self.weights = SharedWeights(shapes, dtype, len(self.places), reference=resets)
+        self.weights = SharedWeights(shapes, dtype, len(self.places))
         self.status = StatusTable([place.name for place in self.places])
         self.status.set(self.places[0].name, "evaluated", -1 if evaluates else 0)
         self.supervisor = Supervisor(
@@ -156,23 +155,9 @@ class Node:
         }
         return sums | lowest | {"busy": sums["busy"] / len(self.places)}
 
-    def take_weights(
-        self,
-        version: int,
-        weights: Weights,
-        evaluate: bool,
-        reference_version: int,
-        reference: Weights | None,
-    ) -> bool:
-        """Publish a version on this node. False: its searchers still read what would be written.
-
-        First the reference, as the trainer does.
-        """
-        own = self.weights
-        is_newer = reference_version > own.reference_version
-        if is_newer and not own.publish_reference(reference_version, as_tensors(reference)):
-            return False
-        return own.publish(version, as_tensors(weights), evaluate)
+    def take_weights(self, version: int, weights: Weights, evaluate: bool) -> bool:
+        """Publish a version on this node. False: its searchers still read what would be written."""
+        return self.weights.publish(version, as_tensors(weights), evaluate)
 
     def logs(self) -> dict[str, str]:
         """The files of its logs/, by name."""

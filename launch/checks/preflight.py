@@ -13,15 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from config import Config, UserError, extra, first_line
+from config import Config, UserError, first_line
 from launch import resuming
 from launch.checks.objective import check_objective
-from launch.checks.settings import check_scorer, wanted_extras
+from launch.checks.settings import check_scorer
 from models.architecture import policy_without_weights
 from models.device import compute_dtype, device, onednn_multiplies
 from models.folder import fetch_weights
 from models.hub import fetch_model, find_model, identify_weights
 from models.tokens import encode_prompt, load_tokenizer
+from runtime.checkpoints import checkpoint
 from tasks import LazyQueries, Messages, Task, load_task, sampling_for_tests
 from tasks.support.data import is_chat
 
@@ -103,8 +104,11 @@ def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
         )
     try:
         read = [encode_prompt(tokenizer, prompt) for prompt in kinds.values()]
-        for messages in chats if config.max_episode_tokens else ():
-            extra("episodes").encode_reply(tokenizer, messages, "?", last_token=0)
+        if config.max_episode_tokens:
+            from extras.replies import encode_reply
+
+            for messages in chats:
+                encode_reply(tokenizer, messages, "?", last_token=0)
     except Exception as error:  # a template may refuse in words of its own
         raise UserError(
             f"the chat template of --model {config.model!r} does not take the prompts of task "
@@ -144,8 +148,7 @@ def check_sampling(config: Config, task: Task) -> None:
     except Exception as error:  # a user's code, and what vLLM says of it
         problem = f"the sampling() or evaluation_sampling of task {config.task!r} cannot be used"
         raise UserError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
-    wants_objectives = "objectives" in dict(wanted_extras(config))
-    if wants_objectives and config.loss in extra("objectives").EXACT_SAMPLING:
+    if config.takes_sampler_for_policy:
         neutral = NEUTRAL | {"temperature": (config.temperature,)}
         given = [(name, value) for kind in all_kinds[:-1] for name, value in kind.items()]
         for name, value in given:
@@ -217,6 +220,11 @@ def find_checkpoint(config: Config) -> str:
     if directory is None:
         condition = " that is whole" if complaints else ""
         raise UserError(f"--resume {config.resume!r} has no checkpoint{condition}")
+    if checkpoint.load_state(directory).get("format") != checkpoint.FORMAT:
+        raise UserError(
+            f"{str(directory)!r} is of another version of this project: resume it with that one, "
+            f"or begin anew with --model {config.resume}/model"
+        )
     return str(directory)
 
 

@@ -1,14 +1,14 @@
 """What can be said of the settings before anything is loaded: UserError, in one line."""
 
 import types
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
-from typing import Union, get_args, get_origin, get_type_hints
+from importlib.util import find_spec
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from config import Bound, Config, UserError, extra, has_extra
+from config import Bound, Config, Extra, UserError
 from tasks import Task, find_task
 
-CHECKED = "lora", "tracking", "nodes.joining"  # extras that need a library, or other machines
 PLAIN_TYPES = {int, float, bool, str, dict, types.NoneType}  # of a setting; a task may have others
 
 
@@ -16,61 +16,65 @@ def check(config: Config) -> None:
     """Raise UserError for what can be seen to be wrong without loading anything."""
     hints = get_type_hints(Config, include_extras=True)
     for setting in fields(Config):
-        value, bound = getattr(config, setting.name), find_bound(hints[setting.name])
+        value, bound = getattr(config, setting.name), find_annotation(hints[setting.name], Bound)
         if value is not None and bound and not bound.holds(value):
             shown = repr(value) if isinstance(value, str) else value
             raise UserError(f"--{setting.name} is {shown}: {bound.words}")
-    for name, flag in wanted_extras(config):
-        find_extra(name, flag)
+    if lacking := find_lacking_extra(config):
+        raise UserError(lacking)
     check_batch(config)
     check_schedules(config)
     check_modes(config)
     check_episodes(config)
 
 
-def wanted_extras(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the modules of extras/ that these settings turn on, each with its flag."""
-    if config.loss != "tb" and not config.loss.endswith(".py"):
-        yield "objectives", f"--loss {config.loss}"
-    if config.lockstep:
-        yield "lockstep", "--synchronous" if config.synchronous else "--constant_staleness"
-    if config.max_episode_tokens is not None:
-        yield "episodes", f"--max_episode_tokens {config.max_episode_tokens}"
-    if config.reference_reset_period:
-        yield "reference_resets", f"--reference_reset_period {config.reference_reset_period}"
-    if config.low_memory == "on":
-        yield "low_memory", "--low_memory on"
-    if config.lora_rank:
-        yield "lora", f"--lora_rank {config.lora_rank}"
-    if config.trainer_processes > 1:
-        yield "sharding", f"--trainer_processes {config.trainer_processes}"
-    if config.track:
-        yield "tracking", f"--track {config.track}"
-    if config.ray:
-        yield "nodes.joining", f"--ray {config.ray}"
+def find_lacking_extra(config: Config) -> str | None:
+    """Say which flag needs a module of extras/ that this copy of the project lacks, if one does."""
+    hints = get_type_hints(Config, include_extras=True)
+    for setting in fields(Config):
+        value, extra = getattr(config, setting.name), find_annotation(hints[setting.name], Extra)
+        # An objective in a file of the user's own needs none.
+        is_on = value != setting.default and not str(value).endswith(".py")
+        if extra and is_on and not is_there(extra):
+            flag = f"--{setting.name}" if value is True else f"--{setting.name} {value}"
+            return f"{flag} {needs(extra)}"
+    return None
 
 
-def find_extra(name: str, flag: str) -> None:
-    """Raise UserError where this copy of the project lacks the module of extras/ for a flag."""
-    if not has_extra(name):
-        module = f"extras/{name.replace('.', '/')}"
-        raise UserError(f"{flag} needs {module}, which this copy of the project lacks")
+def is_there(extra: Extra) -> bool:
+    with suppress(ModuleNotFoundError):  # of its package
+        return find_spec(f"extras.{extra.module}") is not None
+    return False
+
+
+def needs(extra: Extra) -> str:
+    module = extra.module.replace(".", "/")
+    return f"needs extras/{module}, which this copy of the project lacks"
 
 
 def check_scorer(config: Config, task: Task) -> None:
     """Raise UserError where a task wants worker processes to score in, and there is no such extra.
 
-    wanted_extras() does not know: a task's own setting may decide it.
+    A task's own setting may decide that: so it is no matter of flags.
     """
-    if task.score_timeout is not None:
-        find_extra("score_workers", f"task {config.task}, as it has a score_timeout,")
+    if task.score_timeout is not None and not is_there(workers := Extra("score_workers")):
+        raise UserError(f"task {config.task}, as it has a score_timeout, {needs(workers)}")
 
 
 def check_extras(config: Config) -> None:
-    """Raise UserError where the library or the machines that one of them needs are not there."""
-    for name, _ in wanted_extras(config):
-        if name in CHECKED:
-            extra(name).check(config)
+    """Raise UserError where the library or the machines that an extra needs are not there."""
+    if config.lora_rank:
+        from extras import lora
+
+        lora.check(config)
+    if config.track:
+        from extras import tracking
+
+        tracking.check(config)
+    if config.ray:
+        from extras.nodes import joining
+
+        joining.check(config)
 
 
 def check_types(values: dict[str, object], owner: type) -> None:
@@ -86,12 +90,12 @@ def check_types(values: dict[str, object], owner: type) -> None:
             raise UserError(f"--{name} is {values[name]!r}: its type is {words}")
 
 
-def find_bound(hint: type) -> Bound | None:
-    """The bound in a type: in its annotation, or in that of one side of `… | None`."""
-    for side in (hint, *get_args(hint)):
-        if annotations := getattr(side, "__metadata__", ()):
-            return annotations[0]
-    return None
+def find_annotation(hint: type, kind: type) -> Any:
+    """Return what is of this kind in a type's annotations, or in those of a side of `… | None`."""
+    for annotation in getattr(hint, "__metadata__", ()):
+        if isinstance(annotation, kind):
+            return annotation
+    return next(filter(None, (find_annotation(side, kind) for side in get_args(hint))), None)
 
 
 def check_batch(config: Config) -> None:
@@ -147,10 +151,10 @@ def check_schedules(config: Config) -> None:
         value = getattr(config, name)
         if value != 1 and not getattr(config, f"{name}_steps"):
             raise UserError(f"--{name} is {value} but nothing says {what}: give --{name}_steps")
-    if config.reference_reset_period % config.sync_period:
+    if config.reference_reset_period and not config.lockstep:
         raise UserError(
-            f"--reference_reset_period is {config.reference_reset_period}, no multiple of "
-            f"--sync_period {config.sync_period}: the reference policy is reset at a sync"
+            f"--reference_reset_period {config.reference_reset_period} is for runs of constant "
+            "staleness: give --constant_staleness too"
         )
 
 

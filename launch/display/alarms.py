@@ -13,7 +13,7 @@ import torch
 from config import Config
 from launch.files import read_lines
 from models.device import compute_dtype
-from runtime.record.timeline import Lines
+from runtime.record.lines import Lines
 from tasks import load_task
 
 WINDOW = 20  # steps that a figure is averaged over: that of one batch jumps

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.files import parse_lines
-from runtime.record.timeline import SAMPLES
+from runtime.record.lines import SAMPLES
 
 GROUPS = 24  # that are shown
 SHADES = (0.05, 0.25, 1.0, 2.5)  # |log b - log pi_ref| of a token, in nats, from which it is darker

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from config import Config, UserError, extra, has_extra
+from config import Config, UserError
 from launch.checks.objective import check_objective
-from launch.checks.settings import check_scorer, wanted_extras
+from launch.checks.settings import check_scorer, find_lacking_extra
 from launch.places import Place, evaluation_place, find_gpus, find_places, is_gpu_shared, resolve
 from launch.planning.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
 from models.architecture import weight_shapes
@@ -67,7 +67,9 @@ def check_plan(config: Config, task: Task, places: list[Place]) -> Config:
 def show_plan(config: Config) -> int:
     """--plan: print a run's plan. Returns the exit code; raises UserError if it does not fit."""
     if config.lora_rank:
-        extra("lora").check(config)
+        from extras import lora
+
+        lora.check(config)
     check_objective(config)
     task = load_task(config.task, **config.options)
     check_scorer(config, task)
@@ -111,12 +113,11 @@ def this_machine(config: Config, places: list[Place]) -> dict[str, float]:
 
 
 def make_plan(config: Config, task: Task, places: list[Place], available: dict[str, float]) -> Plan:
-    """Plan a run. --low_memory auto: on if the trainer fits only then, and extras/ is there."""
+    """Plan a run. --low_memory auto: on if the trainer fits only then."""
     needs = Needs(config, places, available)
     responses = needs.responses(evaluation_place(places))
     plan = Plan(config, [*needs.count(task.models())], available, responses)
-    may_take_two = config.low_memory == "auto" and has_extra("low_memory")
-    if may_take_two and plan.is_short(place_of(places[0])):
+    if config.low_memory == "auto" and plan.is_short(place_of(places[0])):
         two_passes = dataclasses.replace(config, low_memory="on")
         return make_plan(two_passes, task, places, available)
     return plan
@@ -139,7 +140,7 @@ def find_problem(plan: Plan, task: Task, places: list[Place]) -> str | None:
     gpus = [name.removeprefix("GPU ") for name in plan.available if name.startswith("GPU ")]
     for settings, note in remedies(plan, place, len(gpus)):
         config = dataclasses.replace(plan.config, **settings)
-        if not all(has_extra(name) for name, _ in wanted_extras(config)):
+        if find_lacking_extra(config):
             continue
         changed = make_plan(config, task, find_places(config, gpus), plan.available)
         if changed.responses and not changed.is_short(place):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoConfig, AutoModel
 
-from config import ENGINE_ROWS, Config, UserError, extra, first_line
+from config import ENGINE_ROWS, Config, UserError, first_line
 from models.architecture import decoder_layers, policy_without_weights
 from models.hub import fetch_model
 from models.logprobs import response_states
@@ -190,7 +190,9 @@ def _count(
     else:
         cast_linear_layers(policy, dtype)
     if config.lora_rank:
-        extra("lora").add_adapters(policy, config)
+        from extras.lora import add_adapters
+
+        add_adapters(policy, config)
     kept = peak = 0
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         policy.to_empty(device="cpu")

@@ -98,7 +98,8 @@ class CheckpointWriter:
             seconds = time.clock_gettime(self.clock)
             return f"{what}, {num_bytes(unfinished)} bytes are, after {seconds:.3f} s of CPU"
 
-        for _ in self.waits.until(self.note_written, awaited, even_at_end=True):
+        wait = self.waits.begin(even_at_end=True)
+        while not self.note_written() and wait.goes_on(awaited()):
             pass
 
     def note_written(self) -> bool:
@@ -126,10 +127,8 @@ class CheckpointWriter:
         unfinished = model.with_suffix(".unfinished")
         try:
             saved = ThreadPoolExecutor(1).submit(save, model)
-            wait = self.waits.until(
-                saved.done, lambda: f"the model, {num_bytes(unfinished)} bytes", True
-            )
-            for _ in wait:
+            wait = self.waits.begin(even_at_end=True)
+            while not saved.done() and wait.goes_on(f"the model, {num_bytes(unfinished)} bytes"):
                 pass
             saved.result()
         except Exception as error:  # of a full disk each library has an exception of its own

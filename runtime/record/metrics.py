@@ -5,17 +5,15 @@ And the mismatch between vLLM's log-probabilities and the trainer's, which is me
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch.multiprocessing
 
-from buffer import Group, ReplayBuffer, Row, rows_of
-from learner import Learner
+from buffer import ReplayBuffer
+from config import Config
 from loss import Metrics
-from models.logprobs import mismatch
-from runtime.record.first_look import describe_first
+from rollouts import Group, Response, join_tokens
 from runtime.transport.status import StatusTable
 from weights import SharedWeights
 
@@ -31,75 +29,59 @@ class StepMetrics:
 
     def __init__(
         self,
-        learner: Learner,
+        config: Config,
         weights: SharedWeights,
         buffer: ReplayBuffer,
         rollout_queue: torch.multiprocessing.Queue,
         status: StatusTable,
     ):
-        self.learner, self.weights, self.buffer = learner, weights, buffer
+        self.config, self.weights, self.buffer = config, weights, buffer
         self.rollout_queue, self.status = rollout_queue, status
         self.figures: dict[str, float] = {}
-        self.first: list[Group] = []  # that arrive before the first step
         self.mismatch_due = 0  # step from which the mismatch is to be measured again
         self.skipped_publishes = 0
         # (time, [seconds that the trainer waited, that searchers worked, tokens]) for the rates
         self.window: deque[tuple[float, np.ndarray]] = deque()
 
     def state_dict(self) -> dict:
-        return {
-            "fresh": self.figures,
-            "mismatch_due": self.mismatch_due,
-            "skipped_publishes": self.skipped_publishes,
-        }
+        names = "figures", "mismatch_due", "skipped_publishes"
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict) -> None:
-        self.figures, self.mismatch_due = state["fresh"], state["mismatch_due"]
-        self.skipped_publishes = state["skipped_publishes"]
+        for name in self.state_dict():
+            setattr(self, name, state[name])
 
-    def observe(self, groups: list[Group], later: Sequence[Group] = ()) -> None:
-        """Look at groups as they were generated: the buffer drops duplicates, which would distort.
+    def find_to_compare(self, groups: list[Group], step: int) -> Group | None:
+        """Find a group to measure the mismatch on, if it is due.
 
-        later: groups for later steps, which may show the mismatch sooner.
+        That is the latest of one version whose weights are still in a slot. It is measured for the
+        base model, for the first published weights, in case they never arrived, and every
+        MISMATCH_PERIOD steps.
         """
-        if not groups:
-            return
-        self.figures |= describe(groups)
-        if self.learner.step == 0:
-            self.first += groups
-        # Once for the base model and once for the first published weights, in case they never
-        # arrived.
-        is_due = self.learner.step >= self.mismatch_due
-        if is_due or self.figures.get("mismatch_version") == 0:
-            self.measure_mismatch([*groups, *later], 0 if is_due else 1)
+        is_due = step >= self.mismatch_due
+        if not is_due and self.figures.get("mismatch_version") != 0:
+            return None
+        held = [version for version in self.weights.held() if version >= (0 if is_due else 1)]
+        whole = (group for group in reversed(groups) if group.version == group.last_version)
+        return next((group for group in whole if group.version in held), None)
 
-    def measure_mismatch(self, groups: list[Group], least: int) -> None:
-        """Measure the mismatch on the latest group of one version, `least` or later, in a slot."""
-        held = {v: tensors for v, tensors in self.weights.held().items() if v >= least}
-        for group in reversed(groups):
-            if group.version == group.last_version and group.version in held:
-                ours = self.learner.logprobs_under(
-                    held[group.version], rows_of(group), group.temperature
-                )
-                self.figures["mismatch"] = mismatch(group, ours)
-                self.figures["mismatch_version"] = group.version
-                self.mismatch_due = self.learner.step + MISMATCH_PERIOD
-                return
+    def compare(self, group: Group, logprobs: list[np.ndarray], step: int) -> None:
+        """Measure the mismatch, mean |difference| to vLLM of a token's log-probability, in nats.
 
-    def say_first_look(self, say: Callable[[str], None]) -> None:
-        """Before the first step, say what a user would ask of the first responses."""
-        groups, self.first = self.first, []
-        if groups:
-            left_out = int(self.status.total("long_prompts"))
-            for line in describe_first(self.learner.config, groups, describe(groups), left_out):
-                say(line)
+        logprobs: of each response under the weights that sampled it, (T,), by transformers. Near 0
+        the mismatch shows that what was published is what samples.
+        """
+        differences = np.abs(np.concatenate(logprobs) - group.tokens["behavior_logprob"])
+        self.figures["mismatch"] = float(differences[group.tokens["sampled"]].mean())
+        self.figures["mismatch_version"] = group.version
+        self.mismatch_due = step + MISMATCH_PERIOD
 
-    def of(self, rows: list[Row], waited: float) -> Metrics:
+    def of(self, rows: list[Response], step: int, waited: float) -> Metrics:
         """Return the metrics of the step that was just made, from these rows.
 
         waited: seconds for which the trainer has waited so far.
         """
-        version = self.learner.step - 1  # of the weights that the step started from
+        version = step - 1  # of the weights that the step started from
         staleness = version - np.array([row.version for row in rows])
         in_buffer = version - np.array([row.received_step for row in rows])
         return {
@@ -115,7 +97,6 @@ class StepMetrics:
             "buffer_queries": self.buffer.queries,
             "long_prompts": int(self.status.total("long_prompts")),
             "unscored_groups": int(self.status.total("unscored_groups")),
-            "bad_steps": self.learner.bad_steps,
             "searcher_restarts": int(self.status.total("restarts")),
             "skipped_publishes": self.skipped_publishes,
         }
@@ -141,9 +122,10 @@ def describe(groups: list[Group]) -> dict[str, float]:
     are estimates for the policy that sampled; KL contains the mismatch with vLLM. Tokens that
     were not sampled are left out.
     """
-    was_sampled = np.concatenate([group.sampled for group in groups])
-    behavior = np.concatenate([group.behavior_logprobs for group in groups])[was_sampled]
-    reference = np.concatenate([group.ref_logprobs for group in groups])[was_sampled]
+    tokens = join_tokens([group.tokens for group in groups])
+    was_sampled = tokens["sampled"]
+    behavior = tokens["behavior_logprob"][was_sampled]
+    reference = tokens["ref_logprob"][was_sampled]
     lengths = np.concatenate([group.lengths for group in groups])
     has_reference = not np.isnan(reference).all()
     kl = {"kl": float((behavior - reference).sum() / len(lengths))} if has_reference else {}

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from config import Config
-from runtime.record.timeline import Lines
+from runtime.record.lines import Lines
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
 
@@ -31,8 +31,6 @@ class Report:
         when = f"step {evaluation.version}" if evaluation.version else "base"
         for line in evaluation.describe():
             self.say(f"{when} {line}")
-        if evaluation.answers and not evaluation.version:
-            self.say(str(evaluation.answers))
 
     def close(self) -> None:
         """Say what the run has left out."""

@@ -1,43 +1,15 @@
-"""Files of lines that only grow, and the spans of each process in such a file."""
+"""The spans of each process, for timeline.json."""
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from runtime.record.lines import Lines
 from runtime.transport.status import StatusTable
 
-SAMPLES = 4  # responses of a group in samples.jsonl, at most
 # Engine steps and polls that are closer than this, in seconds, become one span.
 MERGED = {"search": 0.002, "wait": 0.05}
-
-
-class Lines:
-    """A .jsonl file that only grows. A disk that is full costs lines, not the run."""
-
-    def __init__(self, path: Path):
-        # One write a call: searchers share samples.jsonl. Open as long as the process lives.
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self.is_whole = True  # the latest write came to its end
-
-    def write(self, *values) -> None:
-        text = "".join(to_json(value) + "\n" for value in values)
-        # Half of a character, such as of an emoji, has no encoding: "?" stands for it.
-        data = (text if self.is_whole else "\n" + text).encode(errors="replace")
-        try:
-            self.is_whole = self.file.write(data) == len(data)
-        except OSError:
-            self.is_whole = False
-
-
-def to_json(value: object) -> str:
-    """Return a value as strict JSON: a number that is not finite is null."""
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
-        return json.dumps(finite, ensure_ascii=False)
 
 
 class Timeline:

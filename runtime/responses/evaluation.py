@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from models.tokens import encode_prompt
-from rollouts import Rollout
-from runtime.record.answers import look_at
+from rollouts import Group
 from runtime.transport.messages import Evaluation
 from tasks import Query, Task, sampling_for_tests
 from weights import SharedWeights
@@ -53,8 +52,8 @@ class EvaluationService:
         """Whether the trainer has asked for an evaluation that has not started."""
         return self.is_enabled and self.started_version < self.weights.evaluation_version
 
-    def start_if_due(self, version: int) -> list[Rollout]:
-        """Start a requested evaluation of the version in the engine. Returns its rollouts, or [].
+    def start_if_due(self, version: int) -> list[Group]:
+        """Start a requested evaluation of the version in the engine. Returns its groups, or [].
 
         Version 0 is the base model, which is always evaluated.
         """
@@ -63,7 +62,7 @@ class EvaluationService:
             return []
         self.started_version = version
         self.run = EvaluationRun(self.config, self.task, self.queries, self.tokenizer, version)
-        return self.run.rollouts
+        return self.run.groups
 
     def collect(self) -> list[Evaluation]:
         """Return the evaluation if it has ended: from now on new weights may come in."""
@@ -75,7 +74,7 @@ class EvaluationService:
 
 
 class EvaluationRun:
-    """An evaluation of one version: a rollout for each response.
+    """An evaluation of one version: a group of one for each response.
 
     Greedy, unless the task or a flag says otherwise. num_samples: responses to a query. Raises
     ValueError when no test prompt can be used.
@@ -91,47 +90,49 @@ class EvaluationRun:
         num_samples: int = 1,
     ):
         self.task, self.version, self.num_samples = task, version, num_samples
-        self.rollouts: list[Rollout] = []
+        self.groups: list[Group] = []
         sampling, self.long_prompts = sampling_for_tests(config, task) | {"n": 1}, 0
         for query in queries:
-            prompt = encode_prompt(tokenizer, query.prompt)
+            prompt = np.array(encode_prompt(tokenizer, query.prompt), np.int32)
             if not 0 < len(prompt) <= config.max_prompt_tokens:
                 self.long_prompts += 1
                 continue
             seed = sampling.get("seed", query.id * num_samples)
             for i in range(num_samples):
                 number = query.id * num_samples + i
-                rollout = Rollout(query, f"evaluation.{number}", number, is_for_evaluation=True)
-                rollout.version, rollout.prompt = version, prompt
-                rollout.sampling = sampling | {"seed": (seed + i) % 2**32}
-                self.rollouts.append(rollout)
-        if not self.rollouts:
+                group = Group(
+                    query.id, prompt=prompt, query=query, index=number, is_for_evaluation=True
+                )
+                group.request = f"evaluation.{number}"
+                group.sampling = sampling | {"seed": (seed + i) % 2**32}
+                self.groups.append(group)
+        if not self.groups:
             limit = config.max_prompt_tokens
             raise ValueError(f"no test prompt has 1 to --max_prompt_tokens {limit} tokens")
-        self.scored: list[Rollout] = []
-        self.unscored: list[Rollout] = []  # score() gave no score
+        self.scored: list[Group] = []
+        self.unscored: list[Group] = []  # score() gave no score
 
-    def record(self, rollout: Rollout) -> None:
+    def record(self, group: Group) -> None:
         """Take one response with its score, or why it has none."""
-        if rollout.error is None:
-            self.scored.append(rollout)
+        if group.error is None:
+            self.scored.append(group)
             return
-        self.unscored.append(rollout)
+        self.unscored.append(group)
         if len(self.unscored) == 1:
-            what = f"a response to test query {rollout.query.id} is left out, it got no score"
-            logging.error(f"{what}; later ones are only counted", exc_info=rollout.error)
+            what = f"a response to test query {group.query.id} is left out, it got no score"
+            logging.error(f"{what}; later ones are only counted", exc_info=group.error)
 
     @property
     def is_done(self) -> bool:
-        return len(self.scored) + len(self.unscored) == len(self.rollouts)
+        return len(self.scored) + len(self.unscored) == len(self.groups)
 
     def result(self, all_metrics: bool = False) -> Evaluation:
         """Return the mean score, or with all_metrics what the task's evaluate() gives."""
-        self.scored.sort(key=lambda rollout: rollout.index)  # they came in any order
-        queries = [rollout.query for rollout in self.scored]
-        texts = [rollout.texts[0] for rollout in self.scored]
-        finished = [rollout.finished[0] for rollout in self.scored]
-        scores = np.array([float(rollout.rewards[0]) for rollout in self.scored])
+        self.scored.sort(key=lambda group: group.index)  # they came in any order
+        queries = [group.query for group in self.scored]
+        texts = [group.texts[0] for group in self.scored]
+        finished = [bool(group.finished[0]) for group in self.scored]
+        scores = np.array([float(group.rewards[0]) for group in self.scored])
         ids = [query.id for query in queries]
         counts = len(set(ids)), self.num_samples, self.long_prompts, len(self.unscored)
         if not ids:
@@ -140,8 +141,7 @@ class EvaluationRun:
         if all_metrics:
             values = self.task.evaluate(queries, texts, finished, scores)
         metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
-        answers = look_at(self.task, texts, scores.tolist(), finished)
-        return Evaluation(self.version, metrics, *counts, answers)
+        return Evaluation(self.version, metrics, *counts)
 
 
 def mean_and_interval(

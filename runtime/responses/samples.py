@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from buffer import Group, rows_of
 from models.tokens import token_texts
-from rollouts import Rollout
-from runtime.record.timeline import SAMPLES, Lines
+from rollouts import Group
+from runtime.record.lines import SAMPLES, Lines
 from runtime.transport.messages import Notice
 from tasks import Task
 
@@ -31,12 +30,12 @@ class SampleLog:
         self.tokenizer, self.say, self.has_failed = tokenizer, say, False
         self.is_due_at = 0.0  # time.monotonic()
 
-    def write(self, rollout: Rollout, group: Group) -> None:
+    def write(self, group: Group) -> None:
         """Write a few responses of this group, unless one was written just before."""
         now = time.monotonic()
         if now < self.is_due_at:
             return
-        rows = rows_of(group)[:SAMPLES]
+        rows = group.responses()[:SAMPLES]
         num_tokens = sum(len(row.tokens) for row in rows)
         self.is_due_at = now + max(PERIOD, num_tokens / TOKENS_PER_SECOND)
         try:
@@ -46,18 +45,18 @@ class SampleLog:
                     # report.html finds the groups by them.
                     "version": row.version,
                     "query_id": row.query_id,
-                    "prompt": rollout.query.prompt,
-                    "answer": str(rollout.query.answer),
+                    "prompt": group.query.prompt,
+                    "answer": str(group.query.answer),
                     "response": text,
                     "extracted": None if (found := self.task.extract(text)) is None else str(found),
                     "reward": row.reward,
                     "finished": is_finished,
-                    "tokens": token_texts(self.tokenizer, row.tokens.tolist()),
-                    "behavior_logprobs": rounded(row.behavior_logprobs),
-                    "ref_logprobs": rounded(row.ref_logprobs),
-                    "sampled": None if row.sampled.all() else row.sampled.tolist(),
+                    "tokens": token_texts(self.tokenizer, row.tokens["token"].tolist()),
+                    "behavior_logprobs": rounded(row.tokens["behavior_logprob"]),
+                    "ref_logprobs": rounded(row.tokens["ref_logprob"]),
+                    "sampled": None if (was := row.tokens["sampled"]).all() else was.tolist(),
                 }
-                for text, is_finished, row in zip(rollout.texts, rollout.finished, rows)
+                for text, is_finished, row in zip(group.texts, group.finished.tolist(), rows)
             ]
             self.lines.write(*lines)
         except Exception as error:

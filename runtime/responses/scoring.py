@@ -4,47 +4,44 @@ import logging
 import sys
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from config import Config, extra
+from config import Config
+from rollouts import Group
 from runtime.child import GIVE_UP
 from runtime.transport.status import StatusTable
 from tasks import Query, Task
-
-if TYPE_CHECKING:  # score workers import this file
-    from rollouts import Rollout
 
 SCORES_WATCHED = 100  # more than half of the latest this many groups without scores end the run
 
 
 class RewardScorer:
-    """add() rollouts that are to be scored, take() those that have been."""
+    """add() groups that are to be scored, take() those that have been."""
 
     def __init__(self, task: Task):
         self.task = task
-        self.waiting: list[tuple[Rollout, list[Future]]] = []  # for worker processes
-        self.scored: list[Rollout] = []
+        self.waiting: list[tuple[Group, list[Future]]] = []  # for worker processes
+        self.scored: list[Group] = []
 
-    def add(self, rollouts: list["Rollout"]) -> None:
+    def add(self, groups: list[Group]) -> None:
         """Score all in one call; if it raises, one by one, so that only the bad query is lost."""
-        error = self._score(rollouts)
-        for rollout in rollouts if error else ():
-            rollout.error = self._score([rollout]) if len(rollouts) > 1 else error
-        self.scored += rollouts
+        error = self._score(groups)
+        for group in groups if error else ():
+            group.error = self._score([group]) if len(groups) > 1 else error
+        self.scored += groups
 
-    def _score(self, rollouts: list["Rollout"]) -> Exception | None:
-        """Give rollouts their rewards. Returns what score() raises, if it does."""
-        queries = [rollout.query for rollout in rollouts for _ in rollout.texts]
-        texts = [text for rollout in rollouts for text in rollout.texts]
-        finished = [is_finished for rollout in rollouts for is_finished in rollout.finished]
+    def _score(self, groups: list[Group]) -> Exception | None:
+        """Give groups their rewards. Returns what score() raises, if it does."""
+        queries = [group.query for group in groups for _ in group.texts]
+        texts = [text for group in groups for text in group.texts]
+        finished = [is_finished for group in groups for is_finished in group.finished.tolist()]
         try:
             rewards = iter(score(self.task, queries, texts, finished))
         except Exception as error:
             return error
-        for rollout in rollouts:
-            rollout.rewards = np.array([next(rewards) for _ in rollout.texts])
+        for group in groups:
+            group.rewards = np.array([next(rewards) for _ in group.texts])
 
     def reply(self, query: Query, turns: list[str]) -> Future:
         """Ask the environment for its reply, which comes at once: score() runs here, too."""
@@ -55,7 +52,7 @@ class RewardScorer:
             future.set_exception(error)
         return future
 
-    def take(self) -> list["Rollout"]:
+    def take(self) -> list[Group]:
         """Return what has been scored since the last call, each with its rewards or its error."""
         scored, self.scored = self.scored, []
         return scored
@@ -69,7 +66,9 @@ def make_scorer(config: Config, task: Task) -> RewardScorer:
     if task.score_timeout is None:
         task.load()
         return RewardScorer(task)
-    return extra("score_workers").ScoreWorkers(config, task)
+    from extras.score_workers import ScoreWorkers
+
+    return ScoreWorkers(config, task)
 
 
 def score(task: Task, queries: list[Query], texts: list[str], finished: list[bool]) -> np.ndarray:
@@ -93,17 +92,17 @@ class FailureLimit:
         self.status, self.name = status, name
         self.failures: deque[bool] = deque(maxlen=SCORES_WATCHED)  # of the latest groups
 
-    def count(self, rollout: "Rollout") -> None:
-        """Count a rollout that was scored.
+    def count(self, group: Group) -> None:
+        """Count a group that was scored.
 
         It has an error if score() or reply() raised, took too long, or gave something else.
         """
-        self.failures.append(rollout.error is not None)
-        if rollout.error is None:
+        self.failures.append(group.error is not None)
+        if group.error is None:
             return
         self.status.add(self.name, "unscored_groups", 1)
-        query_id = rollout.query.id
-        logging.error("query %d is dropped, it got no scores", query_id, exc_info=rollout.error)
+        query_id = group.query.id
+        logging.error("query %d is dropped, it got no scores", query_id, exc_info=group.error)
         failed, watched = sum(self.failures), len(self.failures)
         if failed > SCORES_WATCHED / 2:
             logging.error("%d of the latest %d groups got no scores: the run ends", failed, watched)

@@ -1,11 +1,14 @@
 """Extras on the GPU of cuda.py: test_pretended_gpu.py runs this too."""
 
+import numpy as np
 import pytest
 import torch
 from branches_on_gpu import ROWS, check_computes_in_bf16, check_gradients
 from cuda import OnCuda
+from test_lockstep import make_searcher, score
 from test_trainer import make_trainer
 
+from extras.lockstep_searcher import LockstepSearcher
 from extras.objectives import LOSSES
 
 
@@ -40,3 +43,16 @@ def test_trained_adapters_are_published_and_saved_merged(gpu, untied_model, tmp_
     learner.save_model(tmp_path / "model")
     assert before.keys() <= saved.keys()
     assert not any(isinstance(saved[name], OnCuda) for name in before), "one after the other"
+
+
+def test_the_reference_is_on_the_gpu_and_takes_resets(gpu, untied_model, tmp_path):
+    searcher, found = make_searcher(LockstepSearcher, untied_model, tmp_path), []
+    assert all(p.is_cuda for p in searcher.reference.parameters())
+    for version in (0, 3):
+        changed = [(name, p.detach() * 1.1) for name, p in searcher.reference.named_parameters()]
+        assert version == 0 or searcher.weights.reference.publish(version, changed)
+        searcher.take_reset()
+        group = score(searcher)
+        assert group.reference_version == version
+        found.append(group.tokens["ref_logprob"])
+    assert np.isfinite(found).all() and (found[0] != found[1]).all()

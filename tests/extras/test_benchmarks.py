@@ -12,10 +12,10 @@ import trainer_step
 from conftest import byte_tokenizer
 from transformers import AutoModelForCausalLM
 
-from buffer import Row
 from config import Config
 from models.logprobs import response_logprobs
 from models.policy import load_policy
+from rollouts import Response, make_tokens
 
 
 def test_the_counting_model_ends_as_often_as_the_lengths_say(tmp_path):
@@ -44,8 +44,9 @@ def test_the_variants_that_are_compared_give_the_same_log_probabilities(tied_mod
 
 
 def test_the_floor_counts_each_prompt_once_and_no_padding():
-    def row(query: int, prompt: int, tokens: int) -> Row:
-        return Row(query, 0, 0, np.zeros(prompt), *np.zeros((5, tokens)), 0.0)
+    def row(query: int, prompt: int, tokens: int) -> Response:
+        sizes = dict(prompt=np.zeros(prompt), tokens=make_tokens(range(tokens)))
+        return Response(query_id=query, version=0, reward=0.0, **sizes)
 
     shape = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3)
     shape |= dict(num_attention_heads=2, num_key_value_heads=1)

@@ -313,7 +313,7 @@ class Driver:
         seed, visit, were_whole, checksum = item.prompt.tolist()
         assert were_whole, f"a version was seen in part before version {item.version}"
         assert checksum == checked_search.checksum(item.tokens), "a group is torn"
-        assert (item.tokens == item.behavior_logprobs).all(), "a group is torn"
+        assert (item.tokens["token"] == item.tokens["behavior_logprob"]).all(), "a group is torn"
         assert 0 <= item.version <= self.version
         self.versions.add(item.version)
         self.visits[seed, item.query_id, visit] += 1

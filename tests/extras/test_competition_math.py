@@ -3,11 +3,12 @@
 import json
 from contextlib import closing
 
+import numpy as np
 import pytest
 from conftest import flags, read, steps_of, tba, wait_for
 
 from config import Config
-from rollouts import Rollout
+from rollouts import Group
 from runtime.responses.scoring import make_scorer
 from tasks import Query, load_task
 from tasks.competition_math import is_correct, last_boxed
@@ -90,10 +91,10 @@ HOSTILE = [
 def test_no_answer_of_a_group_costs_another_its_score():
     def rewards_of(*answers: str) -> list[float]:
         texts = [rf"\boxed{{{answer}}}" for answer in answers]
-        finished = [True] * len(texts)
-        scorer.add([Rollout(Query(0, "", "2"), "0", texts=texts, finished=finished)])
-        [rollout] = wait_for(scorer.take, "the scores")
-        return rollout.rewards.tolist()
+        finished = np.ones(len(texts), bool)
+        scorer.add([Group(0, query=Query(0, "", "2"), texts=texts, finished=finished)])
+        [group] = wait_for(scorer.take, "the scores")
+        return group.rewards.tolist()
 
     config, task = Config(task="competition_math"), load_task("competition_math")
     with closing(make_scorer(config, task)) as scorer:

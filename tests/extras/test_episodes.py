@@ -10,13 +10,11 @@ from conftest import CHAT_TEMPLATE, Run, flags, make_group, read, steps_of, tba
 from test_fork import FILES, flags_of
 from transformers import AutoTokenizer
 
-from buffer import rows_of
 from config import Config, UserError
-from extras.episodes import encode_reply
 from extras.objectives import LOSSES
+from extras.replies import encode_reply
 from launch.checks.preflight import check_tokenizer
 from learner import Learner
-from models.importance import log_weights
 from models.tokens import encode_prompt
 from tba import main
 
@@ -66,17 +64,17 @@ def test_the_command_of_the_pages_is_accepted(tmp_path, tied_model, capsys):
 
 def test_tokens_that_are_in_no_loss_move_no_objective(untied_model):
     """Whatever their log-probabilities are, and whatever the objective."""
-    group = make_group(0, 0, [3, 3], [1, 2, 3, 4, 5, 6], rewards=np.array([0.0, 1.0], np.float32))
-    group.in_loss = group.sampled = np.array([True, False, True] * 2)
-    config = Config(model=str(untied_model), responses_per_query=2, queries_per_batch=1)
+    own = dict.fromkeys(("in_loss", "sampled"), [True, False, True] * 2)
+    group = make_group(0, 0, [3, 3], range(1, 7), own, rewards=np.array([0.0, 1.0], np.float32))
+    config = Config(model=str(untied_model), responses_per_query=2, queries_per_batch=1, beta=1.0)
     learner, losses = Learner(config, print), []
     for value in (0.0, -50.0):
-        for array in (group.ref_logprobs, group.behavior_logprobs):
-            array[[1, 4]] = value
+        for name in ("ref_logprob", "behavior_logprob"):
+            group.tokens[name][[1, 4]] = value
         with torch.no_grad():
-            inputs = learner.loss_inputs(rows_of(group), beta=1.0)
+            inputs = learner.loss_inputs(group.responses())
             losses.append({name: float(loss(inputs)[0]) for name, loss in LOSSES.items()})
-        assert len(log_weights(inputs).tokens) == 4
+        assert inputs.sampled.sum() == 4
     assert losses[0] == losses[1]
 
 

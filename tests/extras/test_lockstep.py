@@ -1,22 +1,51 @@
 """Lockstep (--constant_staleness, --synchronous), and the walkthrough's commands that use it."""
 
+import queue
 import signal
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 from conftest import FOREVER, SMALL, Run, flags, living, make_group, read, tba
 from test_walkthrough import balance, commands
 
 from config import Config
 from extras.lockstep import Arrived, LockstepTrainer
+from extras.lockstep_searcher import LockstepSearcher
 from launch.command_line import build_config
+from models.architecture import weight_shapes
+from rollouts import Group
+from runtime.transport.status import StatusTable
+from searcher import Searcher
+from tasks import Query
+from weights import SharedWeights
+
+
+def make_searcher(kind: type[Searcher], model, run_dir, **settings) -> Searcher:
+    """Make a searcher as its process does, without an engine."""
+    (run_dir / "logs").mkdir(exist_ok=True)
+    config = Config(model=str(model), task="arithmetic", searchers=1, **settings)
+    weights = SharedWeights(weight_shapes(config), torch.float32, readers=1)
+    weights.reference = SharedWeights(weights.shapes, torch.float32, readers=1, slots=1)
+    status = StatusTable(["trainer", "searcher 0"])
+    with patch("searcher.Engine"):
+        return kind(config, 0, weights, queue.Queue(), status, str(run_dir))
+
+
+def score(searcher: Searcher) -> Group:
+    """Have a searcher add log pi_ref to a group of two responses."""
+    group = make_group(0, 0, [3, 5], range(8), texts=["", ""])
+    group.query = Query(0, "", "")
+    searcher.add_reference_logprobs([group])
+    return group
 
 
 def test_a_lockstep_checkpoint_waits_for_all_batches_that_no_later_version_makes():
     def is_settled() -> bool:
         found = []
         trainer.receive_until = lambda is_done, what: found.append(is_done())
-        trainer.receive_what_is_saved()
+        trainer.prepare_checkpoint()
         return found == [True]
 
     trainer = object.__new__(LockstepTrainer)
@@ -33,6 +62,13 @@ def test_a_lockstep_checkpoint_waits_for_all_batches_that_no_later_version_makes
     trainer.evaluations.is_pending, trainer.learner.step = False, 8
     trainer.add([make_group(0, 6, [1], [7], batch=8)])
     assert is_settled(), "there are nine steps"
+
+
+def test_at_a_shutdown_the_last_batch_is_generated_for_the_checkpoint(untied_model, tmp_path):
+    searcher = make_searcher(LockstepSearcher, untied_model, tmp_path, constant_staleness=0)
+    searcher.status.shutdown, searcher.generation = True, Mock(is_idle=False)
+    searcher.step_engine()
+    assert searcher.generation.step.called
 
 
 def test_constant_staleness_has_batches_of_one_version_and_killed_leaves_nothing(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import flags, read, steps_of, tba
+from conftest import flags, make_group, read, steps_of, tba
 from safetensors.torch import load_file
 from test_plan import peak_bytes, saved_bytes
 from test_preset_starts import make
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from config import Config, UserError
 from extras import lora
+from extras.lockstep import LockstepTrainer
 from launch.launcher import launch
 from launch.places import find_places
 from launch.planning import sizes
@@ -48,7 +49,7 @@ def trained(model, run_dir, steps: int = 3, **settings):
 
 def scored(policy, rows, dtype: torch.dtype = torch.float32) -> np.ndarray:
     """The log-probabilities of all tokens of these rows, at temperature 0.7."""
-    prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
+    prompts, tokens = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
     with torch.no_grad():
         padded = response_logprobs(policy, prompts, tokens, 0.7, dtype).numpy()
     return np.concatenate([logprobs[: len(row.tokens)] for logprobs, row in zip(padded, rows)])
@@ -94,7 +95,7 @@ def test_adapters_get_the_gradient_of_the_whole_policy(alpha, factor, untied_mod
     whole.policy.load_state_dict(dict(with_adapters.weights()))
     rows = make_rows(4, 3, seed=9)
     for learner in (with_adapters, whole):
-        learner.backward(rows, beta=1.0)
+        learner.backward(rows)
     layer = with_adapters.policy.model.layers[1].mlp.up_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     gradient = whole.policy.model.layers[1].mlp.up_proj.weight.grad
@@ -114,18 +115,16 @@ def test_weights_of_another_version_are_scored_without_the_adapters(model, tmp_p
 
 
 def test_a_reference_reset_takes_the_merged_policy_of_that_moment(model, tmp_path):
-    trainer = trained(model, tmp_path, steps=2, reference_reset_period=2)
+    resets, group = dict(reference_reset_period=2), make_group(0, 0, [3, 9], range(12))
+    trainer = trained(model, tmp_path, steps=2, kind=LockstepTrainer, **resets)
     expected = {name: value.clone() for name, value in trainer.learner.weights()}
-    trainer.sync()
-    assert trainer.weights.reference_version == 2
-    reference = trainer.weights.reference_tensors()
+    trainer.publish()
+    reference = trainer.weights.reference.held()[2]
     torch.testing.assert_close(reference, expected, rtol=0, atol=0)
-    rows = make_rows(2, 3)
-    logprobs = scored(trainer.learner.policy, rows)
+    logprobs = scored(trainer.learner.policy, group.responses())
     trainer.learner.update(make_rows(4, 3))  # which leaves the reference as it is
-    trainer.resets.renew(rows)
-    renewed = np.concatenate([row.ref_logprobs for row in rows])
-    np.testing.assert_allclose(renewed, logprobs, rtol=0, atol=1e-4)
+    trainer.renew([group])
+    np.testing.assert_allclose(group.tokens["ref_logprob"], logprobs, rtol=0, atol=1e-4)
 
 
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(model, tmp_path):
@@ -145,7 +144,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(model, tmp_path):
 def test_the_largest_batch_trial_gives_the_base_no_gradient(tied_model, tmp_path):
     learner, seen = trained(tied_model, tmp_path, steps=0).learner, []
 
-    def backward(rows, beta) -> None:
+    def backward(rows) -> None:
         named = learner.policy.named_parameters()
         seen.append({name for name, parameter in named if parameter.grad is not None})
 
@@ -221,7 +220,7 @@ def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(dtype, t
     cast_linear_layers(policy, dtype)
     lora.add_adapters(policy, config)
     rows = largest_micro_batch(config, 1000)
-    inputs = [row.prompt for row in rows], [row.tokens for row in rows], 1.0, dtype
+    inputs = [row.prompt for row in rows], [row.tokens["token"] for row in rows], 1.0, dtype
     counted = sizes.pass_bytes(config, [Pass(5, 1, *config.longest_row)], dtype, has_gradient=True)
     assert counted.is_counted
     assert 0.85 < counted.kept / saved_bytes(policy, *inputs) < 1.15

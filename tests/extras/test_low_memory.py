@@ -20,7 +20,7 @@ SETTINGS |= SHORT
 def small_passes(monkeypatch):
     """Several forward passes for a micro-batch, of several rows each."""
     monkeypatch.setitem(logprobs.TOKENS_PER_FORWARD, "cpu", 60)
-    monkeypatch.setattr("extras.low_memory.TOKENS_IN_LOW_MEMORY", 60)
+    monkeypatch.setattr("learner.TOKENS_IN_LOW_MEMORY", 60)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -61,41 +61,40 @@ def test_two_passes_hold_the_graph_of_a_few_rows_only(tied_model, small_passes):
     assert saved["on"] < 0.7 * saved["off"], saved
 
 
-class Full:
-    """A learner on a card on which only two passes fit, or nothing does."""
+def put_on_a_small_card(learner: Learner, fits: bool) -> None:
+    """Let only two passes fit, or nothing."""
+    learner.low_memory, backward = False, Learner.backward
 
-    def __init__(self, learner: Learner, fits: bool):
-        self.learner, self.fits, self.low_memory = learner, fits, False
-
-    def __getattr__(self, name):
-        return getattr(self.learner, name)
-
-    def backward(self, rows, beta):
-        if not (self.low_memory and self.fits):
+    def backward_there(rows):
+        if not (learner.low_memory and fits):
             raise torch.OutOfMemoryError
-        return self.learner.backward(rows, beta)
+        return backward(learner, rows)
+
+    learner.backward = backward_there
 
 
 def test_a_batch_that_does_not_fit_makes_the_learner_take_two_passes(tied_model):
     config = Config(model=str(tied_model), **SETTINGS)
     learner, said = Learner(config, print), []
-    full = Full(learner, fits=True)
-    try_largest_batch(config, full, said.append)
+    put_on_a_small_card(learner, fits=True)
+    try_largest_batch(config, learner, said.append)
     (line,) = said
-    assert full.low_memory and "a step takes two passes (--low_memory)" in line
+    assert learner.low_memory and "a step takes two passes (--low_memory)" in line
+    put_on_a_small_card(learner, fits=False)
     with pytest.raises(MemoryError, match="12 responses of 8 . 8 tokens do not fit"):
-        try_largest_batch(config, Full(learner, fits=False), said.append)
+        try_largest_batch(config, learner, said.append)
     off = Config(model=str(tied_model), low_memory="off", **SETTINGS)
+    put_on_a_small_card(learner, fits=True)
     with pytest.raises(MemoryError, match="--tokens_per_micro_batch or try --low_memory on"):
-        try_largest_batch(off, Full(learner, fits=True), said.append)
+        try_largest_batch(off, learner, said.append)
     assert all(parameter.grad is None for parameter in learner.policy.parameters())
 
 
 def test_an_objective_whose_gradient_takes_another_way_too_is_refused(tied_model, monkeypatch):
     """Without a word it would learn from a part of its gradient."""
 
-    def with_entropy(self, *arguments):
-        inputs = loss_inputs(self, *arguments)
+    def with_entropy(self, rows):
+        inputs = loss_inputs(self, rows)
         inputs.entropy = -inputs.logprobs.mean(dim=1)
         return inputs
 

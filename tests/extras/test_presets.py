@@ -17,7 +17,7 @@ from conftest import ROOT, flags
 from config import Config
 from extras.objectives import LOSSES
 from launch.command_line import build_config, find_presets
-from models.schedules import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
+from learner import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
 from tasks import load_task, redteam, tldr
 
 

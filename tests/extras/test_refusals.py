@@ -9,7 +9,6 @@ from conftest import ROOT, SMALL, flags, python
 from test_command_line import refused
 from test_plan import make_shapes, plan_on
 
-import config
 from config import Config, UserError
 from extras.objectives import EXACT_SAMPLING
 from launch.checks.preflight import check_sampling
@@ -20,7 +19,7 @@ REFUSED = [
     ("--loss ppo", "--loss is 'ppo': it is one of tb"),
     ("--synchronous --searchers 64", "--searchers is 64, more than --queries_per_batch"),
     ("--max_staleness 5 --constant_staleness 5", "--max_staleness 5 is for the buffer"),
-    ("--reference_reset_period 5 --sync_period 2", "period is 5, no multiple of --sync_period 2"),
+    ("--reference_reset_period 5", "period 5 is for runs of constant staleness: give --constant"),
     ("{plan} 4x80 --trainer_processes 4", "is 4, … 4 GPUs: … a searcher another; give at most 3"),
     ("{plan} 8x80 --trainer_processes 4 --searchers 5", "is 5, … 8 GPUs: room for 4 beside 4"),
     ("--trainer_processes 33", "--trainer_processes is 33, more than --queries_per_batch 32"),
@@ -83,32 +82,28 @@ def test_a_problem_of_math_that_cannot_be_used_is_named_with_its_line(row, lacks
         "objectives: arithmetic --loss grpo",
         "episodes: reach",
         "score_workers: jsonl --data absent.jsonl --match math",
-        "reference_resets: arithmetic --reference_reset_period 2",
-        "low_memory: arithmetic --low_memory on",
+        "lockstep: arithmetic --reference_reset_period 2",
         "lora: arithmetic --lora_rank 4",
         "sharding: arithmetic --trainer_processes 2",
         "tracking: arithmetic --track wandb",
         "nodes/joining: arithmetic --ray auto",
     ],
 )
-def test_without_extras_what_wants_one_is_refused_by_name(wanted, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(config, "__file__", str(tmp_path / "config.py"))
+def test_without_extras_what_wants_one_is_refused_by_name(wanted, monkeypatch, capfd):
+    monkeypatch.setattr("launch.checks.settings.find_spec", lambda name: None)
     name, arguments = wanted.split(": ")
     refused(arguments.split(), f"needs extras/{name}, which this copy of the project lacks", capfd)
     assert build_config(["arithmetic"]).loss == "tb"
 
 
-def test_without_extras_a_plan_takes_and_advises_nothing_of_them(tmp_path, monkeypatch):
+def test_without_extras_a_plan_advises_nothing_of_them(tmp_path, monkeypatch):
     model = make_shapes(tmp_path)["four"]
     for has_extras in True, False:
         if not has_extras:
-            monkeypatch.setattr(config, "__file__", str(tmp_path / "config.py"))
-        made, problem = plan_on("4x12", model=model)
-        assert made.config.low_memory == ("on" if has_extras else "auto")
-        assert (problem is None) == has_extras
+            monkeypatch.setattr("launch.checks.settings.find_spec", lambda name: None)
         _, problem = plan_on("4x7", model=model)
         assert ("; --trainer_processes 3" in problem) == has_extras
-        assert ("no one setting is enough" in problem) != has_extras
+        assert ("; --dtype bfloat16" in problem) != has_extras
 
 
 @pytest.mark.runs

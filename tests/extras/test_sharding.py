@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from test_trainer import make_rows
 from transformers import AutoModelForCausalLM
 
-from buffer import Row
 from config import Config
 from extras.objectives import LOSSES
 from extras.sharding import Rank, ShardedLearner, connect
@@ -28,6 +27,7 @@ from launch.command_line import build_config
 from learner import make_learner
 from models.architecture import weight_shapes
 from models.logprobs import TOKENS_PER_FORWARD
+from rollouts import Response, make_tokens
 from runtime.memory_trial import try_largest_batch
 from weights import SharedWeights
 
@@ -130,7 +130,7 @@ def on_ranks(size: int, experiment: Callable, *arguments):
 even_rows = partial(make_rows, 7, 3)
 
 
-def uneven_rows(seed: int) -> list[Row]:
+def uneven_rows(seed: int) -> list[Response]:
     """Rows of 7 queries; those of the first have 30 tokens each, all others 1 or 2.
 
     So the rank that has the first makes two passes of prompt and response, and others make one; and
@@ -139,9 +139,8 @@ def uneven_rows(seed: int) -> list[Row]:
     rows, rng = even_rows(seed), np.random.default_rng(seed)
     for i, row in enumerate(rows):
         length = 30 if i < 3 else 1 + (i % 2 if i < 12 else 0)
-        row.tokens = rng.integers(0, 256, size=length).astype(np.int32)
-        row.ref_logprobs = row.behavior_logprobs = np.full(length, -5.0, np.float32)
-        row.in_loss = row.sampled = np.ones(length, bool)
+        ids = rng.integers(0, 256, size=length)
+        row.tokens = make_tokens(ids, ref_logprob=-5.0, behavior_logprob=-5.0)
     return rows
 
 
@@ -212,12 +211,10 @@ def everything(laboratory: Laboratory, models: dict[str, str], folder: str) -> d
         # What is published, against the parts that the ranks hold.
         laboratory.begin(models["untied"], {})
         shapes = weight_shapes(laboratory.config)
-        weights = SharedWeights(shapes, torch.float32, readers=1, reference=True)
+        weights = SharedWeights(shapes, torch.float32, readers=1)
         weights.publish(1, laboratory.weights())
-        weights.publish_reference(1, laboratory.weights())
         with weights.read(0) as (_, tensors):
             found["published"] = copied(tensors.items())
-        found["reference"] = copied(weights.reference_tensors().items())
         found["parts"] = laboratory.parts()
         for low_memory in ("off", "on"):
             laboratory.trial(low_memory)
@@ -289,20 +286,20 @@ def test_a_rank_that_fills_up_makes_the_smallest_passes():
     """A whole one more, with its graph, would take memory that the largest-batch trial did not."""
 
     learner = object.__new__(ShardedLearner)
-    learner.rank = SimpleNamespace(gather=lambda value: [3, value])
+    learner.config = Config(responses_per_query=2)
+    learner.rank = SimpleNamespace(gather=lambda value: [(3, 6), value])
+    assert learner.with_shares(["a"]) == [("a", 1 / 7), ("a", 0.0), ("a", 0.0)]
     group = ["a", "b", "c", "d"]
-    assert learner.in_step([group]) == [(group, 1), (["a"], 0), (["a"], 0)]
-    assert learner.in_step([group], least=2) == [(group, 1), (["a", "b"], 0), (["a", "b"], 0)]
+    assert learner.with_shares([group]) == [(group, 0.4), (["a", "b"], 0.0), (["a", "b"], 0.0)]
 
 
-def test_what_is_published_and_becomes_the_reference_is_what_the_ranks_hold_bit_by_bit(found):
+def test_what_is_published_is_what_the_ranks_hold_bit_by_bit(found):
     two = found[2]
     parts, published = two["parts"], two["published"]
     assert len(parts) == 2
     assert all(part[name].size < published[name].size for part in parts for name in part)
     held = {name: np.concatenate([part[name] for part in parts]) for name in published}
     np.testing.assert_equal(published, held)
-    np.testing.assert_equal(two["reference"], held)
     # Nor did the largest-batch trial change any of them.
     np.testing.assert_equal(two["after the trial"], held)
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from conftest import Run, flags
 from test_dtype import NORMAL
-from test_engine import changed, logprobs_of, sample_group, take_over
+from test_engine import changed, logprobs_of, mismatch, sample_group, take_over
 from test_plan import DTYPES, peak_bytes
 
-from buffer import rows_of
 from config import Config, UserError
-from extras.episodes import encode_reply
+from extras.replies import encode_reply
 from launch.display.alarms import NORMAL_MISMATCH
 from launch.places import find_places
 from launch.planning import sizes
@@ -24,7 +23,7 @@ from launch.planning.needs import Needs
 from launch.planning.sizes import Pass
 from learner import make_learner
 from models.engine import Engine
-from models.logprobs import TOKENS_PER_FORWARD, mismatch, split_rows
+from models.logprobs import TOKENS_PER_FORWARD, split_rows
 from models.policy import load_policy
 from models.tokens import encode_prompt, load_tokenizer
 from runtime.checkpoints import checkpoint
@@ -124,7 +123,7 @@ def test_adapters_that_have_learnt_reach_vllm_merged(model, record_property):
     group = sample_group(engine, prompt, **sampling)
     group.rewards[:4] = 1.0
     for _ in range(2):  # after the first step A has not moved
-        learner.update(rows_of(group))
+        learner.update(group.responses())
     engine.load(1, learner.weights())
     group = sample_group(engine, prompt, **sampling)
     base = load_policy(config, torch.device("cpu"))
@@ -155,7 +154,7 @@ def test_a_run_killed_and_resumed_has_the_weights_and_moments_of_one_that_was_no
 def test_a_steps_peak_is_what_the_plan_counts(model, record_property):
     config = Config(model=str(model), **PRESETS["smollm"])
     rows = largest_micro_batch(config, vocabulary=49_152)
-    prompts, responses = [row.prompt for row in rows], [row.tokens for row in rows]
+    prompts, responses = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
     longest, size = config.longest_row, len(rows)
     passes = [Pass(size, config.full_queries, *longest)]
     assert len(split_rows(prompts, responses, TOKENS_PER_FORWARD["cpu"])) == 1

@@ -24,8 +24,8 @@ def batches(monkeypatch):
     """Of every batch: its rows' versions, the largest |current - behaviour| in nats."""
     seen, loss_inputs = [], Learner.loss_inputs
 
-    def watched(self, rows, *scales):
-        inputs = loss_inputs(self, rows, *scales)
+    def watched(self, rows):
+        inputs = loss_inputs(self, rows)
         differences = inputs.logprobs.detach() - inputs.behavior_logprobs
         largest = float(differences[inputs.mask.bool()].abs().max())
         if rows[0].query_id >= 0:

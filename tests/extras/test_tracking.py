@@ -24,7 +24,7 @@ from extras import tracking
 from extras.tracking import Tracking, as_code, follow, grouped
 from launch.command_line import build_config
 from launch.files import rewind
-from runtime.record.timeline import Lines
+from runtime.record.lines import Lines
 
 NAMES = ("wandb", "tensorboard")
 MISSING = "no {}: pip install -r requirements-track.txt"

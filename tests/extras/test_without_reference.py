@@ -6,22 +6,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import FOREVER, Run, flags
+from test_lockstep import make_searcher, score
 from test_plan import plan_on
 from transformers import LlamaConfig
 
 from config import Config
 from extras.objectives import WITHOUT_REFERENCE
 from launch.places import find_places, resolve
-from runtime.reference import Reference
+from searcher import Searcher
 
 
 def test_where_no_reference_is_read_none_is_loaded_reset_or_planned_for(tmp_path, untied_model):
     config = Config(model=str(untied_model), loss="kimi_k2", reference_reset_period=50)
-    none = Reference(config, weights=None, pin=0)
-    assert none.model is None
-    scored = none.logprobs([], [np.arange(3), np.arange(5)])
-    assert [np.isnan(row).sum() for row in scored] == [3, 5], "a reader would show"
-    assert Reference(replace(config, loss="tb"), None, 0).model is not None
+    one, other = (
+        make_searcher(Searcher, untied_model, tmp_path, loss=loss) for loss in (config.loss, "tb")
+    )
+    assert one.reference is None and other.reference is not None
+    assert np.isnan(score(one).tokens["ref_logprob"]).all(), "a reader would show"
     assert resolve(config, find_places(config, [])).reference_reset_period == 0
     kept = resolve(replace(config, loss="tba_prime"), find_places(config, []))
     assert kept.reference_reset_period == 50

@@ -20,7 +20,6 @@ from models.device import compute_dtype, device, lock_pages
 from models.logprobs import TokenLogprobs, response_logprobs
 from models.policy import load_policy
 from runtime.checkpoints.writer import CheckpointWriter
-from runtime.reference import Reference
 from tasks.support.classifier import Classifier, Sampler
 from weights import SharedWeights
 
@@ -119,32 +118,18 @@ def test_a_published_version_is_whole_when_searchers_may_look(gpu, tied_model):
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_all_that_is_published_is_locked_whole_or_cuda_forgets_the_failure(code, gpu, monkeypatch):
-    weights = SharedWeights({"a": (1000,)}, torch.bfloat16, readers=1, reference=True)
+    weights = SharedWeights({"a": (1000,)}, torch.bfloat16, readers=1)
+    weights.reference = SharedWeights({"a": (1000,)}, torch.float32, readers=1, slots=1)
     asked, said, launched = [], [], []
     register = lambda *arguments: asked.append(arguments) or code  # noqa: E731
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *a, **b: launched.append(b) or ones(*a, **b))
     lock_pages(weights.memories, said.append)
-    parts = [*weights.slots, weights.reference]
+    parts = [*weights.slots, *weights.reference.slots]
     wanted = [(part.data_ptr(), 2000 + 2000 * (part is parts[-1])) for part in parts]
     assert [arguments[:2] for arguments in asked] == (wanted[:1] if code else wanted)
     assert len(said) == len(launched) == code
-
-
-def test_the_reference_is_on_the_gpu_and_takes_resets(gpu, untied_model):
-    config = Config(model=str(untied_model))
-    weights = SharedWeights(weight_shapes(config), torch.bfloat16, readers=1, reference=True)
-    reference = Reference(config, weights, pin=0)
-    assert all(p.is_cuda for p in reference.model.parameters())
-    prompts, responses = [row.prompt for row in ROWS], [row.tokens for row in ROWS]
-    first = reference.logprobs(prompts, responses)
-    changed = [(name, p.detach() * 1.1) for name, p in reference.model.named_parameters()]
-    assert weights.publish_reference(3, changed)
-    reference.take_reset()
-    assert reference.version == 3
-    for one, two in zip(first, reference.logprobs(prompts, responses)):
-        assert np.isfinite(two).all() and not np.array_equal(one, two)
 
 
 @pytest.mark.parametrize("masters", ["float32", "bfloat16"])

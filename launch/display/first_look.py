@@ -1,16 +1,50 @@
 """The first look: what a user would ask of the first responses, said before the first step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from buffer import Group, rows_of
 from config import Config
+from launch.display.answers import Answers, look_at
 from models.tokens import load_tokenizer, tokens_left_out
-from runtime.record.answers import look_at
-from runtime.transport.messages import Answers
+from rollouts import Group
+from runtime.record.metrics import describe
+from runtime.transport.status import StatusTable
 from tasks import Task, load_task
+
+
+class FirstLook:
+    """Collects the first groups on their way to the trainer, and says what a user would ask.
+
+    say: shows the user a line. What is resumed past its first step needs no such look.
+    """
+
+    def __init__(
+        self, config: Config, status: StatusTable, say: Callable[[str], None], is_wanted: bool
+    ):
+        self.config, self.status, self.say, self.is_wanted = config, status, say, is_wanted
+        self.groups: list[Group] = []
+
+    def take(self, group: Group) -> None:
+        """Take note of a group that goes to the trainer. From any thread."""
+        if self.is_wanted:
+            self.groups.append(group)
+
+    def look(self) -> None:
+        """Say it, once the groups are there that the first step is made of. Call it often."""
+        groups, config = [*self.groups], self.config
+        size = config.queries_per_batch * config.samples_per_query
+        wanted = size if config.lockstep else config.initial_responses
+        if not self.is_wanted or sum(len(g.lengths) for g in groups) < max(1, wanted):
+            return
+        self.is_wanted, self.groups = False, []
+        left_out = int(self.status.total("long_prompts"))
+        try:
+            for line in describe_first(config, groups, describe(groups), left_out):
+                self.say(line)
+        except Exception as error:  # such as of a task's own code: the run goes on
+            self.say(f"warning: no look at the first responses: {error!a:.200}")
 
 
 def describe_first(
@@ -51,10 +85,10 @@ def answers_of(
     tokenizer: PreTrainedTokenizerBase, hidden: dict[int, str], task: Task, groups: list[Group]
 ) -> Answers:
     """Look at the responses of groups, as texts that score() saw. hidden: from it, by id."""
-    rows = [row for group in groups for row in rows_of(group)]
-    tokens = [[token for token in row.tokens.tolist() if token not in hidden] for row in rows]
+    rows = [row for group in groups for row in group.responses()]
+    ids = [[i for i in row.tokens["token"].tolist() if i not in hidden] for row in rows]
     finished = np.concatenate([group.finished for group in groups]).tolist()
-    return look_at(task, tokenizer.batch_decode(tokens), [row.reward for row in rows], finished)
+    return look_at(task, tokenizer.batch_decode(ids), [row.reward for row in rows], finished)
 
 
 def find_unseen(
@@ -63,7 +97,7 @@ def find_unseen(
     """Name the special tokens within the sampled responses that are hidden from score()."""
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     # The last token of a turn may be another end, of several that a model has.
-    rows = [row for group in groups for row in rows_of(group)]
-    within = [row.tokens[:-1][row.sampled[:-1] & row.sampled[1:]] for row in rows]
+    responses = [row.tokens for group in groups for row in group.responses()]
+    within = [own["token"][:-1][own["sampled"][:-1] & own["sampled"][1:]] for own in responses]
     found = {*np.concatenate(within).tolist()} - ends
     return sorted(hidden[token] for token in found & hidden.keys())

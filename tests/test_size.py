@@ -1,0 +1,41 @@
+"""How many lines each room of this repository may have: the numbers only go down.
+
+A fork has numbers of its own, or deletes this file.
+"""
+
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+# Lines of each room, blank ones and comments included; launch/ with its template.
+MOST = {
+    ".": 2_000,
+    "models": 1_395,
+    "runtime": 1_626,
+    "tasks": 2_363,
+    "launch": 3_571,
+    "extras": 2_173,
+    "examples": 305,
+    "tests": 12_563,
+    "benchmarks": 3_784,
+}
+# What the two workers of an ordinary run import: files, and their lines (tests/test_runs.py).
+MOST_IMPORTED = 40, 4_606
+
+
+def files_of(room: str) -> list[Path]:
+    """Return the files of a room; of the top level its own alone."""
+    find = (ROOT / room).glob if room == "." else (ROOT / room).rglob
+    return [file for ending in ("*.py", "*.j2") for file in find(ending)]
+
+
+@pytest.mark.parametrize("room", MOST)
+def test_a_room_has_no_more_lines_than_its_number(room):
+    lines = {str(f): len(f.read_text(encoding="utf-8").splitlines()) for f in files_of(room)}
+    assert sum(lines.values()) <= MOST[room], sorted(lines.items(), key=lambda item: item[1])[-5:]
+
+
+def test_every_room_has_a_number():
+    rooms = {path.parent.name for path in ROOT.glob("*/*.py")}
+    assert {room for room in rooms if room[0] != "."} <= MOST.keys()
