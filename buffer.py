@@ -192,8 +192,9 @@ class ReplayBuffer:
     capacity_per_query: responses kept per query; of those with the same tokens only the newest.
     rule: draws the responses of a replayed query. seed: of all draws; the same additions and draws
     give the same rows.
-    growth_steps: from this trainer step on new responses replace a query's oldest, one for one; of
-    a query first seen after it one group is kept. None: queries always grow to their capacity.
+    growth_steps: from this trainer step on a query grows no more: a new response replaces its
+    oldest, and of a query first seen later one group is kept. None: queries always grow to their
+    capacity.
     """
 
     def __init__(

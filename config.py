@@ -61,12 +61,14 @@ class Bound(NamedTuple):
     words: str
 
 
-class Extra(NamedTuple):
-    """What a setting other than its default turns on: a module of extras/, imported by its name."""
+class Extra:
+    """The modules of extras/ that are imported where a setting is not its default."""
 
-    module: str
+    def __init__(self, *modules: str):
+        self.modules = modules
 
 
+LOCKSTEP = Extra("lockstep", "lockstep_searcher")
 POSITIVE = Bound(lambda x: 0 < x < math.inf, "it must be positive")
 NOT_NEGATIVE = Bound(lambda x: 0 <= x < math.inf, "it must not be negative")
 STEPS = Bound(
@@ -153,7 +155,7 @@ class ObjectiveSettings:
     """gamma at the end of its line from 1: the reference log-probability is divided by it."""
     reference_temperature_steps: NonNegativeInt = 0
     """Steps over which gamma goes linearly from 1 to reference_temperature."""
-    reference_reset_period: Annotated[NonNegativeInt, Extra("lockstep")] = 0
+    reference_reset_period: Annotated[NonNegativeInt, LOCKSTEP] = 0
     """rho of TBA', with constant staleness: steps between two resets of the reference to the
     policy. 0: never."""
 
@@ -202,13 +204,13 @@ class SearchSettings:
     """A response, or a turn of an episode, is cut off here, and counts as unfinished."""
     max_turns: PositiveInt = 10
     """Most turns of the model in an episode (multi-turn tasks only)."""
-    max_episode_tokens: Annotated[PositiveInt | None, Extra("episodes")] = None
+    max_episode_tokens: Annotated[PositiveInt | None, Extra("episodes", "replies")] = None
     """Most tokens in an episode: prompt, turns and replies together. None: no episodes."""
-    constant_staleness: Annotated[NonNegativeInt | None, Extra("lockstep")] = None
+    synchronous: Annotated[bool, LOCKSTEP] = False
+    """Train on-policy, for comparison: --constant_staleness 0, the trainer waits for each batch."""
+    constant_staleness: Annotated[NonNegativeInt | None, LOCKSTEP] = None
     """Train on each batch exactly so many steps after the version that generated it, without a
     replay buffer. Then k = 1, S = K, and duplicates are kept."""
-    synchronous: Annotated[bool, Extra("lockstep")] = False
-    """Train on-policy, for comparison: --constant_staleness 0, the trainer waits for each batch."""
 
 
 @dataclass(frozen=True)

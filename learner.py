@@ -36,7 +36,7 @@ BAD_STEPS = 10  # this many steps in a row with a gradient that is not finite en
 class Learner:
     """The policy and its optimizer.
 
-    say: shows the user a line. The last methods of the class are what a subclass changes.
+    say: shows the user a line.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]):
@@ -45,6 +45,7 @@ class Learner:
         self.objective = find_objective(config.loss)
         self.dtype = compute_dtype(config)
         self.policy = self.load_policy()
+        # A sharded policy replaces this by a module, whose forward pass gathers the shards.
         self.response_logprobs = partial(response_logprobs, self.policy)
         self.trained = trained_parameters(self.policy)
         # In --master_dtype. Most steps of 1e-5 on a bf16 weight round away, and the paper's GSM8K
@@ -61,13 +62,13 @@ class Learner:
         self.step = 0  # optimizer steps done; the version of the weights
         self.bad_steps = self.bad_steps_in_a_row = 0
         # log pi / b of the batch's tokens, and which of them were sampled, by micro-batch.
-        self.log_weights: list[tuple[Tensor, Tensor]] = []
+        self.log_ratios: list[tuple[Tensor, Tensor]] = []
 
     def update(self, rows: list[Response]) -> Metrics:
         """Make one optimizer step on B x K rows. Returns the metrics of the step."""
-        self.log_weights = []
+        self.log_ratios = []
         metrics = self.accumulate(rows)
-        metrics |= importance_figures(self.log_weights)
+        metrics |= importance_figures(self.log_ratios)
         metrics["grad_norm"] = self.step_optimizer()
         metrics["learning_rate"] = self.lr_schedule.get_last_lr()[0]
         metrics["beta"] = beta_at(self.config, self.step)
@@ -107,8 +108,8 @@ class Learner:
         if self.low_memory:
             self.backward_logprobs(rows, inputs.logprobs.grad)
         if share:
-            log_w = inputs.logprobs.detach() - inputs.behavior_logprobs
-            self.log_weights.append((log_w, inputs.sampled))
+            log_ratio = inputs.logprobs.detach() - inputs.behavior_logprobs
+            self.log_ratios.append((log_ratio, inputs.sampled))
         return loss.detach(), metrics
 
     def backward_logprobs(self, rows: list[Response], grad: Tensor) -> None:
@@ -121,7 +122,8 @@ class Learner:
 
     def loss_inputs(self, rows: list[Response]) -> LossInputs:
         """Compute log pi of the rows, and pad the rest to its shape (N, T)."""
-        config, step, logprobs = self.config, self.step, self.logprobs(rows)
+        config, step = self.config, self.step
+        logprobs = self.logprobs(rows)
         # The log-reward of trajectory balance is [log pi_ref / gamma + reward / beta] / tau.
         beta, tau = beta_at(config, step), reward_temperature_at(config, step)
         gamma = reference_temperature_at(config, step)
@@ -229,11 +231,11 @@ class Learner:
         """Save the policy for from_pretrained and for vLLM, in the dtype of what is trained."""
         dtype = next(iter(self.trained.values())).dtype
         parameters = {name for name, _ in self.policy.named_parameters(remove_duplicate=False)}
-        whole = {name: tensor.to("cpu", dtype) for name, tensor in self.weights()}
+        tensors = {name: tensor.to("cpu", dtype) for name, tensor in self.weights()}
         buffers = self.policy.state_dict().items()
-        whole |= {name: tensor for name, tensor in buffers if name not in parameters}
+        tensors |= {name: tensor for name, tensor in buffers if name not in parameters}
         with replacing(directory) as unfinished:
-            save_model(self.policy, whole, self.config.model, unfinished)
+            save_model(self.policy, tensors, self.config.model, unfinished)
 
     def fits(self, rows: list[Response]) -> bool:
         """Return whether a step on these rows, AdamW's moments included, fits into memory."""
@@ -252,14 +254,14 @@ class Learner:
                 parameter.grad = None
         return True
 
-    # What a subclass changes: these four, accumulate() and fits()
+    # These four are for subclasses to change; so are accumulate() and fits().
 
     def load_policy(self) -> torch.nn.Module:
         """Load the policy onto this process's device. Raises as models.policy.load_policy does."""
         return load_policy(self.config, device())
 
     def with_shares(self, parts: list) -> list[tuple[Any, float]]:
-        """Pair each part of some rows with its share of them."""
+        """Pair each part of some rows with its share of them, 0 for a dummy of a sharded policy."""
         num_rows = sum(map(len, parts))
         return [(part, len(part) / num_rows) for part in parts]
 

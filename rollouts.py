@@ -3,7 +3,7 @@
 A searcher fills a Group step by step and sends it; the trainer's buffer cuts it into Responses, of
 which a batch is made. The tokens of a group are one array of TOKEN, its responses end to end.
 
-`in_loss` and `sampled` differ in three cases only:
+`in_loss` and `sampled` are both True for every token, with three exceptions:
 
     an end that was appended (Task.append_eos)      in_loss, not sampled
     an environment's reply (Task.reply)             neither
@@ -42,7 +42,7 @@ def join_tokens(parts: list[np.ndarray]) -> np.ndarray:
     return np.frombuffer(bytearray().join(parts), TOKEN)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Group:
     """The S responses to one query. Comments say when a field is set; until then it is None."""
 
@@ -84,12 +84,19 @@ class Group:
         self.tokens = join_tokens(responses)
 
     def responses(self, step: int = 0) -> list["Response"]:
-        """Cut it into its S responses, whose tokens are views. step: at which they arrived."""
+        """Return the S responses, whose tokens are views. step: at which they arrived."""
         cut = np.split(self.tokens, np.cumsum(self.lengths)[:-1])
-        same = dict(query_id=self.query_id, version=self.version, prompt=self.prompt)
-        same |= dict(received_step=step)
-        rewards = self.rewards.tolist()
-        return [Response(tokens=tokens, reward=r, **same) for tokens, r in zip(cut, rewards)]
+        return [
+            Response(
+                query_id=self.query_id,
+                version=self.version,
+                prompt=self.prompt,
+                tokens=tokens,
+                reward=reward,
+                received_step=step,
+            )
+            for tokens, reward in zip(cut, self.rewards.tolist())
+        ]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

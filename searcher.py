@@ -43,8 +43,8 @@ POLL_SECONDS = 0.005  # while the queue is full, or there is nothing to generate
 class Searcher:
     """One searcher process.
 
-    rank: its number, from 0: of its share of the queries and of its pin in `weights`. outgoing: its
-    queue, from which the supervisor forwards to the trainer's.
+    rank: its number, from 0, which is that of its share of the queries and of its pin in `weights`.
+    outgoing: its queue, from which the supervisor forwards to the trainer's.
     """
 
     seeds_requests = False  # vLLM draws for each seeded request by itself, which costs time
@@ -64,7 +64,7 @@ class Searcher:
         self.task = load_task(config.task, **config.options)
         self.tokenizer = load_tokenizer(config)
         cursor = int(status.get(self.name, "cursor"))
-        self.queries = QueryShare(config, self.task.queries("train"), rank, cursor)
+        self.share = QueryShare(config, self.task.queries("train"), rank, cursor)
         # For is_ahead(): groups begun, and the trainer's step at the start.
         self.num_begun, self.first_step = 0, max(0, weights.version)
         # Seeded by cursor too, so that a restart does not repeat samples.
@@ -100,6 +100,7 @@ class Searcher:
             generated = self.step_engine()
             scored = self.score(generated)
             self.add_reference_logprobs(scored)
+            self.note(scored)
             self.send(scored)
         self.timeline.flush()
 
@@ -140,7 +141,7 @@ class Searcher:
         """Have S responses generated to each of the next queries, while there is room."""
         while self.has_room():
             self.generation.start(self.next_group())
-        self.status.set(self.name, "cursor", self.queries.cursor)
+        self.status.set(self.name, "cursor", self.share.cursor)
 
     def has_room(self) -> bool:
         """Return whether a query may start: the run needs it, engine and scoring have room."""
@@ -169,7 +170,7 @@ class Searcher:
         Raises ValueError if the prompts of all queries are empty or too long.
         """
         limit = self.config.max_prompt_tokens
-        for _ in self.queries.own:
+        for _ in self.share.own:
             group = self.draw()
             group.prompt = np.array(encode_prompt(self.tokenizer, group.query.prompt), np.int32)
             if 0 < len(group.prompt) <= limit:
@@ -182,12 +183,12 @@ class Searcher:
     def draw(self) -> Group:
         """Draw the next query of the share."""
         self.num_begun += 1
-        return self.queries.draw()
+        return self.share.draw()
 
     def drop(self, group: Group) -> None:
         """Note that a group that was drawn will never come."""
         self.num_begun -= 1
-        self.queries.end(group)
+        self.share.end(group)
 
     def sampling(self, group: Group) -> dict:
         """Return how vLLM samples the responses to a query, as in vllm.SamplingParams."""
@@ -242,9 +243,9 @@ class Searcher:
             if group.error:
                 self.drop(group)
             else:
-                self.queries.end(group)
+                self.share.end(group)
                 scored.append(group)
-        self.status.set(self.name, "cursor", self.queries.cursor)
+        self.status.set(self.name, "cursor", self.share.cursor)
         return scored
 
     @torch.no_grad()
@@ -267,7 +268,10 @@ class Searcher:
             logprobs = self.task.reference_logprobs(logprobs[: len(own)])
             # An environment's tokens are certain: log-probability 0 under both policies.
             own["ref_logprob"] = np.where(own["in_loss"] | own["sampled"], logprobs, 0)
-        for group in scored:
+
+    def note(self, groups: list[Group]) -> None:
+        """Count tokens, and write some responses to samples.jsonl."""
+        for group in groups:
             self.status.add(self.name, "tokens", int(group.tokens["sampled"].sum()))
             self.samples.write(group)
 
@@ -320,7 +324,7 @@ class QueryShare:
         name, index = f"{query.id}.{epoch}", self.num_drawn
         self.in_flight.add(index)
         self.num_drawn += 1
-        return Group(query.id, query=query, request=name, index=index, visit=epoch)
+        return Group(query_id=query.id, query=query, request=name, index=index, visit=epoch)
 
     def end(self, group: Group) -> None:
         """Note that a group is scored, or will never be: its prompt is too long, score() failed."""

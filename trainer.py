@@ -3,17 +3,17 @@
 What a batch does to the policy is learner.py. In lockstep (--constant_staleness, --synchronous)
 each batch is made for its step, and the trainer is a subclass, in extras/lockstep.py.
 
-The paper or its released code has otherwise:
+Differences from the paper or its released code:
 - at a sync all stop and wait; here searchers go on, and load new weights between two tokens;
-- a sample carries the trainer's step at a sync; here the version of the weights that began it;
-- where padding is the end-of-sequence no sum has the end; here --pad_is_eos does that;
+- the age of a sample counts from the sync that sent it; here from the weights that began it;
+- if the padding token is end-of-sequence, every sum leaves it out; here only with --pad_is_eos;
 - an unfinished response is graded by its last number; here it is wrong (tasks/gsm8k.py);
 - weights and moments are in bf16; here in fp32, but for presets that reproduce such a run;
 - the learning rate is stepped before the update; here after it.
 """
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -124,17 +124,12 @@ class Trainer:
     def add(self, groups: list[Group]) -> None:
         """Put what has arrived into the buffer, as one sync."""
         self.buffer.add(groups, self.step)
-        self.describe(groups)
+        self.metrics.figures |= describe(groups)  # as generated: the buffer drops duplicates
+        self.measure_mismatch_if_due(groups)
 
-    def describe(self, groups: list[Group], later: Sequence[Group] = ()) -> None:
-        """Take the metrics of groups as they were generated: the buffer drops duplicates.
-
-        Now and then vLLM's log-probabilities are compared with the policy's under the same weights.
-        later: groups for later steps, which may show that sooner.
-        """
-        self.metrics.figures |= describe(groups)
-        group = self.metrics.find_to_compare([*groups, *later], self.step)
-        if group:
+    def measure_mismatch_if_due(self, groups: list[Group]) -> None:
+        """Compare vLLM's log-probabilities with the policy's under the same weights."""
+        if group := self.metrics.find_to_compare(groups, self.step):
             sampled_by = self.weights.held()[group.version]
             rows, temperature = group.responses(), group.temperature
             logprobs = self.learner.logprobs_under(sampled_by, rows, temperature)
@@ -178,8 +173,12 @@ class Trainer:
             return []
         limit = config.max_staleness
         oldest_version = 0 if limit is None else max(0, self.step - limit)
-        sizes = config.queries_per_batch, config.responses_per_query
-        return self.buffer.sample(*sizes, config.most_on_policy_prob, oldest_version)
+        return self.buffer.sample(
+            config.queries_per_batch,
+            config.responses_per_query,
+            config.most_on_policy_prob,
+            oldest_version,
+        )
 
     def awaited(self) -> str:
         """Say what draw() lacks."""
@@ -228,8 +227,8 @@ class Trainer:
                 self.save_checkpoint(is_last=True)
                 self.checkpoints.wait()
         if self.status.last_step_done:
-            # Wait for one that still runs. The final one comes later: it loads the saved model
-            # (launch/evaluate.py).
+            # Wait for an evaluation that still runs. The final one comes later: it loads the saved
+            # model (launch/evaluate.py).
             self.receive()
             self.receive_until(lambda: not self.evaluations.is_pending, "the evaluation asked for")
         self.status.stop = True

@@ -72,7 +72,7 @@ class SharedWeights:
     ) -> bool:
         """Make `tensors` the newest version.
 
-        Returns False, at once, when readers pin every slot that is not the newest. version: the
+        Returns False, at once, when readers pin every slot that may be written. version: the
         trainer step of these weights. evaluate: a searcher is asked to evaluate them. Raises
         KeyError and ValueError for tensors that are not as announced.
         """

@@ -284,7 +284,7 @@ def feed(root: str, weights: SharedWeights, rollouts: Queue) -> None:
         tokens["token"] = np.where(is_new, rng.integers(VOCABULARY), tokens["token"])
         noise = rng.normal(-10, 1, (2, len(tokens)))
         tokens["ref_logprob"], tokens["behavior_logprob"] = noise
-        group = Group(query, prompt=few[0].prompt, version=version, last_version=version)
+        group = Group(query_id=query, prompt=few[0].prompt, version=version, last_version=version)
         group.lengths = np.array([len(row.tokens) for row in few], np.int32)
         group.tokens, group.finished, group.temperature = tokens, np.ones(24, bool), 0.7
         group.rewards = rng.integers(2, size=24).astype(np.float32)

@@ -59,7 +59,7 @@ class Measurement:
         self.searcher = Searcher(config, 0, weights, found, self.status, config.output_dir)
         self.searcher.evaluation.started_version = 0  # no evaluation of the base model
         self.engine, self.reference = self.searcher.engine, self.searcher.reference
-        queries = self.searcher.queries.queries
+        queries = self.searcher.share.queries
         prompts = [self.searcher.tokenizer(query.prompt).input_ids for query in queries]
         self.prompts = itertools.cycle(prompts)
         self.engine_step, self.engine.step = self.engine.step, self.step

@@ -132,7 +132,7 @@ class InlineSearcher:
         groups = []
         for i, query, batch in zip(range(0, len(rows), size), queries, batches):
             own = slice(i, i + size)
-            group = Group(query.id, prompt=prompts[i], version=self.version, batch=batch)
+            group = Group(query_id=query.id, prompt=prompts[i], version=self.version, batch=batch)
             group.last_version, group.temperature = self.version, config.temperature
             group.end(texts[own], tokens[own], finished[own])
             group.rewards = rewards[own]

@@ -10,7 +10,7 @@ Section and equation numbers are the paper's (arXiv 2503.18929). Left out here, 
 - the trainer's own process, and the weights in shared memory: trainer.py, weights.py
 - micro-batches by length, a low-memory pass, several GPUs, LoRA, bf16: learner.py, models/
 - a buffer with bounds, no duplicates, replay by reward, queries without replacement: buffer.py
-- temperatures; schedules of beta and of the learning rate: models/
+- temperatures; schedules of beta and of the learning rate: learner.py
 - tasks, metrics, checkpoints, restarts: tasks/, runtime/
 """
 

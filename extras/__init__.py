@@ -1,1 +1,1 @@
-"""What a flag turns on. config.extra() imports it by name; without extras/ all else still runs."""
+"""What a flag turns on, imported in the branch of that flag; without extras/ all else runs."""

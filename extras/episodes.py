@@ -1,6 +1,6 @@
 """Episodes: responses of several turns, to a task with reply() (--max_episode_tokens).
 
-The model acts, the environment replies, the model acts again. The tokens of such a response are
+The model acts, the environment replies, the model acts again. The tokens of such a episode are
 those of the turns and of the replies between them; what was sampled is never decoded and encoded
 again. A reply is no choice of the policy, so its tokens are in no loss: where the same turns give
 the same reply its probability is 1, and trajectory balance keeps its fixed point, whoever played.
@@ -20,8 +20,8 @@ from runtime.responses.scoring import RewardScorer
 
 
 @dataclass(eq=False)
-class Response:
-    """One of the S responses of a group, while it is generated."""
+class Episode:
+    """One of the S episodes of a group, while it is generated."""
 
     group: Group
     number: int  # among them
@@ -48,8 +48,8 @@ class Episodes(Generation):
     ):
         super().__init__(config, tokenizer, engine, scorer.task)
         self.scorer = scorer
-        self.replying: list[Response] = []  # it is the environment's turn
-        self.unfinished: dict[str, list[Response]] = {}  # by the group's request
+        self.replying: list[Episode] = []  # it is the environment's turn
+        self.unfinished: dict[str, list[Episode]] = {}  # by the group's request
         self.ended: list[Group] = []  # in this step
 
     @property
@@ -63,7 +63,7 @@ class Episodes(Generation):
         In lockstep for all of them, so that the same turns share each step of the engine whenever
         their replies come.
         """
-        has_come = [response.reply.done() for response in self.replying]
+        has_come = [episode.reply.done() for episode in self.replying]
         if self.config.lockstep and not all(has_come):
             return True
         return not self.engine.rows and not any(has_come)
@@ -71,83 +71,83 @@ class Episodes(Generation):
     def start(self, group: Group) -> None:
         """Begin S episodes, each a request of its own: one of S would end with the slowest turn."""
         group.version, group.temperature = self.engine.version, group.sampling["temperature"]
-        responses = [Response(group, number) for number in range(group.sampling["n"])]
+        responses = [Episode(group, number) for number in range(group.sampling["n"])]
         self.unfinished[group.request] = responses
-        for response in responses:
-            self.begin_turn(response)
+        for episode in responses:
+            self.begin_turn(episode)
 
-    def begin_turn(self, response: Response) -> None:
+    def begin_turn(self, episode: Episode) -> None:
         """Have the next turn of an episode generated, after all of it so far."""
-        group, turn = response.group, len(response.turns)
-        sampling, prompt = group.sampling | {"n": 1}, group.prompt.tolist() + response.ids
+        group, turn = episode.group, len(episode.turns)
+        sampling, prompt = group.sampling | {"n": 1}, group.prompt.tolist() + episode.ids
         room = self.config.max_episode_tokens - len(prompt)
         for limit in ("max_tokens", "min_tokens"):
             if limit in sampling:
                 sampling[limit] = min(room, sampling[limit])
         if "seed" in sampling:
-            seeds = np.random.SeedSequence((sampling["seed"], response.number, turn))
+            seeds = np.random.SeedSequence((sampling["seed"], episode.number, turn))
             sampling["seed"] = int(seeds.generate_state(1)[0])
-        request = f"{group.request}.{response.number}.{turn}"
+        request = f"{group.request}.{episode.number}.{turn}"
         self.engine.add(request, prompt, **sampling)
-        self.generating[request] = response
+        self.generating[request] = episode
 
     def step(self) -> list[Group]:
         """Generate one token of every turn. Returns the groups that ended with it."""
         self.ended = []
         replying, self.replying = self.replying, []
-        for response in replying:
-            self.take_reply(response)
+        for episode in replying:
+            self.take_reply(episode)
         for output in self.engine.step():
-            response = self.generating.pop(output.request_id)
-            response.group.last_version = newest_version(output)
-            if not response.group.error:  # of another of its responses: the group is dropped
-                self.end_turn(response, output.outputs[0])
+            episode = self.generating.pop(output.request_id)
+            episode.group.last_version = newest_version(output)
+            if not episode.group.error:  # of another of its responses: the group is dropped
+                self.end_turn(episode, output.outputs[0])
         return self.ended
 
-    def end_turn(self, response: Response, completion) -> None:
+    def end_turn(self, episode: Episode, completion) -> None:
         """Take what the model has generated: a turn to which the environment replies, or all."""
         text, tokens, has_ended = self.read(completion)
-        response.turns.append(text)
-        response.pieces.append(tokens)
+        episode.turns.append(text)
+        episode.pieces.append(tokens)
         if has_ended:
-            response.reply = self.scorer.reply(response.group.query, [*response.turns])
-            self.replying.append(response)
+            episode.reply = self.scorer.reply(episode.group.query, [*episode.turns])
+            self.replying.append(episode)
         else:
-            self.end(response, is_finished=False)
+            self.end(episode, is_finished=False)
 
-    def take_reply(self, response: Response) -> None:
+    def take_reply(self, episode: Episode) -> None:
         """Append a reply if it has come, and begin the next turn unless the episode has ended."""
-        group = response.group
+        group = episode.group
         if group.error:
-            response.reply.cancel()
+            episode.reply.cancel()
             return
-        if not response.reply.done():
-            self.replying.append(response)
+        if not episode.reply.done():
+            self.replying.append(episode)
             return
         try:
-            reply = response.reply.result()
+            reply = episode.reply.result()
             if reply is None:
-                self.end(response, is_finished=True)
+                self.end(episode, is_finished=True)
                 return
             if not isinstance(reply, str):
                 raise TypeError(f"reply() must give a string or None, it gave {reply!r}")
-            end = response.ids[-1]
+            end = episode.ids[-1]
             tokens = encode_reply(self.tokenizer, group.query.prompt, reply, end)
         except Exception as error:  # a user's code: it costs the group, and is counted
             group.error = error
             del self.unfinished[group.request]
             self.scorer.scored.append(group)
             return
-        length = len(group.prompt) + len(response.ids) + len(tokens)
-        if length >= self.config.max_episode_tokens or len(response.turns) == self.config.max_turns:
-            self.end(response, is_finished=False)
+        length = len(group.prompt) + len(episode.ids) + len(tokens)
+        if length >= self.config.max_episode_tokens or len(episode.turns) == self.config.max_turns:
+            self.end(episode, is_finished=False)
             return
-        response.pieces.append(make_tokens(tokens, in_loss=False, sampled=False))
-        self.begin_turn(response)
+        episode.pieces.append(make_tokens(tokens, in_loss=False, sampled=False))
+        self.begin_turn(episode)
 
-    def end(self, response: Response, is_finished: bool) -> None:
+    def end(self, episode: Episode, is_finished: bool) -> None:
         """End an episode, and its group with the last. is_finished: no limit has cut it off."""
-        response.is_finished, group = is_finished, response.group
+        episode.is_finished, group = is_finished, episode.group
         responses = self.unfinished[group.request]
         if all(each.is_finished is not None for each in responses):
             del self.unfinished[group.request]

@@ -7,9 +7,9 @@ that was killed and resumed gives the metrics and weights of one that was not.
 
 TBA' resets the reference policy too (--reference_reset_period): every rho steps the policy of that
 moment becomes the reference. Groups carry the version of the reference that gave their
-log-probabilities. A reset has a slot of its own, in fp32: searchers may compute in bf16, and log pi
-- log pi_ref is to be 0 right after it. One slot is enough: no searcher reads it while the trainer
-waits for all of them to have the newest version, and it is written then.
+log-probabilities. A reset has a slot of its own, in fp32: searchers may compute in bf16, and right
+after it log pi minus log pi_ref is to be 0. The trainer writes that slot only while all searchers
+have the newest version and none reads it: so one is enough.
 """
 
 from collections import defaultdict
@@ -19,6 +19,7 @@ import numpy as np
 
 from config import Config
 from rollouts import Group, Response
+from runtime.record.metrics import describe
 from tasks import load_task
 from trainer import Trainer
 
@@ -58,7 +59,8 @@ class LockstepTrainer(Trainer):
     def sample(self) -> list[Response]:
         """Take the batch of this step, with log pi_ref under the present reference."""
         if rows := super().sample():
-            self.describe(self.drawn, later=self.buffer.groups())
+            self.metrics.figures |= describe(self.drawn)
+            self.measure_mismatch_if_due([*self.drawn, *self.buffer.groups()])
             self.renew(self.drawn)
         return rows
 
@@ -70,7 +72,8 @@ class LockstepTrainer(Trainer):
         if not old:
             return
         rows = [response for group in old for response in group.responses()]
-        logprobs = self.learner.logprobs_under(reference.held()[version], rows)
+        with self.timeline.span("reference"):
+            logprobs = self.learner.logprobs_under(reference.held()[version], rows)
         for row, renewed in zip(rows, logprobs):  # their tokens are views of the groups'
             row.tokens["ref_logprob"] = self.task.reference_logprobs(renewed)
         for group in old:
@@ -88,16 +91,24 @@ class LockstepTrainer(Trainer):
 
         A reset comes first: a searcher that sees this version must find it.
         """
-        if 0 <= (newest := self.weights.version) != self.step:
-            names, status = self.status.searchers, self.status
+        newest, names, status = self.weights.version, self.status.searchers, self.status
+        if newest == self.step:
+            return True
+        if newest >= 0:
             self.receive_until(
                 lambda: all(status.get(name, "version") == newest for name in names),
                 f"the searchers to take version {newest}",
             )
-        reference, period = self.weights.reference, self.config.reference_reset_period
-        if reference and self.step // period > max(0, reference.version) // period:
-            reference.publish(self.step, self.learner.weights())
+        if self.is_reset_due() and not self.weights.reference.publish(
+            self.step, self.learner.weights()
+        ):
+            raise RuntimeError("a searcher that has the newest version reads the reference policy")
         return super().publish()
+
+    def is_reset_due(self) -> bool:
+        """Return whether rho steps have gone by, or a multiple of rho, since the latest reset."""
+        reference, period = self.weights.reference, self.config.reference_reset_period
+        return bool(reference) and self.step // period > max(0, reference.version) // period
 
     def prepare_checkpoint(self) -> None:
         """Receive all that was owed before this step's publish, an evaluation too."""

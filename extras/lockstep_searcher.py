@@ -27,7 +27,7 @@ class LockstepSearcher(Searcher):
             self.owe()
 
     def owe(self) -> None:
-        """Take up what the version in the engine owes: this searcher's part of B queries each."""
+        """Queue this searcher's share of each batch that the version in the engine must make."""
         config = self.config
         own_queries = len(range(self.rank, config.queries_per_batch, config.searchers))
         for batch in batches_of_version(self.engine.version, config):
@@ -35,7 +35,7 @@ class LockstepSearcher(Searcher):
 
     def may_load(self) -> bool:
         """Return whether all groups are complete: every response is of one version."""
-        return super().may_load() and not self.owed and not self.queries.in_flight
+        return super().may_load() and not self.owed and not self.share.in_flight
 
     def load(self) -> None:
         self.take_reset()
@@ -47,9 +47,10 @@ class LockstepSearcher(Searcher):
         """Load the newest reference policy, if there was a reset: it is published first."""
         shared = self.weights.reference
         if shared and self.reference and shared.version > self.reference_version:
-            with shared.read(self.rank) as (self.reference_version, tensors):
+            with shared.read(self.rank) as (version, tensors):
                 for name, parameter in self.reference.named_parameters():
                     parameter.copy_(tensors[name])
+            self.reference_version = version
 
     def has_room(self) -> bool:
         return bool(self.owed) and super().has_room()
@@ -64,7 +65,7 @@ class LockstepSearcher(Searcher):
         self.owed.appendleft(group.batch)  # the batch needs another query in its place
 
     def is_over(self) -> bool:
-        """As in free-running search, but at a shutdown the trainer waits for its batch."""
+        """Return whether nobody needs more: at a shutdown the trainer still waits for its batch."""
         return self.status.last_step_done and not self.evaluation.run
 
     def add_reference_logprobs(self, scored: list[Group]) -> None:

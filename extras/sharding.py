@@ -192,7 +192,7 @@ class ShardedLearner(Learner):
         rows: list[Response],
         temperature: float | None = None,
     ) -> list[np.ndarray]:
-        """As of Learner. Only rank 0 has the weights; the others know their names."""
+        """Compute what Learner's does. Only rank 0 has the weights; the others know their names."""
         self.call("logprobs_under", None, rows, temperature)
         weights = weights or dict.fromkeys(name for name, _ in self.policy.named_parameters())
         own = self.rank.share(rows, group_size=1)
@@ -203,15 +203,15 @@ class ShardedLearner(Learner):
     def accumulate(self, rows: list[Response]) -> Metrics:
         """Add up the gradient of this rank's share. Returns the metrics of the whole batch."""
         own = super().accumulate(self.rank.share(rows, self.config.responses_per_query))
-        log_weights = [(log_w.cpu(), mask.cpu()) for log_w, mask in self.log_weights]
-        of_ranks = self.rank.gather((own, log_weights))
-        self.log_weights = [part for _, parts in of_ranks for part in parts]
+        log_ratios = [(log_ratio.cpu(), mask.cpu()) for log_ratio, mask in self.log_ratios]
+        of_ranks = self.rank.gather((own, log_ratios))
+        self.log_ratios = [part for _, parts in of_ranks for part in parts]
         return {name: sum(metrics[name] for metrics, _ in of_ranks) for name in own}
 
     def with_shares(self, parts: list) -> list[tuple[Any, float]]:
         """Pair each part with its share of all ranks' rows.
 
-        A rank with fewer parts appends dummies with a share of 0, to keep step: each one query at
+        A rank with fewer parts appends dummies with a share of 0, to keep step: each of K rows at
         most, as every pass's graph stays in memory.
         """
         counts, sizes = zip(*self.rank.gather((len(parts), sum(map(len, parts)))))

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import tyro
 
 from config import Config, UserError, settle
 from launch.checks.settings import check, check_types
+from runtime.checkpoints import FORMAT
 from tasks import Task, find_task, import_task, task_names
 
 # What a run that is resumed may change: how long, how often, how fast. Everything else is part of
@@ -102,8 +104,19 @@ def find_presets(name_or_path: str) -> dict[str, dict]:
     return getattr(import_task(name_or_path), "PRESETS", {}) or {"": {}}
 
 
+def check_format(directory: str) -> None:
+    """Raise UserError where a run's newest checkpoint is of another version of the project."""
+    newest = max(Path(directory, "checkpoints").glob("step-*/state.json"), default=None)
+    with suppress(OSError, ValueError):  # one that is damaged is named later
+        if newest and json.loads(newest.read_text()).get("format") != FORMAT:
+            raise UserError(
+                f"{str(newest.parent)!r} is of another version of this project: resume it with that"
+            )
+
+
 def resumed(arguments: list[str], directory: str) -> Config:
     """The settings of the run in that directory, changed by the flags. Raises UserError."""
+    check_format(directory)
     saved = read_config("--resume", directory, "config.json")
     saved = replace(saved, output_dir=directory, resume=directory)
     config = parse(arguments, saved)

@@ -18,13 +18,13 @@ import torch.multiprocessing
 from config import Config
 from launch import children
 from launch.checks import preflight
-from launch.display.answers import Answers, extract_all, look_at
 from launch.places import MEMORY_ALONE, Place, evaluation_place, find_places
 from launch.run import Interrupt
 from launch.supervisor import STOP_SECONDS, RunFailed
 from models.architecture import weight_shapes
 from models.policy import check_finite
 from models.tokens import load_tokenizer
+from runtime.record.answers import extract_all
 from runtime.record.lines import Lines
 from runtime.responses.evaluation import EvaluationRun
 from runtime.responses.scoring import make_scorer
@@ -58,9 +58,8 @@ def evaluate_only(config: Config) -> int:
     if not result:
         print("interrupted", file=sys.stderr)
         return 128 + interrupt.signal
-    result, answers = result
-    print(*result.describe(), answers, sep="\n")
-    facts = dataclasses.asdict(result) | {"answers": dataclasses.asdict(answers), "model": name}
+    print(*result.describe(), result.answers, sep="\n")
+    facts = dataclasses.asdict(result) | {"model": name}
     del facts["version"]
     print(json.dumps(facts))  # for a program
     return 0
@@ -72,21 +71,15 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
     result = evaluate(dataclasses.replace(config, model=model), place, interrupt)
     if not result:
         return
-    result, answers = result
     line = result.line(config.base_model, prefix="final_")
     Lines(Path(config.output_dir, "metrics.jsonl")).write(line)
     for text in result.describe():
         print(f"final {text}; the saved model, loaded afresh")
-    print(answers, flush=True)
+    print(result.answers, flush=True)
 
 
-def evaluate(
-    config: Config, place: Place, interrupt: Interrupt
-) -> tuple[Evaluation, Answers] | None:
-    """Evaluate config.model in a process of its own, and look at its responses.
-
-    None: interrupted. Raises RunFailed.
-    """
+def evaluate(config: Config, place: Place, interrupt: Interrupt) -> Evaluation | None:
+    """Evaluate config.model in a process of its own. None: interrupted. Raises RunFailed."""
     if place.gpu is None:  # all others have ended
         place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))
     else:
@@ -120,7 +113,7 @@ def evaluate(
 
 
 def evaluate_model(config: Config, connection: Connection) -> None:
-    """Load config.model afresh and send what evaluate() returns through `connection`.
+    """Load config.model afresh and send its Evaluation through `connection`.
 
     Whatever it gets from there means stop. Raises ValueError when no response gets a score,
     UserError for a weight that is not finite.
@@ -154,9 +147,8 @@ def evaluate_model(config: Config, connection: Connection) -> None:
     if task.score_timeout is not None:
         task.load()  # the workers had, this process has not yet
     result = run.result(all_metrics=True)
-    ids, scores = zip(*((group.query_id, float(group.rewards[0])) for group in run.scored))
-    texts = [group.texts[0] for group in run.scored]
     if run.num_samples > 1:
-        result.metrics |= over_queries(ids, np.array(scores), extract_all(task, texts))
-    finished = [bool(group.finished[0]) for group in run.scored]
-    connection.send((result, look_at(task, texts, scores, finished)))
+        ids, scores = zip(*((g.query_id, float(g.rewards[0])) for g in run.scored))
+        answers = extract_all(task, [group.texts[0] for group in run.scored])
+        result.metrics |= over_queries(ids, np.array(scores), answers)
+    connection.send(result)

@@ -137,8 +137,8 @@ class Run:
             time.sleep(POLL_SECONDS)
             self.supervisor.check()
             self.check_trainer()
+            self.first_look.say_if_due()
             self.terminal.look()
-            self.first_look.look()
             if self.tracking:
                 self.tracking.check(self.terminal.say)
 

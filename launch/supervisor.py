@@ -41,7 +41,7 @@ class Supervisor:
     status table.
 
     rollout_queue: of Group and Evaluation, for the trainer. target: the "module:function" that is a
-    searcher. say: shows the user a line. look: is shown each group that goes to the trainer.
+    searcher. say: shows the user a line. show: is called with each group that goes to the trainer.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Supervisor:
         run_dir: str,
         target: str,
         say: Callable[[str], None],
-        look: Callable[[Group], None] = lambda group: None,
+        show: Callable[[Group], None] = lambda group: None,
     ):
         self.config, self.places, self.weights, self.target = config, places, weights, target
-        self.say, self.look = say, look
+        self.say, self.show = say, show
         self.status, self.run_dir = status, run_dir
         self.rollout_queue = spawn.Queue(QUEUE_GROUPS)
         # At the end nobody reads what is still in it: this process must not wait for that.
@@ -103,7 +103,7 @@ class Supervisor:
     def put(self, item: Group | Evaluation) -> None:
         """Put into the rollout queue once it has room, unless the run is over by then."""
         if isinstance(item, Group):
-            self.look(item)
+            self.show(item)
         while not self.status.stop:
             with suppress(queue.Full):  # the searcher will wait too, on its own queue
                 return self.rollout_queue.put(item, timeout=POLL_SECONDS)

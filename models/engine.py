@@ -63,7 +63,7 @@ class Engine:
         self.set_version(0)  # config.model is the trainer's version 0
 
     def set_version(self, version: int) -> None:
-        """Note the version of the weights. vLLM tells of each response by which it was sampled.
+        """Note the version of the weights. vLLM reports with each response which have sampled it.
 
         On a GPU a token that is under way while they change may count to the newer ones.
         """

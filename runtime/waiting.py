@@ -29,7 +29,7 @@ class Waits:
 
 
 class Wait:
-    """One wait: `while not is_done and wait.goes_on(for_what)`, with what may help in the block."""
+    """One wait: the condition of a loop, `while not is_done and wait.goes_on(for_what)`."""
 
     def __init__(self, waits: Waits, is_interruptible: bool):
         self.waits, self.is_interruptible = waits, is_interruptible
@@ -39,13 +39,11 @@ class Wait:
     def goes_on(self, awaited: str, progress: float = 0.0) -> bool:
         """Sleep a moment. Returns False at a shutdown.
 
-        awaited: what, and how much of it has come; another text, or another number as `progress`,
-        is progress. Raises TimeoutError after --searcher_timeout seconds without any in which no
-        searcher was loading.
+        awaited: what, and how much of it has come. Raises TimeoutError if neither `awaited` nor
+        `progress` has changed for --searcher_timeout seconds. Time in which a searcher loads does
+        not count.
         """
         waits, status, now = self.waits, self.waits.status, time.monotonic()
-        waits.seconds += now - self.seen
-        self.seen = now
         if self.is_interruptible and status.shutdown:
             return False
         status.beat("trainer")
@@ -62,4 +60,6 @@ class Wait:
             raise TimeoutError(f"the trainer waited for {awaited}: {problem}")
         with waits.timeline.span("wait"):
             time.sleep(POLL_SECONDS)
+        waits.seconds += time.monotonic() - self.seen
+        self.seen = time.monotonic()
         return True

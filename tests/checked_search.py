@@ -55,4 +55,5 @@ def checksum(tokens: np.ndarray) -> int:
 def make_group(query: int, version: int, facts: list[int], tokens: np.ndarray) -> Group:
     own = dict(last_version=version, temperature=1.0, lengths=np.full(RESPONSES, TOKENS, np.int32))
     outcome = dict(rewards=np.zeros(RESPONSES, np.float32), finished=np.ones(RESPONSES, bool))
-    return Group(query, np.array(facts, np.int32), version, tokens=tokens, **own, **outcome)
+    where = dict(query_id=query, prompt=np.array(facts, np.int32), version=version)
+    return Group(tokens=tokens, **where, **own, **outcome)

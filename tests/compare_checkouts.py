@@ -27,6 +27,7 @@ RUNS = {  # each ends in steps of its own, so that a search that is cut short sh
 }
 # Of a line: what is measured by a clock, or of the group that came first.
 TIMED = "busy", "second", "queue_depth", "mismatch"
+UNLIKE = {"restarts", "mismatch"}  # in a checkpoint's state: the same of no two runs
 STUDY = """
 import json, study
 settings = dict(task="addends", loss="tb", learning_rate=1e-3, seed=3, steps=30, sync_period=4)
@@ -93,7 +94,7 @@ class Checkout:
 def differ(old: object, new: object, where: str) -> Iterator[str]:
     """Yield each place where two values differ."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in old | new:
+        for key in (old | new).keys() - UNLIKE:
             yield from differ(old.get(key), new.get(key), f"{where} {key}")
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, pair in enumerate(zip(old, new)):
@@ -116,9 +117,6 @@ def read_run(run_dir: Path) -> dict[str, object]:
     arrays = {path.name: dict(np.load(path)) for path in checkpoint.glob("*.npz")}
     tensors = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
     model = load_file(run_dir / "model" / "model.safetensors")
-    for row in state["status"].values():
-        row.pop("restarts", None)
-    state["figures"].pop("mismatch", None)
     return {"metrics": figures, "state": state, "model": model, **arrays, **tensors}
 
 

@@ -172,7 +172,7 @@ def make_group(query: int, version: int, lengths, ids, tokens=None, **fields) ->
         rewards=np.zeros(len(lengths), np.float32),
         finished=np.ones(len(lengths), bool),
     )
-    return Group(query, tokens=make_tokens(ids, **tokens or {}), **plain | fields)
+    return Group(query_id=query, tokens=make_tokens(ids, **tokens or {}), **plain | fields)
 
 
 @pytest.fixture

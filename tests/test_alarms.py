@@ -9,8 +9,8 @@ from conftest import SMALL, flags, make_group, read, tba
 from config import Config
 from launch.display import first_look
 from launch.display.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms
-from launch.display.answers import Answers
 from runtime.record.metrics import describe
+from runtime.transport.messages import Answers
 from runtime.transport.status import StatusTable
 
 HEALTHY = dict(mismatch=1e-6, equal_rewards=0.5, reward=0.4, ess_responses=0.6, finished=0.9)

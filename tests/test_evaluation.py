@@ -9,8 +9,8 @@ import pytest
 
 from config import Config, UserError
 from launch.checks.preflight import check_sampling
-from launch.display.answers import look_at
 from rollouts import Group
+from runtime.record.answers import look_at
 from runtime.record.lines import to_json
 from runtime.responses.evaluation import EvaluationRun, mean_and_interval, weighted_means
 from runtime.responses.scoring import score
@@ -41,7 +41,7 @@ def evaluation_run(task: Task, scores: dict[int, float]) -> EvaluationRun:
     run.scored, run.unscored = [], []
     for index, value in scores.items():
         own = dict(texts=["a" * index], finished=np.array([True]), rewards=np.array([value]))
-        run.scored.append(Group(index, query=Query(index, "", None), index=index, **own))
+        run.scored.append(Group(query_id=index, query=Query(index, "", None), index=index, **own))
     return run
 
 

@@ -156,7 +156,8 @@ def write(config, rank, weights, outgoing, status, run_dir):
     i = 0
     while True:
         status.beat("searcher 0")
-        outgoing.put(Group(os.getpid(), version=i, tokens=make_tokens(np.full(1_000_000, i))))
+        tokens = make_tokens(np.full(1_000_000, i))
+        outgoing.put(Group(query_id=os.getpid(), version=i, tokens=tokens))
         i += 1
 
 if __name__ == "__main__":

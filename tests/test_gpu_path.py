@@ -149,7 +149,7 @@ def test_a_throttled_search_goes_on_as_the_trainer_steps(untied_model, tmp_path,
     assert len(draw(searcher)) == 6, "two steps of three groups"
     assert draw(searcher) == []
     searcher.drop(drawn[0])
-    searcher.queries.end(drawn[1])
+    searcher.share.end(drawn[1])
     assert len(draw(searcher)) == 1, "a group that got no scores is made up for"
     assert len(draw(Searcher(*parts))) == 11, "a restarted one counts from its own start"
 

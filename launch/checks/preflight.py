@@ -22,7 +22,6 @@ from models.device import compute_dtype, device, onednn_multiplies
 from models.folder import fetch_weights
 from models.hub import fetch_model, find_model, identify_weights
 from models.tokens import encode_prompt, load_tokenizer
-from runtime.checkpoints import checkpoint
 from tasks import LazyQueries, Messages, Task, load_task, sampling_for_tests
 from tasks.support.data import is_chat
 
@@ -102,13 +101,13 @@ def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
             f"the prompts of task {config.task!r} are chat messages, but the tokenizer of --model "
             f"{config.model!r} has no chat template: use a model that has one"
         )
+    has_replies = config.max_episode_tokens is not None
+    if has_replies:
+        from extras.replies import encode_reply
     try:
         read = [encode_prompt(tokenizer, prompt) for prompt in kinds.values()]
-        if config.max_episode_tokens:
-            from extras.replies import encode_reply
-
-            for messages in chats:
-                encode_reply(tokenizer, messages, "?", last_token=0)
+        for messages in chats if has_replies else ():
+            encode_reply(tokenizer, messages, "?", last_token=0)
     except Exception as error:  # a template may refuse in words of its own
         raise UserError(
             f"the chat template of --model {config.model!r} does not take the prompts of task "
@@ -220,11 +219,6 @@ def find_checkpoint(config: Config) -> str:
     if directory is None:
         condition = " that is whole" if complaints else ""
         raise UserError(f"--resume {config.resume!r} has no checkpoint{condition}")
-    if checkpoint.load_state(directory).get("format") != checkpoint.FORMAT:
-        raise UserError(
-            f"{str(directory)!r} is of another version of this project: resume it with that one, "
-            f"or begin anew with --model {config.resume}/model"
-        )
     return str(directory)
 
 

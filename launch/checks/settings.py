@@ -35,21 +35,22 @@ def find_lacking_extra(config: Config) -> str | None:
         value, extra = getattr(config, setting.name), find_annotation(hints[setting.name], Extra)
         # An objective in a file of the user's own needs none.
         is_on = value != setting.default and not str(value).endswith(".py")
-        if extra and is_on and not is_there(extra):
+        if extra and is_on and (lacking := find_lacking_module(extra)):
             flag = f"--{setting.name}" if value is True else f"--{setting.name} {value}"
-            return f"{flag} {needs(extra)}"
+            return f"{flag} {lacking}"
     return None
 
 
-def is_there(extra: Extra) -> bool:
-    with suppress(ModuleNotFoundError):  # of its package
-        return find_spec(f"extras.{extra.module}") is not None
-    return False
-
-
-def needs(extra: Extra) -> str:
-    module = extra.module.replace(".", "/")
-    return f"needs extras/{module}, which this copy of the project lacks"
+def find_lacking_module(extra: Extra) -> str | None:
+    """Say which module of an extra this copy of the project lacks, if one."""
+    for module in extra.modules:
+        found = None
+        with suppress(ModuleNotFoundError):  # of its package
+            found = find_spec(f"extras.{module}")
+        if found is None:
+            name = module.replace(".", "/")
+            return f"needs extras/{name}, which this copy of the project lacks"
+    return None
 
 
 def check_scorer(config: Config, task: Task) -> None:
@@ -57,8 +58,8 @@ def check_scorer(config: Config, task: Task) -> None:
 
     A task's own setting may decide that: so it is no matter of flags.
     """
-    if task.score_timeout is not None and not is_there(workers := Extra("score_workers")):
-        raise UserError(f"task {config.task}, as it has a score_timeout, {needs(workers)}")
+    if task.score_timeout is not None and (lacking := find_lacking_module(Extra("score_workers"))):
+        raise UserError(f"task {config.task}, as it has a score_timeout, {lacking}")
 
 
 def check_extras(config: Config) -> None:

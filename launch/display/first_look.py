@@ -1,15 +1,17 @@
-"""The first look: what a user would ask of the first responses, said before the first step."""
+"""The first look: what a user would ask of the first responses, said when training begins."""
 
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from launch.display.answers import Answers, look_at
 from models.tokens import load_tokenizer, tokens_left_out
 from rollouts import Group
+from runtime.record.answers import look_at
 from runtime.record.metrics import describe
+from runtime.transport.messages import Answers
 from runtime.transport.status import StatusTable
 from tasks import Task, load_task
 
@@ -17,7 +19,7 @@ from tasks import Task, load_task
 class FirstLook:
     """Collects the first groups on their way to the trainer, and says what a user would ask.
 
-    say: shows the user a line. What is resumed past its first step needs no such look.
+    say: shows the user a line, from any thread. is_wanted: not where a run is resumed.
     """
 
     def __init__(
@@ -31,17 +33,23 @@ class FirstLook:
         if self.is_wanted:
             self.groups.append(group)
 
-    def look(self) -> None:
-        """Say it, once the groups are there that the first step is made of. Call it often."""
+    def say_if_due(self) -> None:
+        """Describe the groups once those of the first step are there. Call it often.
+
+        In a thread: the task's extract() may hang, and this process watches over the others.
+        """
         groups, config = [*self.groups], self.config
         size = config.queries_per_batch * config.samples_per_query
         wanted = size if config.lockstep else config.initial_responses
-        if not self.is_wanted or sum(len(g.lengths) for g in groups) < max(1, wanted):
-            return
-        self.is_wanted, self.groups = False, []
+        if self.is_wanted and sum(len(group.lengths) for group in groups) >= max(1, wanted):
+            self.is_wanted, self.groups = False, []
+            threading.Thread(target=self.describe, args=(groups,), daemon=True).start()
+
+    def describe(self, groups: list[Group]) -> None:
+        """Describe these groups to the user."""
         left_out = int(self.status.total("long_prompts"))
         try:
-            for line in describe_first(config, groups, describe(groups), left_out):
+            for line in describe_first(self.config, groups, describe(groups), left_out):
                 self.say(line)
         except Exception as error:  # such as of a task's own code: the run goes on
             self.say(f"warning: no look at the first responses: {error!a:.200}")

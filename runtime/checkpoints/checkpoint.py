@@ -19,13 +19,13 @@ from torch import Tensor
 
 from buffer import ReplayBuffer
 from learner import Learner
+from runtime.checkpoints import FORMAT
 from runtime.evaluation_requests import EvaluationRequests
 from runtime.record.metrics import StepMetrics
 from runtime.transport.status import StatusTable
 from weights import SharedWeights
 
 KEPT = 2
-FORMAT = 2  # of what is in one; this version of the project reads no other
 Tensors = dict[str, Iterable[tuple[str, Tensor]]]  # by file: names and tensors
 Arrays = dict[str, dict[str, np.ndarray]]
 NAME = re.compile(r"step-\d{8,}")

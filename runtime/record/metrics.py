@@ -54,8 +54,8 @@ class StepMetrics:
     def find_to_compare(self, groups: list[Group], step: int) -> Group | None:
         """Find a group to measure the mismatch on, if it is due.
 
-        That is the latest of one version whose weights are still in a slot. It is measured for the
-        base model, for the first published weights, in case they never arrived, and every
+        That is the latest of one version whose weights are still in a slot. It is measured once for
+        the base model, once for newer weights, which shows whether they arrive, and every
         MISMATCH_PERIOD steps.
         """
         is_due = step >= self.mismatch_due

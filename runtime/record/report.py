@@ -31,6 +31,8 @@ class Report:
         when = f"step {evaluation.version}" if evaluation.version else "base"
         for line in evaluation.describe():
             self.say(f"{when} {line}")
+        if evaluation.answers and not evaluation.version:
+            self.say(str(evaluation.answers))
 
     def close(self) -> None:
         """Say what the run has left out."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from config import Config
 from models.tokens import encode_prompt
 from rollouts import Group
+from runtime.record.answers import look_at
 from runtime.transport.messages import Evaluation
 from tasks import Query, Task, sampling_for_tests
 from weights import SharedWeights
@@ -101,10 +102,14 @@ class EvaluationRun:
             for i in range(num_samples):
                 number = query.id * num_samples + i
                 group = Group(
-                    query.id, prompt=prompt, query=query, index=number, is_for_evaluation=True
+                    query_id=query.id,
+                    prompt=prompt,
+                    query=query,
+                    request=f"evaluation.{number}",
+                    index=number,
+                    is_for_evaluation=True,
+                    sampling=sampling | {"seed": (seed + i) % 2**32},
                 )
-                group.request = f"evaluation.{number}"
-                group.sampling = sampling | {"seed": (seed + i) % 2**32}
                 self.groups.append(group)
         if not self.groups:
             limit = config.max_prompt_tokens
@@ -141,7 +146,8 @@ class EvaluationRun:
         if all_metrics:
             values = self.task.evaluate(queries, texts, finished, scores)
         metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
-        return Evaluation(self.version, metrics, *counts)
+        answers = look_at(self.task, texts, scores.tolist(), finished)
+        return Evaluation(self.version, metrics, *counts, answers)
 
 
 def mean_and_interval(

@@ -5,6 +5,26 @@ from dataclasses import dataclass
 
 
 @dataclass
+class Answers:
+    """A look at some responses.
+
+    cut_off: the share that a limit cut off. unanswered: the share in which the task finds no
+    answer; None for a task that extracts none. examples: lines, of the best response, a wrong one
+    and one that was cut off, as far as there are such.
+    """
+
+    cut_off: float
+    unanswered: float | None
+    examples: list[str]
+
+    def __str__(self) -> str:
+        found = "" if self.unanswered is None else f", {self.unanswered:.0%} have no answer"
+        limit = " (--max_response_tokens)" if self.cut_off else ""
+        shares = f"{self.cut_off:.0%} of the responses were cut off{limit}{found}"
+        return "\n".join([shares, *self.examples])
+
+
+@dataclass
 class Evaluation:
     """What the responses of one version to the test queries got.
 
@@ -17,6 +37,7 @@ class Evaluation:
     samples: int = 1  # responses to each
     long_prompts: int = 0  # queries left out, their prompt is too long or has no tokens
     unscored: int = 0  # responses left out, they got no score
+    answers: Answers | None = None
 
     def line(self, base_model: str, prefix: str = "") -> dict:
         """Make its line of metrics.jsonl. prefix: of the names of the metrics."""

@@ -36,7 +36,7 @@ def play(engine, tied_model):
         sampling = dict(n=4, temperature=1.0, max_tokens=12, seed=5)
         for number in range(queries):
             prompt, query = np.array([70, 71 + number], np.int32), Query(number, "ab", None)
-            group = Group(number, prompt, query=query, request=f"q{number}")
+            group = Group(query_id=number, prompt=prompt, query=query, request=f"q{number}")
             group.rewards = np.zeros(4, np.float32)
             group.sampling = sampling | dict(stop_token_ids=list(range(ends)))
             episodes.start(group)

@@ -2,31 +2,11 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
+from runtime.transport.messages import Answers
 from tasks import Task
 
 SHOWN_CHARACTERS = 200
-
-
-@dataclass
-class Answers:
-    """A look at some responses.
-
-    cut_off: the share that a limit cut off. unanswered: the share in which the task finds no
-    answer; None for a task that extracts none. examples: lines, of the best response, a wrong one
-    and one that was cut off, as far as there are such.
-    """
-
-    cut_off: float
-    unanswered: float | None
-    examples: list[str]
-
-    def __str__(self) -> str:
-        found = "" if self.unanswered is None else f", {self.unanswered:.0%} have no answer"
-        limit = " (--max_response_tokens)" if self.cut_off else ""
-        shares = f"{self.cut_off:.0%} of the responses were cut off{limit}{found}"
-        return "\n".join([shares, *self.examples])
 
 
 def look_at(
