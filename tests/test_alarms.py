@@ -94,7 +94,7 @@ def test_before_the_first_step_a_user_is_told_what_to_look_at(figures, left_out,
     look = first_look.FirstLook(config, status, said.append, is_wanted=True)
     for count in range(1, 15):
         look.take(make_group(0, 0, [1], [7]))
-        look.look()
+        look.say_if_due()
         assert bool(said) == (count >= 12)
     first, *lines = said
     usual = "0% of the responses were cut off, 0% have no answer"

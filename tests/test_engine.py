@@ -46,7 +46,7 @@ def sample_group(engine: Engine, prompt: list[int], task=None, **sampling) -> Gr
     vars(own_task).update(task or {})
     tokenizer.pad_token = sampling.pop("pad_token", tokenizer.pad_token)
     generation = Generation(Config(), tokenizer, engine, own_task)
-    group = Group(0, np.array(prompt, np.int32), request="group", sampling=sampling)
+    group = Group(query_id=0, prompt=np.array(prompt, np.int32), request="group", sampling=sampling)
     generation.start(group)
     while group.tokens is None:
         generation.step()

@@ -14,7 +14,7 @@ MOST = {
     "models": 1_326,
     "runtime": 1_544,
     "tasks": 2_363,
-    "launch": 3_697,
+    "launch": 3_702,
     "extras": 2_190,
     "examples": 305,
     "tests": 12_587,

@@ -15,6 +15,8 @@ from runtime.transport.messages import Answers
 from runtime.transport.status import StatusTable
 from tasks import Task, load_task
 
+LOOK_SECONDS = 5.0
+
 
 class FirstLook:
     """Collects the first groups on their way to the trainer, and says what a user would ask.
@@ -36,14 +38,17 @@ class FirstLook:
     def say_if_due(self) -> None:
         """Describe the groups once those of the first step are there. Call it often.
 
-        In a thread: the task's extract() may hang, and this process watches over the others.
+        In a thread that is waited for at most LOOK_SECONDS: the task's extract() may hang, and this
+        process watches over the others.
         """
         groups, config = [*self.groups], self.config
         size = config.queries_per_batch * config.samples_per_query
         wanted = size if config.lockstep else config.initial_responses
         if self.is_wanted and sum(len(group.lengths) for group in groups) >= max(1, wanted):
             self.is_wanted, self.groups = False, []
-            threading.Thread(target=self.describe, args=(groups,), daemon=True).start()
+            thread = threading.Thread(target=self.describe, args=(groups,), daemon=True)
+            thread.start()
+            thread.join(LOOK_SECONDS)
 
     def describe(self, groups: list[Group]) -> None:
         """Describe these groups to the user."""

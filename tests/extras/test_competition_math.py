@@ -92,7 +92,7 @@ def test_no_answer_of_a_group_costs_another_its_score():
     def rewards_of(*answers: str) -> list[float]:
         texts = [rf"\boxed{{{answer}}}" for answer in answers]
         finished = np.ones(len(texts), bool)
-        scorer.add([Group(0, query=Query(0, "", "2"), texts=texts, finished=finished)])
+        scorer.add([Group(query_id=0, query=Query(0, "", "2"), texts=texts, finished=finished)])
         [group] = wait_for(scorer.take, "the scores")
         return group.rewards.tolist()
 
