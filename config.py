@@ -173,7 +173,7 @@ class BatchSettings:
     samples_per_query: GroupSize = 24
     """S, responses that a searcher generates for a query; at least K."""
     tokens_per_micro_batch: NonNegativeInt = 0
-    """Most tokens in a micro-batch, padding included, rounded down to whole queries of full length.
+    """Most tokens in a micro-batch, rounded down to whole queries of full length.
     0: one such query, the least. Memory depends on it, the gradient does not."""
 
 
@@ -245,6 +245,8 @@ class ProcessSettings:
     master_dtype: MasterDType = "float32"
     """Dtype of the trainer's weights (with LoRA of its adapters) and of AdamW's two moments.
     bfloat16: with --dtype bfloat16 only."""
+    compile: bool = False
+    """Compile the layers of policy and reference policy (torch.compile). Not measured on a GPU."""
     low_memory: Switch = "auto"
     """Make the trainer's step in two passes: the memory of a few rows, a third more work, the same
     gradient. auto: if the largest batch does not fit otherwise (--plan)."""
@@ -353,12 +355,9 @@ class Config(
 
     @property
     def full_query_tokens(self) -> int:
-        """Return what a query of full length costs, in tokens: its prompt once, and K rows.
-
-        models/logprobs.py counts the prompt once a pass, so its micro-batches stay below this.
-        """
+        """Return what a query of full length costs, in tokens: its prompt once, and K rows."""
         prompt, response = self.longest_row
-        return prompt + self.responses_per_query * padded_row(prompt, response)
+        return prompt + self.responses_per_query * row_cost(prompt, response)
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -373,12 +372,12 @@ class Config(
         return min(share, self.micro_batch_tokens // self.full_query_tokens)
 
 
-def padded_row(prompt: int, response: int) -> int:
-    """Return what a row costs in a forward pass, in tokens: its padded response.
+def row_cost(prompt: int, response: int) -> int:
+    """Return what a row costs in a flat pass, in tokens: its response.
 
     Or a quarter of all its positions, if that is more: it has keys and values of its prompt, too.
     """
-    return max(1, response, (prompt + response) // 4)
+    return max(response, (prompt + response) // 4)
 
 
 def settle(config: Config) -> Config:

@@ -16,17 +16,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformers import get_scheduler
 
-from config import Config, UserError, import_file, padded_row
-from loss import LossInputs, Metrics, Objective, trajectory_balance
-from models.device import compute_dtype, device
-from models.importance import importance_figures
+from config import Config, UserError, import_file
+from loss import LossInputs, Metrics, Objective, sequence_sum, trajectory_balance
+from models.device import compute_dtype, device, to_device
 from models.loading import replacing, save_model
-from models.logprobs import (
-    TOKENS_IN_LOW_MEMORY,
-    TOKENS_PER_FORWARD,
-    response_logprobs,
-    split_rows,
-)
+from models.logprobs import TOKENS_IN_LOW_MEMORY, response_logprobs, split_rows
 from models.policy import fill, find_not_finite, load_policy, trained_parameters, whole
 from rollouts import TOKEN, Response
 
@@ -82,11 +76,11 @@ class Learner:
 
         Each row weighs the same, whatever micro-batch it falls to.
         """
-        limits = self.config.micro_batch_tokens, TOKENS_PER_FORWARD[device().type]
-        parts = micro_batches(rows, self.config.responses_per_query, *limits)
+        prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
+        limits = self.config.micro_batch_tokens, self.config.responses_per_query
         totals: Metrics = {}
-        for part, share in self.with_shares(parts):
-            loss, metrics = self.backward(part, share)
+        for part, share in self.with_shares(split_rows(prompts, tokens, *limits)):
+            loss, metrics = self.backward(rows[part.start : part.stop], share)
             for name, value in {"loss": loss, **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + value * share
         return {name: float(value) for name, value in totals.items()}
@@ -115,9 +109,10 @@ class Learner:
     def backward_logprobs(self, rows: list[Response], grad: Tensor) -> None:
         """Take the gradient of the rows' log-probabilities, (N, T), to the weights."""
         prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-        parts = split_rows(prompts, tokens, TOKENS_IN_LOW_MEMORY)
-        for few, share in self.with_shares(parts):
-            logprobs = self.logprobs([rows[i] for i in few])  # (rows, T of these)
+        parts = split_rows(prompts, tokens, TOKENS_IN_LOW_MEMORY[grad.device.type])
+        for part, share in self.with_shares(parts):
+            few = slice(part.start, part.stop)
+            logprobs = self.logprobs(rows[few])  # (rows, T of these)
             logprobs.backward(grad[few, : logprobs.shape[1]] * (share > 0))
 
     def loss_inputs(self, rows: list[Response]) -> LossInputs:
@@ -131,21 +126,21 @@ class Learner:
         for own, row in zip(padded, rows):
             own[: len(row.tokens)] = row.tokens
 
-        def tensor(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values.astype(np.float32)).to(logprobs.device)
+        def tensor(values: np.ndarray | list[float]) -> Tensor:
+            return to_device(np.array(values, np.float32), logprobs.device)
 
         return LossInputs(
             logprobs=logprobs,
             ref_logprobs=tensor(padded["ref_logprob"]) / (gamma * tau),
             behavior_logprobs=tensor(padded["behavior_logprob"]),
             mask=tensor(padded["in_loss"]),
-            rewards=torch.tensor([row.reward for row in rows], device=logprobs.device),
+            rewards=tensor([row.reward for row in rows]),
             group_size=config.responses_per_query,
             beta=beta * tau,
             max_response_length=config.longest_row[1],
-            prompt_lengths=torch.tensor([len(row.prompt) for row in rows], device=logprobs.device),
+            prompt_lengths=tensor([len(row.prompt) for row in rows]).long(),
             sampled=tensor(padded["sampled"]),
-            staleness=step - torch.tensor([row.version for row in rows], device=logprobs.device),
+            staleness=tensor([step - row.version for row in rows]).long(),
         )
 
     def logprobs(self, rows: list[Response], temperature: float | None = None) -> Tensor:
@@ -260,7 +255,7 @@ class Learner:
         """Load the policy onto this process's device. Raises as models.policy.load_policy does."""
         return load_policy(self.config, device())
 
-    def with_shares(self, parts: list) -> list[tuple[Any, float]]:
+    def with_shares(self, parts: list[range]) -> list[tuple[range, float]]:
         """Pair each part of some rows with its share of them, 0 for a dummy of a sharded policy."""
         num_rows = sum(map(len, parts))
         return [(part, len(part) / num_rows) for part in parts]
@@ -276,33 +271,32 @@ class Learner:
             fill(parameter, weights[name])
 
 
-def micro_batches(
-    rows: list[Response], group_size: int, most_tokens: int, tokens_per_pass: int
-) -> list[list[Response]]:
-    """Split rows into what is computed at once: whole queries, those of similar length together.
+def importance_figures(parts: list[tuple[Tensor, Tensor]]) -> Metrics:
+    """How far a batch is from on-policy: figures of the weights w = pi / b of importance sampling.
 
-    most_tokens: of a micro-batch, summed over its passes of tokens_per_pass each; a single query
-    may exceed it.
+    That is effective sample sizes as shares of the sample, and quantiles of log w of responses.
+    parts: of each micro-batch of a batch log w of its tokens, and 1 on those that were sampled,
+    both (N, T).
     """
-    groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
-    groups.sort(key=lambda group: max(len(row.tokens) for row in group), reverse=True)
-    parts: list[list[Response]] = []
-    for group in groups:
-        if parts and tokens_at_once(parts[-1] + group, tokens_per_pass) <= most_tokens:
-            parts[-1] += group
-        else:
-            parts.append(group)
-    return parts
+    parts = [(log_w.double().cpu(), mask.cpu()) for log_w, mask in parts]
+    tokens = torch.cat([log_w[mask.bool()] for log_w, mask in parts])
+    responses = torch.cat([sequence_sum(log_w, mask) for log_w, mask in parts])
+    low, high = responses.quantile(torch.tensor([0.05, 0.95]).to(responses)).tolist()
+    return {
+        "ess_responses": effective_share(responses),
+        "ess_tokens": effective_share(tokens),
+        "log_w_5": low,
+        "log_w_95": high,
+    }
 
 
-def tokens_at_once(rows: list[Response], tokens_per_pass: int) -> int:
-    """Count the tokens that run in the passes over these rows, a query's prompt once in each."""
-    prompts, tokens, total = [row.prompt for row in rows], [row.tokens for row in rows], 0
-    for few in split_rows(prompts, tokens, tokens_per_pass):
-        lengths = {rows[i].query_id: len(prompts[i]) for i in few}
-        longest = max(lengths.values())
-        total += len(few) * padded_row(longest, len(tokens[few[0]])) + len(lengths) * longest
-    return total
+def effective_share(log_w: Tensor) -> float:
+    """Return the effective sample size of weights, (sum w)^2 / sum w^2, as a share of their number.
+
+    1 where all are equal, 1 / N where one outweighs all others.
+    """
+    w = (log_w - log_w.max()).exp()
+    return float(w.sum().square() / w.square().sum() / len(w))
 
 
 def beta_at(config: Config, step: int) -> float:

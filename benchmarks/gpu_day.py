@@ -24,9 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.multiprocessing
-import torch.nn.functional as F
 from common import arguments, gsm8k, make_row, save, steps_of, table_of
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer_step import SHAPE_GPU, VOCABULARY, floor_flops, make_model, matrix_product_rate
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,8 +37,10 @@ from launch.planning.needs import CUDA_BYTES, GIB, Needs
 from learner import Learner, make_learner
 from loss import LossInputs
 from models.architecture import weight_shapes
+from models.attention import lay_out
 from models.device import device, lock_pages
-from models.logprobs import TOKENS_PER_FORWARD, response_logprobs
+from models.logprobs import TOKENS_IN_LOW_MEMORY, response_logprobs
+from models.policy import compile_layers
 from rollouts import Group, Response, join_tokens
 from runtime.memory_trial import try_largest_batch
 from runtime.transport.messages import Evaluation
@@ -56,9 +56,8 @@ ON_A_CPU = dict(
     dtype="float32", master_dtype="float32", queries_per_batch=1, max_response_tokens=99
 )
 CARD_GIB, GROUPS_ON_THE_WAY = 80, 20
-# Tokens of a pass, queries of full length in a micro-batch, whether a step takes two passes.
-VARIANTS = (4096, 1, 0), (8192, 1, 0), (16384, 1, 0), (8192, 2, 0), (16384, 2, 0), (16384, 3, 0)
-VARIANTS = *VARIANTS, (8192, 1, 1)
+# Queries of full length in a micro-batch, and tokens of a pass of --low_memory or 0.
+VARIANTS = (1, 0), (2, 0), (4, 0), (1, 1024), (1, 2048), (1, 4096)
 
 Say = Callable[[str, str], None]  # what was measured, and what came out
 
@@ -116,12 +115,12 @@ def counted(config: Config) -> float:
 
 
 def correctness(root: str, quick: bool, say: Say) -> None:
-    """Gradients of left-padded queries of several lengths against float64; attention's kernels."""
+    """Gradients of queries of several lengths against float64."""
     shape = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4)
     shape |= dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.06)
     make_model(f"{root}/small", **shape)
     own = dict(model=f"{root}/small", responses_per_query=4, queries_per_batch=6)
-    for longest in (90, 93):  # behind a prompt of 100, the second makes 192 keys: 64 modulo 128
+    for longest in (90, 93):
         rng, rows = np.random.default_rng(0), []
         for number, width in enumerate((100, 3, 40, 77, 12, 64)):
             prompt = rng.integers(VOCABULARY, size=width)
@@ -152,73 +151,72 @@ def correctness(root: str, quick: bool, say: Say) -> None:
             )
 
 
-def kernels(root: str, quick: bool, say: Say) -> None:
-    """Attention's kernels, with a mask, 192 keys and very low scores: what is not a number?"""
-    backends = [SDPBackend.MATH]
-    if device().type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(True)  # models/device.py has it off
-        backends += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-        say("versions", f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
+def attention(root: str, quick: bool, say: Say) -> None:
+    """The kernel for packed segments, in bf16, against a padded batch of them in fp32."""
+    say("versions", f"torch {torch.__version__}, {torch.version.cuda}")
+    prompts = [np.arange(length) for length in (128, 128, 128, 1, 60)]
+    responses = [np.arange(length) for length in (65, 1, 200, 2, 30)]  # some of one token or two
     for score in (0.0, -200.0):  # of each key, about: exp(-88.7) is the last above 0 in fp32
-        for backend in backends:
-            torch.manual_seed(0)
-            how = dict(device=device(), dtype=torch.bfloat16)
-            q, k, v = (torch.randn(4, 8, n, 64, **how) for n in (93, 192, 192))
-            if score:
-                q, k = q * 0 + 1, k * 0.01 + score / 8  # 64 x score / 8 / sqrt(64)
-            q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
-            keys, queries = torch.arange(192), torch.arange(93)[:, None] + 99
-            starts = torch.tensor([0, 97, 60, 23])[:, None, None]  # padding on the left
-            mask = ((keys <= queries) & (keys >= starts))[:, None].to(device())
-            try:
-                with sdpa_kernel(backend):
-                    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-                    out.float().square().sum().backward()
-                tensors = dict(out=out, q=q.grad, k=k.grad, v=v.grad)
-                bad = [name for name, one in tensors.items() if not one.isfinite().all()]
-                result = f"not finite: {', '.join(bad)}" if bad else "all finite"
-            except RuntimeError as error:
-                result = f"refused: {str(error).splitlines()[0]}"
-            say(f"{backend.name}, scores about {score:.0f}, 192 keys, mask", result)
+        for window in (None, 40):
+            found = []
+            for dtype in (torch.bfloat16, torch.float32):
+                packed = device().type == "cuda" and dtype == torch.bfloat16
+                row = lay_out(prompts, responses, device(), dtype, packed)
+                torch.manual_seed(0)
+                shapes = (len(row.ids), 8, 64), *[(len(row.ids), 2, 64)] * 2
+                q, k, v = (torch.randn(shape).bfloat16().to(device(), dtype) for shape in shapes)
+                if score:
+                    q, k = q * 0 + 1, k * 0.01 + score / 8  # 64 x score / 8 / sqrt(64)
+                inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+                out = row.segments.attend(*inputs, None, window)
+                out.float().square().sum().backward()
+                found.append([each.detach().float() for each in (out, *(x.grad for x in inputs))])
+            apart = [float((one - other).norm() / other.norm()) for one, other in zip(*found)]
+            figures = ", ".join(f"{name} {x:.1e}" for name, x in zip(("out", *"qkv"), apart))
+            say(f"attention, scores about {score:.0f}, window {window}", f"apart by {figures}")
 
 
 def steps(root: str, quick: bool, say: Say) -> None:
-    """Seconds of Learner.update, by tokens of a pass and of a micro-batch; where they go."""
+    """Seconds of Learner.update by the size of a micro-batch, compiled too; where they go."""
     rows, rate = read_rows(root), matrix_product_rate(device())
     say("one large matrix product, bf16", f"{rate / 1e12:.0f} TFLOP/s")
     learner = Learner(settings(root), print)
-    for tokens, queries, low in VARIANTS:
-        TOKENS_PER_FORWARD["cuda"] = tokens
-        full_query_tokens = learner.config.full_query_tokens
-        learner.config = replace(learner.config, tokens_per_micro_batch=queries * full_query_tokens)
-        learner.low_memory, times, most = bool(low), [], []
-        what = f"a step: passes of {tokens}, {queries} queries" + ", two passes" * low
-        try:
-            with peak(most):
-                for step in range(2 if quick else 5):
-                    with timed(times):
-                        learner.update(batch := batch_of(rows, learner.config, step))
-        except torch.OutOfMemoryError:
-            learner.optimizer.zero_grad()
-            say(what, "does not fit")
-            continue
-        seconds = statistics.median(times[1:])
-        share = floor_flops(shape_of(quick), batch) / rate / seconds
-        say(
-            what,
-            f"{seconds:.2f} s, {share:.0%} of the rate of that product, peak {most[0]:.1f} GiB",
-        )
-    TOKENS_PER_FORWARD["cuda"] = 8192
-    learner.low_memory = False
-    learner.config = settings(root)
-    with torch.profiler.profile() as profile:
-        learner.update(batch_of(rows, learner.config))
-    events = profile.key_averages()
-    key = "self_device_time_total" if device().type == "cuda" else "self_cpu_time_total"
-    total = sum(getattr(event, key) for event in events)
-    for event in sorted(events, key=lambda event: -getattr(event, key))[:14]:
-        share = f"{getattr(event, key) / total:.1%} of the device's time, {event.count} times"
-        say(f"  of a step: {event.key[:70]}", share)
+    full_query_tokens = learner.config.full_query_tokens
+    for is_compiled in (False, True):
+        if is_compiled:
+            begin = time.perf_counter()
+            compile_layers(learner.policy, learner.dtype, is_trained=True)
+            say("to compile the layers", f"{time.perf_counter() - begin:.0f} s")
+        for queries, low in VARIANTS[:2] if is_compiled else VARIANTS:
+            tokens = queries * full_query_tokens
+            learner.config = replace(learner.config, tokens_per_micro_batch=tokens)
+            TOKENS_IN_LOW_MEMORY[device().type] = low
+            learner.low_memory, times, most = bool(low), [], []
+            what = f"a step, {queries} queries at once" + f", two passes of {low}" * bool(low)
+            what += ", compiled" * is_compiled
+            try:
+                with peak(most):
+                    for step in range(2 if quick else 5):
+                        with timed(times):
+                            learner.update(batch := batch_of(rows, learner.config, step))
+            except torch.OutOfMemoryError:
+                learner.optimizer.zero_grad()
+                say(what, "does not fit")
+                continue
+            seconds = statistics.median(times[1:])
+            share = floor_flops(shape_of(quick), batch) / rate / seconds
+            figures = f"{seconds:.2f} s, {share:.0%} of the rate of that product"
+            say(what, f"{figures}, peak {most[0]:.1f} GiB")
+        learner.low_memory, learner.config = False, settings(root)
+        with torch.profiler.profile() as profile:
+            learner.update(batch_of(rows, learner.config))
+        events = profile.key_averages()
+        key = "self_device_time_total" if device().type == "cuda" else "self_cpu_time_total"
+        total = sum(getattr(event, key) for event in events)
+        say("  of a step: kernels" + ", compiled" * is_compiled, f"{total / 1e6:.2f} s")
+        for event in sorted(events, key=lambda event: -getattr(event, key))[: 9 if quick else 14]:
+            share = f"{getattr(event, key) / total:.1%} of the device's time, {event.count} times"
+            say(f"  of a step: {event.key[:70]}", share)
 
 
 def memory(root: str, quick: bool, say: Say) -> None:
@@ -380,9 +378,9 @@ def sharded(root: str, quick: bool, say: Say) -> None:
 
 # With the seconds after which it is given up.
 PARTS = {
+    "Attention": (attention, 40),
     "Is it correct?": (correctness, 60),
-    "Attention's kernels": (kernels, 40),
-    "A step": (steps, 120),
+    "A step": (steps, 150),
     "Memory": (memory, 90),
     "A publish": (publishes, 60),
     "The trainer's loop": (whole_steps, 170),

@@ -94,9 +94,9 @@ VARIANTS = {"padded": padded, "trimmed": trimmed}
 VARIANTS |= dict.fromkeys((A_QUERY, "ours", TWO_PASSES), response_logprobs)
 
 
-def a_query_at_a_time(rows: list[Response], group_size: int, *_) -> list[list[Response]]:
-    """Split rows as micro_batches does, with a query in each."""
-    return [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
+def a_query_at_a_time(prompts: list, responses: list, most_tokens: int, together: int) -> list:
+    """Split rows as split_rows does, with a query in each part."""
+    return [range(start, start + together) for start in range(0, len(prompts), together)]
 
 
 def measure(variant: str, directory: str, rows: list[Response]) -> dict:
@@ -105,7 +105,7 @@ def measure(variant: str, directory: str, rows: list[Response]) -> dict:
     settings["low_memory"] = "on" if variant == TWO_PASSES else "off"
     config = Config(model=directory, responses_per_query=RESPONSES, **settings)
     if variant in ("padded", "trimmed", A_QUERY):
-        learner_module.micro_batches = a_query_at_a_time
+        learner_module.split_rows = a_query_at_a_time
     learner = Learner(config, print)
     learner.response_logprobs = partial(VARIANTS[variant], learner.policy)
     learner.update(rows[:RESPONSES])  # warms up, and makes gradients and moments

@@ -24,10 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from config import LOAD_SECONDS, Config
 from learner import Learner
 from loss import Metrics
-from models.architecture import decoder_layers
 from models.device import device
-from models.logprobs import distinct_passes, response_logprobs
-from models.policy import load_policy
+from models.logprobs import TOKENS_PER_FORWARD, response_logprobs, split_rows
+from models.policy import decoder_layers, load_policy
 from rollouts import Response
 from runtime.memory_trial import try_largest_batch
 from runtime.transport.status import StatusTable
@@ -108,7 +107,8 @@ def connect(size: int, timeout: float) -> list[Rank]:
 class PolicyLogprobs(torch.nn.Module):
     """response_logprobs as the forward pass of a module, which is what FSDP2 shards.
 
-    All ranks must run equally many passes, so a rank with fewer appends passes over one short row.
+    All ranks must run equally many flat passes. With a gradient each runs one; without one, a rank
+    with fewer appends some over one short row.
     """
 
     def __init__(self, policy: torch.nn.Module, rank: Rank):
@@ -118,14 +118,13 @@ class PolicyLogprobs(torch.nn.Module):
     def forward(
         self, prompts: list[np.ndarray], responses: list[np.ndarray], *arguments: Any
     ) -> Tensor:
-        *_, passes = distinct_passes(prompts, responses, device())
-        lacking = max(self.rank.gather(len(passes))) - len(passes)
+        lacking = 0
+        if not torch.is_grad_enabled():
+            passes = split_rows(prompts, responses, TOKENS_PER_FORWARD[device().type])
+            lacking = max(self.rank.gather(len(passes))) - len(passes)
         logprobs = response_logprobs(self.policy, prompts, responses, *arguments)
         for _ in range(lacking):
-            more = response_logprobs(self.policy, prompts[-1:], [responses[-1][:2]], *arguments)
-            # In the graph, as all ranks go backward through as many passes. Its gradient is 0.
-            both = torch.cat([logprobs.flatten(), more.flatten()])
-            logprobs = both[: logprobs.numel()].view(logprobs.shape)
+            response_logprobs(self.policy, prompts[:1], [responses[0][:2]], *arguments)
         return logprobs
 
 
@@ -208,7 +207,7 @@ class ShardedLearner(Learner):
         self.log_ratios = [part for _, parts in of_ranks for part in parts]
         return {name: sum(metrics[name] for metrics, _ in of_ranks) for name in own}
 
-    def with_shares(self, parts: list) -> list[tuple[Any, float]]:
+    def with_shares(self, parts: list[range]) -> list[tuple[range, float]]:
         """Pair each part with its share of all ranks' rows.
 
         A rank with fewer parts appends dummies with a share of 0, to keep step: each of K rows at

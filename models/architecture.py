@@ -4,6 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import Config, UserError, first_line
+from models.attention import check_attention
 from models.loading import directory_of
 from models.policy import trained_parameters
 
@@ -25,18 +26,14 @@ def policy_without_weights(config: Config) -> torch.nn.Module:
         raise UserError(f"--model {config.model!r} cannot be used: {first_line(error)}") from error
 
 
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """List the layers of a model: what transformers would not split between two devices."""
-    kinds = model._no_split_modules or ()
-    return [module for module in model.modules() if type(module).__name__ in kinds]
-
-
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, a tied one once, with nothing loaded.
 
-    Raises UserError for a model that cannot be had, or has fewer positions than the run needs.
+    Raises UserError for a model that cannot be had, has fewer positions than the run needs, or
+    attends in a way of its own.
     """
     model = policy_without_weights(config)
+    check_attention(model)
     tokens = sum(config.longest_row)
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 from config import Config
@@ -23,6 +24,12 @@ def compute_dtype(config: Config, on: torch.device | None = None) -> torch.dtype
     if config.dtype == "auto":
         return torch.bfloat16 if (on or device()).type == "cuda" else torch.float32
     return getattr(torch, config.dtype)
+
+
+def to_device(values: np.ndarray | torch.Tensor, on: torch.device) -> torch.Tensor:
+    """Copy from the host to a device. To a GPU the copy is queued, and the host does not wait."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(on, non_blocking=True) if on.type == "cuda" else tensor
 
 
 def onednn_multiplies(dtype: torch.dtype) -> bool:

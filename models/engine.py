@@ -60,6 +60,8 @@ class Engine:
         )
         if not on_gpu:
             self.llm.apply_model(_multiply_unpacked)
+        # vLLM draws from global generators, which a task's code may seed: these are its own.
+        self.random = torch.get_rng_state(), np.random.MT19937(seed)
         self.set_version(0)  # config.model is the trainer's version 0
 
     def set_version(self, version: int) -> None:
@@ -87,7 +89,18 @@ class Engine:
 
         Returns the requests that finished with it, as vllm.RequestOutput.
         """
-        return self.llm.llm_engine.step()
+        self.swap_random()
+        try:
+            return self.llm.llm_engine.step()
+        finally:
+            self.swap_random()
+
+    def swap_random(self) -> None:
+        """Exchange the states of the global generators and those of vLLM."""
+        of_others = torch.get_rng_state(), np.random.get_bit_generator()
+        torch.set_rng_state(self.random[0])
+        np.random.set_bit_generator(self.random[1])
+        self.random = of_others
 
     def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load a version's weights in place, by their transformers names, while requests run.

@@ -4,18 +4,23 @@ Trainer and searchers both take them from here, the one for the policy, the othe
 policy, so that the two come from the same framework, dtype and temperature.
 """
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import padded_row
+from config import row_cost
+from models.attention import check_attention, lay_out, run_flat
+from models.device import to_device
 
-# Padded response tokens in one forward pass: few enough that its rows are of one length, enough to
-# keep the device busy.
+# Tokens in a flat pass without a gradient: enough to keep the device busy.
 TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 8192}
-# The same where the memory of one pass is what counts (--low_memory).
-TOKENS_IN_LOW_MEMORY = 1024
+# In one with a gradient, where its memory is what counts (--low_memory).
+TOKENS_IN_LOW_MEMORY = {"cpu": 1024, "cuda": 2048}
 # Response tokens whose logits, a vocabulary each, exist at once.
 POSITIONS_PER_LOGITS = {"cpu": 500, "cuda": 512}
 
@@ -30,101 +35,80 @@ def response_logprobs(
     """Return log pi of each response token, in fp32: (N, T), T the longest response; 0 as padding.
 
     dtype: what is computed in; with bfloat16 the model's fp32 weights are cast by autocast, and
-    logits are fp32 all the same. Equal rows run once, and rows of similar length together. Logits
-    exist for a slice of the response positions at a time (TokenLogprobs): memory grows with the
-    tokens of these N rows, a prompt counted for each, never with N x T x vocabulary.
+    logits are fp32 all the same. With a gradient all rows are one flat pass (models/attention.py),
+    without one a few of them. Logits exist for a slice of the response positions at a time
+    (TokenLogprobs): memory grows with the tokens of these rows, never with N x T x vocabulary.
     """
     device = next(model.parameters()).device
-    prompts, responses, place, chunked_rows = distinct_passes(prompts, responses, device)
-    width = max(len(response) for response in responses)
-    head = model.get_output_embeddings()
-    chunks = []
-    is_cast = dtype != next(model.parameters()).dtype
-    # One autocast for all chunks: within it each weight is cast once.
-    with torch.autocast(device.type, dtype, enabled=is_cast):
-        for rows in chunked_rows:  # M of them
-            # (M, chunk's T). Two columns at least: so each chunk makes a pass after the prompts'.
-            ids, mask = right_padded([responses[row] for row in rows], device, columns=2)
-            states = response_states(model, [prompts[row] for row in rows], ids)[mask]
+    most_tokens = math.inf if torch.is_grad_enabled() else TOKENS_PER_FORWARD[device.type]
+    passes, found, index = split_rows(prompts, responses, most_tokens), [], []
+    # One autocast for all passes: within it each weight is cast once.
+    with torch.autocast(device.type, dtype, enabled=dtype != next(model.parameters()).dtype):
+        for rows in passes:
+            own = [responses[i] for i in rows]
+            states, targets, pair_of = response_states(
+                model, [prompts[i] for i in rows], own, dtype
+            )
+            head = model.get_output_embeddings()
             full = torch.promote_types(states.dtype, torch.float32)
-            states = (states.to(full) / temperature).to(dtype)  # (R, H), R response tokens
+            states = (states.to(full) / temperature).to(dtype)
             bias = None if head.bias is None else head.bias / temperature
+            index.append(pair_of + sum(map(len, found)))
             with torch.autocast(device.type, enabled=False):  # it would round the logits
-                taken = TokenLogprobs.apply(states, head.weight, bias, ids[mask])  # (R,)
-            chunk = torch.zeros(mask.shape, dtype=taken.dtype, device=device)
-            chunk = chunk.masked_scatter(mask, taken)
-            chunks.append(F.pad(chunk, (0, width - mask.shape[1])))
-    # In the order of the given rows; those that were merged are repeated.
-    order = np.argsort(np.concatenate(chunked_rows))[place]
-    return torch.cat(chunks)[torch.from_numpy(order).to(device)]
+                found.append(TokenLogprobs.apply(states, head.weight, bias, targets))
+    lengths = np.array([len(response) for response in responses])[:, None]
+    is_token = np.arange(lengths.max()) < lengths  # (N, T)
+    places = np.full(is_token.shape, sum(map(len, found)))  # padding: a 0 at the end
+    places[is_token] = np.concatenate(index)
+    places = to_device(places, device)
+    return F.pad(torch.cat(found), (0, 1)).index_select(0, places.flatten()).view(places.shape)
 
 
-def distinct_passes(
-    prompts: list[np.ndarray], responses: list[np.ndarray], device: torch.device
-) -> tuple[list[np.ndarray], list[np.ndarray], list[int], list[np.ndarray]]:
-    """Merge equal rows, and split the distinct ones into forward passes.
+def response_states(
+    model: torch.nn.Module,
+    prompts: list[np.ndarray],
+    responses: list[np.ndarray],
+    dtype: torch.dtype,
+    packed: bool | None = None,
+) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Return the state from which the model predicts each response token, and that token.
 
-    Returns their prompts and responses, the index of each given row among them, and the indices of
-    the rows of each pass.
+    Equal pairs stand there once: (R, H), (R,), and for each token of all responses its pair.
+    packed: as in lay_out(), None where the device has that kernel.
     """
-    kept, place = _distinct([(a.tobytes(), b.tobytes()) for a, b in zip(prompts, responses)])
-    prompts, responses = [prompts[row] for row in kept], [responses[row] for row in kept]
-    passes = split_rows(prompts, responses, TOKENS_PER_FORWARD[device.type])
-    return prompts, responses, place, passes
+    device = next(model.parameters()).device
+    if packed is None:
+        packed = device.type == "cuda" and dtype == torch.bfloat16
+        packed = packed and torch.cuda.get_device_capability(device) >= (8, 0)
+    row = lay_out(prompts, responses, device, dtype, packed)
+    pairs = row.predictors << 32 | np.concatenate(responses).astype(np.int64)
+    pairs, pair_of = np.unique(pairs, return_inverse=True)
+    places, targets = (to_device(part, device) for part in (pairs >> 32, pairs & 2**32 - 1))
+    return run_flat(model, row).index_select(0, places), targets, pair_of
 
 
 def split_rows(
-    prompts: list[np.ndarray], responses: list[np.ndarray] | list[list[int]], most_tokens: int
-) -> list[np.ndarray]:
-    """Return the indices of the rows of each forward pass: rows of similar length, longest first.
+    prompts: list[np.ndarray],
+    responses: list[np.ndarray],
+    most_tokens: float,
+    together: int = 1,
+) -> list[range]:
+    """Split rows into parts that are computed at once: the indices of each.
 
-    prompts: [] for a model that reads texts whole. most_tokens: padded response tokens in a pass.
+    most_tokens: in a part, by row_cost(), and once the prompt of rows that follow each other.
+    together: rows of a query that are kept in one part; alone they may exceed it.
     """
-    lengths = np.array([len(response) for response in responses])
-    longest_prompt = max((len(prompt) for prompt in prompts), default=0)
-    order = np.argsort(-lengths, kind="stable")
-
-    def split(most: int) -> list[np.ndarray]:
-        chunks, start = [], 0
-        while start < len(order):
-            count = max(1, most // padded_row(longest_prompt, lengths[order[start]]))
-            chunks.append(order[start : start + count])
-            start += count
-        return chunks
-
-    # The fewest passes, and of those the first not as full: less padding.
-    return min((split(most_tokens * eighths // 8) for eighths in (4, 5, 6, 7, 8)), key=len)
-
-
-def response_states(model: torch.nn.Module, prompts: list[np.ndarray], ids: Tensor) -> Tensor:
-    """Return the state from which the model predicts each response token: (M, T, H).
-
-    ids: (M, T), the responses, T at least 2. The K responses of a query share its prompt: each
-    distinct prompt runs once, and its responses attend to the keys and values that it left.
-    """
-    kept, place = _distinct([prompt.tobytes() for prompt in prompts])  # Q prompts
-    query = torch.tensor(place, device=ids.device)  # (M,)
-    # Padded on the left, so that nothing lies between a prompt and its responses: a sliding window
-    # counts columns, be they padding or not.
-    reversed_ids, reversed_mask = right_padded([prompts[row][::-1] for row in kept], ids.device)
-    prompt_ids, prompt_mask = reversed_ids.flip(1), reversed_mask.flip(1)  # (Q, P)
-    positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
-    out = model.base_model(
-        input_ids=prompt_ids, attention_mask=prompt_mask, position_ids=positions, use_cache=True
-    )
-    # (M, 1, H): the last token of the prompt predicts the first of the response
-    first = out.last_hidden_state[query, -1:]
-    for layer in out.past_key_values.layers:
-        layer.batch_select_indices(query)  # (M, heads, P, head size); gradients go back through it
-    mask = F.pad(prompt_mask[query], (0, ids.shape[1] - 1), value=True)  # (M, P + T - 1)
-    positions = positions[query, -1:] + torch.arange(1, ids.shape[1], device=ids.device)
-    rest = model.base_model(
-        input_ids=ids[:, :-1],
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=out.past_key_values,
-    )
-    return torch.cat([first, rest.last_hidden_state], dim=1)
+    starts, tokens = [], math.inf
+    for start in range(0, len(prompts), together):
+        prompt, own = prompts[start], responses[start : start + together]
+        more = sum(row_cost(len(prompt), len(response)) for response in own)
+        tokens += more
+        if not start or not np.array_equal(prompt, prompts[start - 1]):
+            tokens += len(prompt)
+        if tokens > most_tokens or not start:
+            starts.append(start)
+            tokens = more + len(prompt)
+    return [range(*ends) for ends in zip(starts, [*starts[1:], len(prompts)])]
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -190,50 +174,39 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _distinct(keys: list) -> tuple[list[int], list[int]]:
-    """Return where each distinct key first stands, and for each key which of those it equals."""
-    first: dict = {}
-    place = [first.setdefault(key, (len(first), i))[0] for i, key in enumerate(keys)]
-    return [i for _, i in first.values()], place
-
-
-def right_padded(
-    rows: list[np.ndarray] | list[list[int]], device: torch.device, columns: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Return token ids padded with 0, and True where they are not padding: both (rows, longest).
-
-    columns: at least so many.
-    """
-    lengths = np.array([len(row) for row in rows])
-    mask = np.arange(max(columns, lengths.max())) < lengths[:, None]
-    ids = np.zeros(mask.shape, np.int64)
-    ids[mask] = np.concatenate(rows)
-    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
-
-
 @torch.no_grad()
 def check_architecture(model: torch.nn.Module) -> None:
-    """Raise ValueError for a model, on a CPU, for which response_logprobs is wrong.
+    """Raise ValueError or UserError for a model, on a CPU, for which response_logprobs is wrong.
 
     That is one whose logits are more than its output embedding of its last hidden state (scaled,
-    capped), or that remembers a prompt otherwise than by keys and values.
+    capped), or whose tokens see what they should not in a flat pass.
     """
+    check_attention(model)
     ids = np.arange(9) % model.get_input_embeddings().num_embeddings
     prompts, responses = [ids[:2], ids[:5]], [ids[3:], ids[4:]]
-    refusal = (
-        f"{type(model).__name__} {{}}, which response_logprobs does not know: "
-        "use another architecture"
-    )
-    try:
+    with short_windows(model):
         ours = response_logprobs(model, prompts, responses, temperature=1.0)
-    except (AttributeError, TypeError) as error:
-        problem = f"keeps no plain cache of keys and values ({error})"
-        raise ValueError(refusal.format(problem)) from error
-    for row, prompt, response in zip(ours, prompts, responses):
-        whole = torch.from_numpy(np.concatenate([prompt, response]))
-        logprobs = model(input_ids=whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        expected = logprobs.gather(1, whole[len(prompt) :, None])[:, 0]
-        if not torch.allclose(row[: len(response)], expected, atol=1e-3):
-            raise ValueError(
-                refusal.format("transforms its logits, or attends in a way of its own")
-            )
+        for row, prompt, response in zip(ours, prompts, responses):
+            whole = torch.from_numpy(np.concatenate([prompt, response]))
+            logprobs = model(input_ids=whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            expected = logprobs.gather(1, whole[len(prompt) :, None])[:, 0]
+            if not torch.allclose(row[: len(response)], expected, atol=1e-3):
+                raise ValueError(
+                    f"{type(model).__name__} transforms its logits, or attends in a way of its "
+                    "own, which response_logprobs does not know: use another architecture"
+                )
+
+
+@contextmanager
+def short_windows(model: torch.nn.Module) -> Iterator[None]:
+    """Have layers with a sliding window see 4 tokens, so that a short row goes beyond it."""
+    all_of_it = (model.config, *model.modules())
+    own = [(each, getattr(each, "sliding_window", None)) for each in all_of_it]
+    own = [(each, window) for each, window in own if isinstance(window, int)]
+    try:
+        for each, _ in own:
+            each.sliding_window = 4
+        yield
+    finally:
+        for each, window in own:
+            each.sliding_window = window

@@ -1,12 +1,16 @@
 """The policy as transformers loads it: trainer and reference policy both come from here."""
 
+import logging
+import os
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
-from config import Config, UserError
+from config import Config, UserError, first_line
+from models.device import compute_dtype
 from models.loading import load_model
-from models.logprobs import check_architecture
+from models.logprobs import check_architecture, response_logprobs
 
 
 def load_policy(
@@ -26,7 +30,37 @@ def load_policy(
     model.to(getattr(torch, config.master_dtype))
     if linear_dtype:
         cast_linear_layers(model, linear_dtype)
-    return model.to(device)
+    model.to(device)
+    if config.compile:
+        compile_layers(model, compute_dtype(config, device), is_trained=not linear_dtype)
+    return model
+
+
+def compile_layers(model: torch.nn.Module, dtype: torch.dtype, is_trained: bool) -> None:
+    """Compile each layer. Where that cannot be done they stay as they are, and a line says so.
+
+    dtype: that is computed in.
+    """
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)  # set without a GPU, for vLLM's sampler
+    layers, row = decoder_layers(model), [np.arange(2)]
+    try:
+        for layer in layers:
+            layer.compile(dynamic=True)
+        with torch.set_grad_enabled(is_trained):
+            logprobs = response_logprobs(model, row, row, 1.0, dtype)
+        if is_trained:
+            logprobs.sum().backward()
+            model.zero_grad()
+    except Exception as error:  # a compiler's own
+        for layer in layers:
+            layer._compiled_call_impl = None
+        logging.warning("--compile: the layers stay as they are: %s", first_line(error))
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """List the layers of a model: what transformers would not split between two devices."""
+    kinds = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 def trained_parameters(policy: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -184,8 +184,7 @@ def perplexities(
         for response, end in zip(responses, ends)
     ]
     with torch.no_grad():
-        logprobs = response_logprobs(  # (N, T)
-            policy, prompt_ids, response_ids, temperature=1.0, dtype=compute_dtype(config)
-        )
+        how = dict(temperature=1.0, dtype=compute_dtype(config))
+        logprobs = response_logprobs(policy, prompt_ids, response_ids, **how)  # (N, T)
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids)]
     return np.exp(-logprobs.sum(1).cpu().numpy() / lengths)

@@ -137,6 +137,25 @@ def test_a_model_that_vllm_runs_through_transformers_can_be_the_reference_policy
     check_a_load(engine, load_policy(config, torch.device("cpu")), version=1)
 
 
+def test_a_task_that_seeds_global_generators_gets_no_response_twice(engine, monkeypatch):
+    responses, numbers, seeds = [], [], []
+    for name in ("first", "second"):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        numbers.append([np.random.random()])
+        engine.add(name, [70, 71], n=4, temperature=1.0, max_tokens=20)  # without a seed
+        responses.append([list(each.token_ids) for each in drain(engine)[name].outputs])
+        numbers[-1].append(np.random.random())
+        with monkeypatch.context() as patch:
+            # What vLLM's runner on a GPU does for such a request.
+            step = lambda: seeds.append(np.random.randint(2**31))  # noqa: E731
+            patch.setattr(engine.llm.llm_engine, "step", step)
+            np.random.seed(0)
+            engine.step()
+    assert responses[0] != responses[1] and seeds[0] != seeds[1]
+    assert numbers[0] == numbers[1], "what the task draws goes on as if there were no vLLM"
+
+
 def test_a_prompt_is_computed_once_for_its_responses_but_for_its_last_block(engine):
     prompt = list(range(3 * BLOCK + 5))
     for name in ("first", "second"):  # vLLM makes a group of requests like these

@@ -9,8 +9,8 @@ import torch
 from test_loss import make_example, queries, to_inputs
 from test_trainer import make_rows, make_trainer
 
+from learner import effective_share, importance_figures
 from loss import LossInputs
-from models.importance import effective_share, importance_figures
 
 
 def log_weights(x: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:

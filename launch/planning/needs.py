@@ -90,11 +90,13 @@ class Needs:
         taken = GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES
         yield Need(MEMORY, place.name, "Python and libraries", taken)
 
-    def passes(self, queries: int, responses: int, most_tokens: int) -> list[Pass]:
-        """Split so many queries of so many responses of full length into forward passes."""
-        lengths, groups = self.config.longest_row, np.repeat(np.arange(queries), responses)
-        split = split_rows(*([np.zeros(n)] * len(groups) for n in lengths), most_tokens)
-        return [Pass(len(few), len(set(groups[few])), *lengths) for few in split]
+    def largest_pass(self, queries: int, responses: int, most_tokens: int) -> Pass:
+        """Return the largest flat pass over so many queries of so many responses of full length."""
+        prompt, response = self.config.longest_row
+        groups = np.repeat(np.arange(queries), responses)
+        prompts = [np.full(prompt, group) for group in groups]
+        first = split_rows(prompts, [np.zeros(response)] * len(groups), most_tokens)[0]
+        return Pass(len(first), len(set(groups[first])), prompt, response)
 
     def trainer(self) -> Parts:
         """Yield what a process of the trainer needs in its largest step."""
@@ -108,25 +110,22 @@ class Needs:
         yield f"AdamW's two moments{of_all}", 2 * self.trained / ranks
         if ranks > 1:
             yield "weights and gradients that are gathered", self.gathered()
-        is_low = config.low_memory == "on"
-        most_tokens = TOKENS_IN_LOW_MEMORY if is_low else TOKENS_PER_FORWARD[self.device.type]
-        passes = self.passes(config.full_queries, config.responses_per_query, most_tokens)
-        if is_low:
-            passes = passes[:1]  # a graph at a time; a pass of more rows without one takes less
+        most_tokens = config.micro_batch_tokens
+        if config.low_memory == "on":  # a pass of more rows without a graph takes less
+            most_tokens = TOKENS_IN_LOW_MEMORY[self.device.type]
+        one = self.largest_pass(config.full_queries, config.responses_per_query, most_tokens)
         on_gpu = self.device.type == "cuda"
-        taken = sizes.pass_bytes(config, passes, self.dtype, True, on_gpu)
+        taken = sizes.pass_bytes(config, one, self.dtype, True, on_gpu)
         what = "activations" if taken.is_counted else "activations (estimated)"
         length = "{} + {}".format(*config.longest_row)
-        rows = responses(sum(one.rows for one in passes))
-        yield f"{what}, {rows} of {length} tokens", taken.kept
-        # Logits are there when all passes are kept; a layer's gradients, when logits are gone.
-        head = self.head(passes[0].rows * passes[0].response, len(passes))
-        more = max(head, taken.beyond)
+        yield f"{what}, {responses(one.rows)} of {length} tokens", taken.kept
+        # Logits are there when the whole pass is kept; a layer's gradients, when logits are gone.
+        more = max(self.head(one.rows * one.response, has_gradient=True), taken.beyond)
         yield "logits, and what the backward pass adds", more
         if config.lora_rank:
             # For the mismatch, and rows of an earlier reference. Without LoRA the gradients and
             # activations, which are gone by then, leave more room than it takes.
-            other = self.frozen + self.forward(passes[0]) - taken.kept - more
+            other = self.frozen + self.forward(one) - taken.kept - more
             if other > 0:
                 yield "weights of an earlier version, beyond that", other
 
@@ -154,34 +153,34 @@ class Needs:
             # All that finished together is scored together.
             groups = max(1, ENGINE_ROWS // config.samples_per_query)
             most_tokens = TOKENS_PER_FORWARD[self.device.type]
-            largest = self.passes(groups, config.samples_per_query, most_tokens)[0]
+            largest = self.largest_pass(groups, config.samples_per_query, most_tokens)
             yield "reference policy's largest forward pass", self.forward(largest)
 
     def forward(self, one: Pass) -> int:
         """Bytes of a forward pass of a policy that is not trained."""
         on_gpu = self.device.type == "cuda"
-        taken = sizes.pass_bytes(self.config, [one], self.dtype, False, on_gpu)
-        head = self.head(one.rows * one.response, passes=0)
+        taken = sizes.pass_bytes(self.config, one, self.dtype, False, on_gpu)
+        head = self.head(one.rows * one.response, has_gradient=False)
         return taken.kept + max(head, taken.beyond)
 
-    def head(self, positions: int, passes: int) -> int:
+    def head(self, positions: int, has_gradient: bool) -> int:
         """Bytes of logits while log-probabilities are taken, and of the head's copies.
 
-        positions: response tokens in a pass; passes: that have a backward pass, or 0. Logits are
-        there twice: as they are and as terms of the normalizer, or of one slice and the next. The
-        gradient of the head is there of the slice at hand, of its pass, and of the passes before.
+        positions: response tokens in a pass. Logits are there twice: as they are and as terms of
+        the normalizer, or of one slice and the next. The gradient of the head is there of the slice
+        at hand, and of the pass.
         """
         size, on_cpu = self.size, self.device.type == "cpu"
-        is_trained = passes > 0 and not self.config.lora_rank
+        is_trained = has_gradient and not self.config.lora_rank
         fp32, logits, copies = torch.float32.itemsize, 2.0, 0
         if self.dtype == torch.bfloat16:
-            logits += (passes > 0) * (1.0 if on_cpu else 0.5)  # their gradient, on a GPU in bf16
+            logits += has_gradient * (1.0 if on_cpu else 0.5)  # their gradient, on a GPU in bf16
             if self.published != self.masters and (is_trained or size.is_tied):
                 copies += self.dtype.itemsize  # else it is held in bf16
             if on_cpu:
                 copies += fp32  # it multiplies in fp32 (_product)
         if is_trained:
-            copies += (1 + min(passes, 2)) * fp32
+            copies += 2 * fp32
         positions = min(positions, POSITIONS_PER_LOGITS[self.device.type])
         return int(logits * fp32 * positions * size.vocabulary + copies * size.output_embedding)
 

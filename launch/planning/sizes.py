@@ -1,6 +1,5 @@
 """How much memory a model takes, from its architecture alone: nothing is loaded or computed."""
 
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,10 +17,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoConfig, AutoModel
 
 from config import ENGINE_ROWS, Config, UserError, first_line
-from models.architecture import decoder_layers, policy_without_weights
+from models.architecture import policy_without_weights
 from models.hub import fetch_model
 from models.logprobs import response_states
-from models.policy import cast_linear_layers, linear_layers, trained_parameters
+from models.policy import (
+    cast_linear_layers,
+    decoder_layers,
+    linear_layers,
+    trained_parameters,
+)
 
 # Estimated: fp32 copies of a step's logits, while vLLM samples; what it captures on a GPU; what it
 # reads at a time there, and on a large one.
@@ -55,9 +59,9 @@ class PolicySize:
 
 
 class PassBytes(NamedTuple):
-    """What forward passes and their backward pass take, beside weights and gradients, in bytes."""
+    """What a forward and a backward pass take, beside weights and gradients, in bytes."""
 
-    kept: int  # after the forward passes, for the backward pass
+    kept: int  # after the forward pass, for the backward pass
     beyond: int  # what is kept, at the peak
     is_counted: bool  # or estimated, for a model that fake tensors cannot go through
 
@@ -132,7 +136,7 @@ def loaded_bytes(model: str) -> int:
 
 def pass_bytes(
     config: Config,
-    passes: list[Pass],
+    one: Pass,
     dtype: torch.dtype,
     has_gradient: bool,
     on_gpu: bool = False,
@@ -150,10 +154,10 @@ def pass_bytes(
     settings = tuple((name, getattr(config, name)) for name in DECISIVE)
     is_counted = True
     try:
-        kept, beyond = _count(settings, tuple(passes), dtype, has_gradient, on_gpu)
+        kept, beyond = _count(settings, one, dtype, has_gradient, on_gpu)
     except Exception:  # a model may look at numbers, and here are none: that must not stop a run
         is_counted = False
-        tokens = sum(one.rows * one.response + one.queries * one.prompt for one in passes)
+        tokens = one.rows * one.response + one.queries * one.prompt
         layers = size.layers if has_gradient else 1
         kept, beyond = 2 * tokens * layers * size.layer_values_per_token * dtype.itemsize, 0
     is_plain = not config.lora_rank and config.trainer_processes == 1
@@ -169,19 +173,20 @@ DECISIVE = "model", "trust_remote_code", "master_dtype", "lora_rank"
 @cache
 def _count(
     settings: tuple[tuple[str, Any], ...],
-    passes: tuple[Pass, ...],
+    one: Pass,
     dtype: torch.dtype,
     has_gradient: bool,
     on_gpu: bool,
 ) -> tuple[int, int]:
-    """Run the passes on fake tensors, which have shapes and storages and no numbers.
+    """Run a pass on fake tensors, which have shapes and storages and no numbers.
 
-    Passes of one shape are alike, so each shape runs once. Returns the bytes that all passes keep,
-    without autocast's copies of a layer's weights, and what their peak is beyond that.
+    Returns the bytes that it keeps, without autocast's copies of a layer's weights, and what its
+    peak is beyond that.
     """
     config = Config(**dict(settings))
     policy, masters = policy_without_weights(config).eval(), getattr(torch, config.master_dtype)
     policy.to(masters)
+    packed = on_gpu and dtype == torch.bfloat16
     if has_gradient and not config.lora_rank:
         for layer in decoder_layers(policy):
             for parameter in layer.parameters():
@@ -193,29 +198,24 @@ def _count(
         from extras.lora import add_adapters
 
         add_adapters(policy, config)
-    kept = peak = 0
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         policy.to_empty(device="cpu")
         policy.tie_weights()  # to_empty makes two of a tied one
         for parameter in trained_parameters(policy).values():
             parameter.grad = torch.zeros_like(parameter)
-        for shape, count in Counter(passes).items():
-            before = live.peak = live.now
-            prompt = np.arange(shape.prompt)
-            prompts = [prompt + row % shape.queries for row in range(shape.rows)]
-            ids = torch.zeros(shape.rows, max(2, shape.response), dtype=torch.long)
-            autocast = torch.autocast("cpu", dtype, enabled=masters != dtype)
-            as_cuda = CudaAutocast() if on_gpu and masters != dtype else nullcontext()
-            with torch.set_grad_enabled(has_gradient), autocast, as_cuda:
-                states = response_states(policy, prompts, ids).to(dtype)
-            after = live.now
-            if has_gradient:
-                states.backward(torch.zeros_like(states))
-            del states
-            kept += count * (after - before)
-            # The backward pass takes the last one first: those before it are there meanwhile.
-            peak = max(peak, kept + live.peak - after)
-    return kept, peak - kept
+        before = live.peak = live.now
+        # No two are equal.
+        prompts = [np.arange(one.prompt) + row % one.queries for row in range(one.rows)]
+        responses = [np.arange(one.response) + row for row in range(one.rows)]
+        autocast = torch.autocast("cpu", dtype, enabled=masters != dtype)
+        as_cuda = CudaAutocast() if on_gpu and masters != dtype else nullcontext()
+        with torch.set_grad_enabled(has_gradient), autocast, as_cuda:
+            states, *_ = response_states(policy, prompts, responses, dtype, packed)
+            states = states.to(dtype)
+        after = live.now
+        if has_gradient:
+            states.backward(torch.zeros_like(states))
+        return after - before, live.peak - after
 
 
 class CudaAutocast(TorchFunctionMode):

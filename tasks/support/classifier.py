@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from jinja2 import TemplateError
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from config import UserError, first_line
@@ -15,7 +16,6 @@ from models.device import device
 from models.folder import fetch_weights
 from models.hub import fetch_model
 from models.loading import load_model, read_tokenizer
-from models.logprobs import right_padded, split_rows
 
 TOKENS_PER_FORWARD = 16384
 BEFORE_VERDICT, VERDICT = "\n\n", "unsafe"  # of Llama Guard 3
@@ -81,12 +81,14 @@ def in_batches(
 
     read: (ids: (n, T) padded on the right, mask: (n, T), False at padding) -> (n, ...).
     """
-    values = [None] * len(ids)
-    for rows in split_rows([], ids, TOKENS_PER_FORWARD):
-        padded, mask = right_padded([ids[row] for row in rows], device())
-        for row, value in zip(rows, read(padded, mask).float().cpu().numpy()):
-            values[row] = value
-    return np.array(values)
+    order, values = sorted(range(len(ids)), key=lambda row: len(ids[row])), {}
+    while order:  # the longest are the last
+        count = max(1, TOKENS_PER_FORWARD // max(1, len(ids[order[-1]])))
+        rows = [torch.tensor(ids[row], dtype=torch.long) for row in order[-count:]]
+        padded = pad_sequence(rows, True, -1).to(device())
+        values |= zip(order[-count:], read(padded.clamp(min=0), padded >= 0).float().cpu())
+        del order[-count:]
+    return np.array([values[row].numpy() for row in range(len(ids))])
 
 
 def last_states(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -211,9 +213,8 @@ class Sampler:
             inputs = self.tokenizer.apply_chat_template(chats, **how)
         else:
             inputs = self.tokenizer(texts, **how)
-        inputs = inputs.to(self.model.device)
         out = self.model.generate(
-            **inputs,
+            **inputs.to(self.model.device),
             do_sample=True,
             temperature=temperature,
             top_p=top_p,
@@ -222,5 +223,5 @@ class Sampler:
             num_return_sequences=per_text,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        responses = out[:, inputs.input_ids.shape[1] :]
-        return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        prompt = inputs.input_ids.shape[1]
+        return self.tokenizer.batch_decode(out[:, prompt:], skip_special_tokens=True)

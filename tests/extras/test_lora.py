@@ -221,12 +221,12 @@ def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(dtype, t
     lora.add_adapters(policy, config)
     rows = largest_micro_batch(config, 1000)
     inputs = [row.prompt for row in rows], [row.tokens["token"] for row in rows], 1.0, dtype
-    counted = sizes.pass_bytes(config, [Pass(5, 1, *config.longest_row)], dtype, has_gradient=True)
+    counted = sizes.pass_bytes(config, Pass(5, 1, *config.longest_row), dtype, has_gradient=True)
     assert counted.is_counted
     assert 0.85 < counted.kept / saved_bytes(policy, *inputs) < 1.15
     places = find_places(config, [])
     needs = Needs(config, places, {})
-    expected = counted.kept + max(needs.head(5 * 50, passes=1), counted.beyond)
+    expected = counted.kept + max(needs.head(5 * 50, has_gradient=True), counted.beyond)
     assert 0.9 < expected / peak_bytes(policy, *inputs) < 1.35
 
     numbers = sum(parameter.numel() for parameter in trained_parameters(policy).values())
@@ -235,7 +235,8 @@ def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(dtype, t
     assert (parts["gradients"], parts["AdamW's two moments"]) == (4 * numbers, 8 * numbers)
     assert needs.checkpoint == 12 * numbers
     assert written.bytes == 12 * numbers + needs.masters, "and model/, merged"
-    assert needs.head(100, passes=1) < Needs(replace(config, lora_rank=0), places, {}).head(100, 1)
+    whole = Needs(replace(config, lora_rank=0), places, {})
+    assert needs.head(100, has_gradient=True) < whole.head(100, has_gradient=True)
     short = Needs(replace(config, max_response_tokens=1, max_prompt_tokens=1), places, {})
     assert "weights of an earlier version, beyond that" in dict(short.trainer())
 

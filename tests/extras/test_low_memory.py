@@ -20,12 +20,12 @@ SETTINGS |= SHORT
 def small_passes(monkeypatch):
     """Several forward passes for a micro-batch, of several rows each."""
     monkeypatch.setitem(logprobs.TOKENS_PER_FORWARD, "cpu", 60)
-    monkeypatch.setattr("learner.TOKENS_IN_LOW_MEMORY", 60)
+    monkeypatch.setitem(logprobs.TOKENS_IN_LOW_MEMORY, "cpu", 60)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["fp32", "fp64"]
+    "dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-7)], ids=["fp32", "fp64"]
 )
 def test_two_passes_have_the_gradient_of_one(loss, dtype, tolerance, tied_model, small_passes):
     learner = Learner(Config(model=str(tied_model), loss=loss, **SETTINGS), print)

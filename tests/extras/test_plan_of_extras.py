@@ -35,10 +35,10 @@ def test_beside_the_trainer_vllm_gets_what_its_share_leaves_for_the_cache(shapes
 def test_two_passes_are_taken_where_only_they_fit(shapes):
     large, problem = plan_on("4x20", model=shapes["four"])
     assert problem is None and large.config.low_memory == "auto", "the trial has the last word"
-    small, problem = plan_on("4x12", model=shapes["four"])
+    small, problem = plan_on("4x11", model=shapes["four"])
     assert problem is None and small.config.low_memory == "on"
     assert small.total("GPU 0") < 0.7 * large.total("GPU 0")
-    off, problem = plan_on("4x12", model=shapes["four"], low_memory="off")
+    off, problem = plan_on("4x11", model=shapes["four"], low_memory="off")
     assert off.is_short("GPU 0") and "; --low_memory on would do" in problem
 
 
@@ -52,7 +52,7 @@ PROBLEMS = [
     ("1x6", {}, "GPU 0 is short: the run needs 11.* GiB, there are 5.91; no one setting"),
     ("4x7", {}, "GPU 0 is short: .*; --trainer_processes 3 --searchers 1 would do"),
     ("2x7", {}, rf"GPU 0 is short: .*; {BFLOAT16} then\) would do"),
-    ("4x20", {"gpu_memory_utilization": 0.03}, f"{ROOM}; --gpu_memory_utilization 0.8 would do"),
+    ("4x20", {"gpu_memory_utilization": 0.03}, f"{ROOM}; --gpu_memory_utilization 0.8.? would do"),
     # A run that is resumed may change less.
     ("4x8", {"resume": "runs/old"}, "no one setting is enough"),
 ]

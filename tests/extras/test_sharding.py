@@ -251,9 +251,9 @@ def found(models, folder) -> dict[int, dict]:
 def check_equal(case: str, one: tuple, several: tuple) -> None:
     """Losses, gradient norms and weights are those of one process."""
     (metrics, weights), (others, other_weights) = one, several
-    # In bf16 the first pass is the same to the last digits; then each step is rounded otherwise.
+    # In bf16 attention rounds by the lengths of all rows of a pass, and each step adds to that.
     is_bf16 = case.startswith("bf16")
-    assert others[0]["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-6)
+    assert others[0]["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-3 if is_bf16 else 1e-6)
     for name in ("loss", "grad_norm"):
         expected, figures = ([line[name] for line in lines] for lines in (metrics, others))
         assert figures == pytest.approx(expected, rel=2e-2 if is_bf16 else 1e-5)

@@ -23,7 +23,6 @@ from launch.planning.needs import Needs
 from launch.planning.sizes import Pass
 from learner import make_learner
 from models.engine import Engine
-from models.logprobs import TOKENS_PER_FORWARD, split_rows
 from models.policy import load_policy
 from models.tokens import encode_prompt, load_tokenizer
 from runtime.checkpoints import checkpoint
@@ -156,10 +155,9 @@ def test_a_steps_peak_is_what_the_plan_counts(model, record_property):
     rows = largest_micro_batch(config, vocabulary=49_152)
     prompts, responses = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
     longest, size = config.longest_row, len(rows)
-    passes = [Pass(size, config.full_queries, *longest)]
-    assert len(split_rows(prompts, responses, TOKENS_PER_FORWARD["cpu"])) == 1
-    counted = sizes.pass_bytes(config, passes, torch.float32, has_gradient=True)
-    head = Needs(config, find_places(config, []), {}).head(size * longest[1], passes=1)
+    one = Pass(size, config.full_queries, *longest)
+    counted = sizes.pass_bytes(config, one, torch.float32, has_gradient=True)
+    head = Needs(config, find_places(config, []), {}).head(size * longest[1], has_gradient=True)
     policy = load_policy(config, torch.device("cpu"))
     measured = peak_bytes(policy, prompts, responses, config.temperature)
     ratio = (counted.kept + max(head, counted.beyond)) / measured

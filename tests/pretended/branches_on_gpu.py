@@ -10,12 +10,13 @@ from conftest import make as make_model
 from cuda import OnCuda
 from test_tldr import REWARD
 from test_trainer import SHORT, make_rows
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
 
 from config import Config
 from launch.planning.sizes import Pass, pass_bytes
 from learner import Learner, find_objective
 from models.architecture import weight_shapes
+from models.attention import Packed, Padded
 from models.device import compute_dtype, device, lock_pages
 from models.logprobs import TokenLogprobs, response_logprobs
 from models.policy import load_policy
@@ -72,6 +73,43 @@ def test_layers_compute_in_bf16_over_fp32_masters(kind, gpu, request):
     check_computes_in_bf16(request.getfixturevalue(kind))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_host_waits_for_nothing_until_the_backward_pass_is_queued(dtype, gpu, untied_model):
+    learner = make(untied_model, dtype=dtype)
+    cuda.waits.clear()
+    for _ in range(2):
+        loss, _ = learner.backward(ROWS)
+    assert cuda.waits == []
+    float(loss)
+    assert len(cuda.waits) == 1
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_kernel_for_packed_segments_is_told_what_a_padded_batch_attends_to(
+    window, gpu, monkeypatch
+):
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=window)
+    shape = MistralConfig(hidden_size=64, num_hidden_layers=2, vocab_size=50, **heads)
+    model, rng = (
+        AutoModelForCausalLM.from_config(shape).eval().to(device()),
+        np.random.default_rng(0),
+    )
+    prompts = [np.arange(length) for length in (40, 40, 40, 3, 1)]
+    responses = [rng.integers(50, size=length) for length in (9, 1, 20, 2, 7)]
+    found = []
+    for other, card in ((Padded, (9, 0)), (Packed, (7, 5))):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_capability", lambda *_, card=card: card)
+            patch.delattr(other, "attend")
+            model.zero_grad()
+            logprobs = response_logprobs(model, prompts, responses, 1.0, torch.bfloat16)
+            logprobs.sum().backward()
+        gradient = torch.cat([p.grad.flatten().cpu() for p in model.parameters()])
+        found.append((logprobs.detach().cpu(), gradient))
+    torch.testing.assert_close(found[0][0], found[1][0], atol=0.02, rtol=0)
+    assert torch.cosine_similarity(found[0][1], found[1][1], dim=0) > 0.999
+
+
 def test_logits_of_bf16_states_are_in_fp32(gpu):
     torch.manual_seed(0)
     states, weight = (8 * torch.randn(shape).bfloat16() for shape in ((9, 64), (50, 64)))
@@ -90,8 +128,8 @@ def test_activations_take_what_the_plan_counts_under_cudas_autocast(tmp_path):
     model = AutoModelForCausalLM.from_config(GPT2Config(**shape)).eval()
     model.config.save_pretrained(tmp_path)
     inputs = [np.arange(7)] * 20, [*np.random.default_rng(0).integers(50, size=(20, 40))]
-    passes, config, kept = [Pass(20, 1, 7, 40)], Config(model=str(tmp_path)), {}
-    counted, as_on_cpu = (pass_bytes(config, passes, torch.bfloat16, True, on) for on in (1, 0))
+    one, config, kept = Pass(20, 1, 7, 40), Config(model=str(tmp_path)), {}
+    counted, as_on_cpu = (pass_bytes(config, one, torch.bfloat16, True, on) for on in (1, 0))
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = getattr(tensor, "inner", tensor).untyped_storage()
