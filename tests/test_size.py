@@ -14,7 +14,7 @@ MOST = {
     "models": 1_528,
     "runtime": 1_544,
     "tasks": 2_363,
-    "launch": 3_701,
+    "launch": 3_696,
     "extras": 2_189,
     "examples": 305,
     "tests": 12_779,

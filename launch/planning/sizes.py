@@ -20,12 +20,7 @@ from config import ENGINE_ROWS, Config, UserError, first_line
 from models.architecture import policy_without_weights
 from models.hub import fetch_model
 from models.logprobs import response_states
-from models.policy import (
-    cast_linear_layers,
-    decoder_layers,
-    linear_layers,
-    trained_parameters,
-)
+from models.policy import cast_linear_layers, decoder_layers, linear_layers, trained_parameters
 
 # Estimated: fp32 copies of a step's logits, while vLLM samples; what it captures on a GPU; what it
 # reads at a time there, and on a large one.
