@@ -5,7 +5,6 @@ which values it takes. A class is a group of flags; Config is all of them togeth
 `launch/command_line.py` makes a Config of a command line, `launch/checks/settings.py` checks it.
 """
 
-import functools
 import importlib.util
 import math
 import re
@@ -32,22 +31,18 @@ def import_file(kind: str, file: str) -> ModuleType:
     """Import a Python file of the user's own: a "task" or an "objective". Raises UserError."""
     if not Path(file).is_file():
         raise UserError(f"{kind} file {file!r} does not exist")
-    return _import_file(kind, file, Path(file).stat().st_mtime_ns)
-
-
-@functools.cache
-def _import_file(kind: str, file: str, modified: int) -> ModuleType:
-    """Import a file once for each time of its change: it may be slow."""
-    # Under a name that no other module has.
-    spec = importlib.util.spec_from_file_location(f"{kind} file {file}", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(
-            f"{kind} file {file!r} fails to import: {type(error).__name__}: {error}"
-        ) from error
-    return module
+    # A name that no other module has, nor this one before its latest change.
+    name = f"{kind} file {file} of {Path(file).stat().st_mtime_ns}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules.setdefault(name, module))
+        except Exception as error:
+            del sys.modules[name]
+            problem = f"fails to import: {type(error).__name__}: {error}"
+            raise UserError(f"{kind} file {file!r} {problem}") from error
+    return sys.modules[name]
 
 
 ENGINE_ROWS = 256  # responses that vLLM generates at a time

@@ -120,8 +120,9 @@ class Learner:
         config, step = self.config, self.step
         logprobs = self.logprobs(rows)
         # The log-reward of trajectory balance is [log pi_ref / gamma + reward / beta] / tau.
-        beta, tau = beta_at(config, step), reward_temperature_at(config, step)
-        gamma = reference_temperature_at(config, step)
+        tau = interpolate(config.reward_temperature, 1, step, config.reward_temperature_steps)
+        gamma_steps = config.reference_temperature_steps
+        gamma = interpolate(1, config.reference_temperature, step, gamma_steps)
         padded = np.zeros(logprobs.shape, TOKEN)
         for own, row in zip(padded, rows):
             own[: len(row.tokens)] = row.tokens
@@ -136,7 +137,7 @@ class Learner:
             mask=tensor(padded["in_loss"]),
             rewards=tensor([row.reward for row in rows]),
             group_size=config.responses_per_query,
-            beta=beta * tau,
+            beta=beta_at(config, step) * tau,
             max_response_length=config.longest_row[1],
             prompt_lengths=tensor([len(row.prompt) for row in rows]).long(),
             sampled=tensor(padded["sampled"]),
@@ -306,16 +307,6 @@ def beta_at(config: Config, step: int) -> float:
     if config.beta_stop_step is not None and step >= config.in_steps(config.beta_stop_step):
         return config.beta_final
     return interpolate(config.beta, config.beta_final, step, config.in_steps(config.beta_steps))
-
-
-def reward_temperature_at(config: Config, step: int) -> float:
-    """Return tau at a step: a line from reward_temperature to 1."""
-    return interpolate(config.reward_temperature, 1.0, step, config.reward_temperature_steps)
-
-
-def reference_temperature_at(config: Config, step: int) -> float:
-    """Return gamma at a step: a line from 1 to reference_temperature."""
-    return interpolate(1.0, config.reference_temperature, step, config.reference_temperature_steps)
 
 
 def interpolate(start: float, end: float, step: int, steps: int) -> float:

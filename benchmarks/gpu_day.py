@@ -185,7 +185,7 @@ def steps(root: str, quick: bool, say: Say) -> None:
     for is_compiled in (False, True):
         if is_compiled:
             begin = time.perf_counter()
-            compile_layers(learner.policy, learner.dtype, is_trained=True)
+            compile_layers(learner.policy)
             say("to compile the layers", f"{time.perf_counter() - begin:.0f} s")
         for queries, low in VARIANTS[:2] if is_compiled else VARIANTS:
             tokens = queries * full_query_tokens

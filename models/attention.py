@@ -24,6 +24,102 @@ FLAT = "flat"  # the name of attend() among transformers' attentions
 SHORTEST_PIECE = 16  # of a prompt, in tokens
 
 
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    segments: "Packed | Padded | None" = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend within segments, for transformers: query (1, heads, N, D) to (1, N, heads, D).
+
+    Raises UserError for whatever else a layer wants, such as a cap of scores. position_ids: they
+    are in query and key by now.
+    """
+    unknown = [name for name, what in others.items() if isinstance(what, Tensor) or what]
+    if attention_mask is not None or segments is None:
+        unknown.append("a mask of its own")
+    if unknown:
+        raise UserError(
+            f"--model: {type(module).__name__} wants {unknown[0]}, which models/attention.py does "
+            "not know: use another architecture"
+        )
+    # Under autocast rotary embeddings may return queries and keys in fp32.
+    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    return segments.attend(query, key, value, scaling, sliding_window)[None], None
+
+
+AttentionInterface.register(FLAT, attend)
+
+
+def run_flat(model: torch.nn.Module, row: "Row") -> Tensor:
+    """Return a model's last hidden states of a row: (N, H)."""
+    own = model.config._attn_implementation
+    model.config._attn_implementation = FLAT
+    try:
+        inputs = dict(input_ids=row.ids[None], position_ids=row.positions[None])
+        out = model.base_model(**inputs, use_cache=False, segments=row.segments)
+    finally:
+        model.config._attn_implementation = own
+    return out.last_hidden_state[0]
+
+
+class Row(NamedTuple):
+    """The N tokens of a flat pass."""
+
+    ids: Tensor  # (N,)
+    positions: Tensor  # (N,) from 0 at the first token of each prompt
+    segments: "Packed | Padded"
+    predictors: np.ndarray  # of each response token, the place in the row of the token before it
+
+
+def lay_out(
+    prompts: list[np.ndarray],
+    responses: list[np.ndarray],
+    device: torch.device,
+    dtype: torch.dtype,
+    packed: bool,
+) -> Row:
+    """Put prompts and responses into a row, but for a response's last token: nothing follows it.
+
+    packed: or padded, with a mask of dtype.
+    """
+    # A long prompt as one segment would pad each response to its length.
+    piece = max(SHORTEST_PIECE, *map(len, responses), max(map(len, prompts)) // 8)
+    ids, positions, queries, keys, predictors = [], [], [], [], []
+    known: dict[tuple[bytes, ...], np.ndarray] = {}
+
+    def put(tokens: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+        """Put tokens behind a prompt. prompt, returned: places in the row."""
+        begin, count = queries[-1][-1] + 1 if queries else 0, len(tokens)
+        places = np.arange(begin, begin + count)
+        ids.append(tokens)
+        positions.append(np.arange(len(prompt), len(prompt) + count))
+        step = max(1, count) if packed else piece
+        for start in range(0, count, step):
+            queries.append(places[start : start + step])
+            keys.append(np.concatenate([prompt, places[: start + step]]))
+        return places
+
+    for prompt, response in zip(prompts, responses):
+        query, row = (prompt.tobytes(),), (prompt.tobytes(), response.tobytes())
+        if query not in known:
+            known[query] = put(prompt, np.arange(0))
+        if row not in known:
+            own = put(response[:-1], known[query])
+            known[row] = np.concatenate([known[query][-1:], own])[: len(response)]
+        predictors.append(known[row])
+    how = (queries, keys, device)
+    segments = Packed.of(*how) if packed else Padded.of(*how, dtype)
+    row = (to_device(np.concatenate(parts), device) for parts in (ids, positions))
+    return Row(*row, segments, np.concatenate(predictors))
+
+
 class Packed(NamedTuple):
     """S segments for the kernel that a GPU has for them, in bf16."""
 
@@ -92,101 +188,6 @@ class Padded(NamedTuple):
         how = dict(scale=scale, enable_gqa=group > 1 and not query.is_cuda)
         out = F.scaled_dot_product_attention(queries, *both, mask, **how)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
-
-
-class Row(NamedTuple):
-    """The N tokens of a flat pass."""
-
-    ids: Tensor  # (N,)
-    positions: Tensor  # (N,) from 0 at the first token of each prompt
-    segments: Packed | Padded
-    predictors: np.ndarray  # of each response token, the place in the row of the token before it
-
-
-def lay_out(
-    prompts: list[np.ndarray],
-    responses: list[np.ndarray],
-    device: torch.device,
-    dtype: torch.dtype,
-    packed: bool,
-) -> Row:
-    """Put prompts and responses into a row, but for a response's last token: nothing follows it.
-
-    packed: or padded, with a mask of dtype.
-    """
-    # A long prompt as one segment would pad each response to its length.
-    piece = max(SHORTEST_PIECE, *map(len, responses), max(map(len, prompts)) // 8)
-    ids, positions, queries, keys, predictors = [], [], [], [], []
-    known: dict[tuple[bytes, ...], np.ndarray] = {}
-
-    def put(tokens: np.ndarray, prompt: np.ndarray) -> np.ndarray:
-        """Put tokens behind a prompt. prompt, returned: places in the row."""
-        begin, count = queries[-1][-1] + 1 if queries else 0, len(tokens)
-        places = np.arange(begin, begin + count)
-        ids.append(tokens)
-        positions.append(np.arange(len(prompt), len(prompt) + count))
-        step = max(1, count) if packed else piece
-        for start in range(0, count, step):
-            queries.append(places[start : start + step])
-            keys.append(np.concatenate([prompt, places[: start + step]]))
-        return places
-
-    for prompt, response in zip(prompts, responses):
-        query, row = (prompt.tobytes(),), (prompt.tobytes(), response.tobytes())
-        if query not in known:
-            known[query] = put(prompt, np.arange(0))
-        if row not in known:
-            own = put(response[:-1], known[query])
-            known[row] = np.concatenate([known[query][-1:], own])[: len(response)]
-        predictors.append(known[row])
-    how = (queries, keys, device)
-    segments = Packed.of(*how) if packed else Padded.of(*how, dtype)
-    row = (to_device(np.concatenate(parts), device) for parts in (ids, positions))
-    return Row(*row, segments, np.concatenate(predictors))
-
-
-def attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    position_ids: Tensor | None = None,
-    segments: Packed | Padded | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attend within segments, for transformers: query (1, heads, N, D) to (1, N, heads, D).
-
-    Raises UserError for whatever else a layer wants, such as a cap of scores.
-    """
-    unknown = [name for name, what in others.items() if isinstance(what, Tensor) or what]
-    if attention_mask is not None or segments is None:
-        unknown.append("a mask of its own")
-    if unknown:
-        raise UserError(
-            f"--model: {type(module).__name__} wants {unknown[0]}, which models/attention.py does "
-            "not know: use another architecture"
-        )
-    # Under autocast rotary embeddings may return queries and keys in fp32.
-    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    return segments.attend(query, key, value, scaling, sliding_window)[None], None
-
-
-AttentionInterface.register(FLAT, attend)
-
-
-def run_flat(model: torch.nn.Module, row: Row) -> Tensor:
-    """Return a model's last hidden states of a row: (N, H)."""
-    own = model.config._attn_implementation
-    model.config._attn_implementation = FLAT
-    try:
-        inputs = dict(input_ids=row.ids[None], position_ids=row.positions[None])
-        out = model.base_model(**inputs, use_cache=False, segments=row.segments)
-    finally:
-        model.config._attn_implementation = own
-    return out.last_hidden_state[0]
 
 
 def check_attention(model: torch.nn.Module) -> None:

@@ -4,8 +4,6 @@ Only the headers of the weights are read here. Each load is checked again (model
 """
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,6 +40,8 @@ def fetch_weights(
             f"{name}: for its adapter_config.json transformers loads an adapter over another "
             "model: merge it (peft's merge_and_unload), or move that file elsewhere"
         )
+    logging.set_verbosity(logging.CRITICAL)  # instead of transformers' reports a line
+    logging.disable_progress_bar()
     files, headers = weight_files(directory), {}
     lacking = [file for file in files if not (directory / file).exists()]
     if lacking or not files:
@@ -54,34 +54,19 @@ def fetch_weights(
         except Exception as error:  # each library has its own
             why = explain(directory / file, error)
             raise UserError(f"{name} has no whole {file}: {why}") from error
-    with quiet():
-        try:
-            made, info = load_headers(directory, headers, kind, trust_remote_code)
-        except Exception as error:  # such as one expert less than are to be stacked
-            problem = f"cannot be loaded as {kind.__name__}: {first_line(error)}"
-            raise UserError(f"{name} {problem}") from error
-        check_loaded_keys(name, made, info)
-        try:
-            if is_policy:
-                with tempfile.TemporaryDirectory() as to:
-                    save_model(made, {}, str(directory), Path(to))
-        except Exception as error:
-            raise UserError(f"{name} cannot be saved again: {first_line(error)}") from error
-    return str(directory)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from showing reports and progress: each fault is one line here."""
-    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    doing = f"loaded as {kind.__name__}"
     try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bars:
-            logging.enable_progress_bar()
+        made, info = load_headers(directory, headers, kind, trust_remote_code)
+        check_loaded_keys(name, made, info)
+        doing = "saved again"
+        if is_policy:
+            with tempfile.TemporaryDirectory() as to:
+                save_model(made, {}, str(directory), Path(to))
+    except UserError:
+        raise
+    except Exception as error:  # such as one expert less than are to be stacked
+        raise UserError(f"{name} cannot be {doing}: {first_line(error)}") from error
+    return str(directory)
 
 
 def load_headers(

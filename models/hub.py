@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import DatasetInfo, ModelInfo, constants, hf_hub_download, snapshot_download
+from huggingface_hub import DatasetInfo, ModelInfo, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
@@ -69,23 +69,17 @@ def fetch_model(flag: str, model: str, weights: bool = True) -> str:
     name, _, branch = model.partition("@")
     try:
         info = ask_hub(name, "model", branch or None)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
+        sizes = {file.rfilename: (file.size or 0) / 1e6 for file in info.siblings}
         needed = needed_files(list(sizes), weights)
-        if needed and needed[-1].endswith(".index.json"):
-            needed += shards_of(Path(hf_hub_download(name, needed[-1], revision=branch or None)))
         find_cached = partial(huggingface_hub.try_to_load_from_cache, name, revision=info.sha)
-        missing = [file for file in needed if not isinstance(find_cached(file), str)]
-        megabytes = sum(sizes.get(file, 0) for file in missing) / 1e6
+        missing = [sizes[file] for file in needed if not isinstance(find_cached(file), str)]
         if weights and missing:
-            what = f"{len(missing)} files, {megabytes:,.1f} MB"
+            what = f"{len(missing)} files, {sum(missing):,.1f} MB"
             print(f"fetching {model} from the hub: {what}", file=sys.stderr, flush=True)
         with ended_by_signal():
-            directory = snapshot_download(name, revision=branch or None, allow_patterns=needed)
+            return snapshot_download(name, revision=branch or None, allow_patterns=needed)
     except Exception as error:  # the many ways of having no network
         return cached_model(flag, model, weights, explain(error), error)
-    if weights and not has_weights(Path(directory)):
-        raise UserError(f"{flag} {model!r} has no weights that transformers reads: it has {needed}")
-    return directory
 
 
 def cached_model(
@@ -104,8 +98,11 @@ def cached_model(
         return model
     name, _, branch = model.partition("@")
     found = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=branch or None)
-    if isinstance(found, str) and (not weights or has_weights(Path(found).parent)):
-        return str(Path(found).parent)
+    if isinstance(found, str):
+        directory = Path(found).parent
+        files = [directory / file for file in weight_files(directory)]
+        if not weights or (files and all(file.exists() for file in files)):
+            return str(directory)
     raise UserError(
         f"{flag} {model!r} is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and cannot "
         f"be fetched: {problem}"
@@ -134,11 +131,14 @@ def identify_weights(directory: str) -> str:
 def needed_files(files: list[str], weights: bool) -> list[str]:
     """Choose what is to be fetched of a repository's files: of its weights one format alone.
 
-    transformers takes that one too. Of shards the index alone is named: it lists them.
+    transformers takes that one too: one file, or an index and the shards that are named like it.
     """
     rest = list(filter_repo_objects(files, ignore_patterns=[*NOT_NEEDED, *WEIGHTS]))
     found = [name for names in FORMATS for name in names if name in files]
-    return rest + (found[:1] if weights else [])
+    first = found[0] if found and weights else ""
+    stem, _, ending = first.removesuffix(".index.json").rpartition(".")
+    shards = f"{stem}-*.{ending}" if first.endswith(".index.json") else first
+    return rest + list(filter_repo_objects(files, allow_patterns=[first, shards]))
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -160,12 +160,6 @@ def shards_of(index: Path) -> list[str]:
         return sorted({*json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{index} is no index of weights: {error}: download it again") from error
-
-
-def has_weights(directory: Path) -> bool:
-    """Whether a directory has all weights of a model."""
-    files = weight_files(directory)
-    return bool(files) and all((directory / file).exists() for file in files)
 
 
 @cache
@@ -205,18 +199,13 @@ class Offline(Exception):
 
 
 def explain(error: Exception) -> str:
-    """Say in one line why something could not be fetched, as the hub's client does."""
+    """Say in one line why something could not be fetched, in the words of the hub's client."""
     causes = [error]  # the client may wrap what happened in an error of its own
     while cause := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(cause)
     told = (HfHubHTTPError, Offline)
     error = next((e for e in causes if isinstance(e, told) or "No space left" in str(e)), error)
-    line = " ".join(f"{type(error).__name__}: {error}".split())
-    if isinstance(error, HfHubHTTPError):  # an answer, whose address is in the line
-        line += "; log in (hf auth login) for what is gated or private, or try again later"
-    if "No space left" in line:  # an OSError, or an error of the client's own
-        line += "; make room, or set HF_HOME to a directory elsewhere"
-    return line
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 @contextmanager

@@ -4,13 +4,11 @@ import logging
 import os
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from config import Config, UserError, first_line
-from models.device import compute_dtype
 from models.loading import load_model
-from models.logprobs import check_architecture, response_logprobs
+from models.logprobs import check_architecture
 
 
 def load_policy(
@@ -32,29 +30,21 @@ def load_policy(
         cast_linear_layers(model, linear_dtype)
     model.to(device)
     if config.compile:
-        compile_layers(model, compute_dtype(config, device), is_trained=not linear_dtype)
+        compile_layers(model)
     return model
 
 
-def compile_layers(model: torch.nn.Module, dtype: torch.dtype, is_trained: bool) -> None:
-    """Compile each layer. Where that cannot be done they stay as they are, and a line says so.
-
-    dtype: that is computed in.
-    """
+def compile_layers(model: torch.nn.Module) -> None:
+    """Have each layer compiled when it is called. Without a compiler they stay as they are."""
     os.environ.pop("TORCHDYNAMO_DISABLE", None)  # set without a GPU, for vLLM's sampler
-    layers, row = decoder_layers(model), [np.arange(2)]
     try:
-        for layer in layers:
-            layer.compile(dynamic=True)
-        with torch.set_grad_enabled(is_trained):
-            logprobs = response_logprobs(model, row, row, 1.0, dtype)
-        if is_trained:
-            logprobs.sum().backward()
-            model.zero_grad()
-    except Exception as error:  # a compiler's own
-        for layer in layers:
-            layer._compiled_call_impl = None
+        torch.compile(lambda x: x.sin())(torch.ones(2, device=model.device))
+    except Exception as error:  # one of many
         logging.warning("--compile: the layers stay as they are: %s", first_line(error))
+        return
+    torch._dynamo.config.suppress_errors = True  # a layer that cannot be compiled is a warning
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

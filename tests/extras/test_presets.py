@@ -8,6 +8,7 @@ answer to a reviewer.
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from conftest import ROOT, flags
 from config import Config
 from extras.objectives import LOSSES
 from launch.command_line import build_config, find_presets
-from learner import beta_at, lr_schedule, reference_temperature_at, reward_temperature_at
+from learner import Learner, beta_at, lr_schedule
+from rollouts import Response, make_tokens
 from tasks import load_task, redteam, tldr
 
 
@@ -200,8 +202,15 @@ def test_beta_goes_down_the_papers_line_and_jumps_at_its_step(words, betas):
 
 def test_tau_and_gamma_of_red_teaming_go_down_and_up_their_lines():
     config, steps = build_config(["redteam", "--preset", "llama"]), (0, 500, 1000, 2000, 4000)
-    taus = [reward_temperature_at(config, step) for step in steps]
-    gammas = [reference_temperature_at(config, step) for step in steps]
+    tokens = make_tokens([1], behavior_logprob=[0.0])
+    tokens["ref_logprob"] = 1.0
+    row = Response(query_id=0, version=0, prompt=np.arange(1), tokens=tokens, reward=0.0)
+    learner, taus, gammas = SimpleNamespace(config=config), [], []
+    learner.logprobs = lambda rows: torch.zeros(1, 1)
+    for learner.step in steps:
+        inputs = Learner.loss_inputs(learner, [row])
+        taus.append(inputs.beta / beta_at(config, learner.step))
+        gammas.append(1 / (inputs.ref_logprobs.item() * taus[-1]))
     assert taus == pytest.approx([2.0, 1.5, 1.0, 1.0, 1.0])
     assert gammas == pytest.approx([1.0, 1.05, 1.1, 1.2, 1.2])
 
