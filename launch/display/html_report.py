@@ -6,7 +6,6 @@ around get a sign, and the page has no script and forbids any.
 
 import base64
 import json
-import re
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
@@ -17,10 +16,10 @@ from launch.display.shown_samples import SHADES, cut_middle, read_groups
 from launch.files import find_evaluations, read_lines, read_metrics
 
 TOKENS = 32_000  # of all responses that are shown; one with its log-probabilities takes 100 bytes
-# Control characters but tab and newline, and what changes the direction of the text behind it.
-INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+# Control characters, what changes the direction of the text behind it, and halves of characters.
+HIDDEN = [*range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+SIGNS = {code: f"⟨U+{code:04X}⟩" for code in [*HIDDEN, *range(0xD800, 0xE000)]}
+SIGNS |= {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
 
 
 def show(run_dir: str) -> int:
@@ -89,12 +88,7 @@ def make_visible(value: object) -> object:
     Called for all that the template puts in.
     """
     is_text = type(value) is str  # and no Markup, which the template has made
-    return INVISIBLE.sub(sign_of, value) if is_text else value
-
-
-def sign_of(match: re.Match) -> str:
-    code = ord(match[0])
-    return chr(0x2400 + code) if code < 0x20 else f"⟨U+{code:04X}⟩"
+    return value.translate(SIGNS) if is_text else value
 
 
 def shorten(value: object, most_characters: int) -> str:

@@ -121,12 +121,9 @@ def draw_timeline(run_dir: str, spans: dict[str, list[tuple[str, float, float]]]
     whole, detail = (part.subplots() for part in figure.subfigures(1, 2))
     for row, rows in enumerate(spans.values()):
         draw_shares(whole, row, rows, end)
+        near = [span for span in rows if span[1] < beyond and span[2] > middle]
         for name, color in COLORS.items():
-            bars = [
-                (start, stop - start)
-                for span, start, stop in rows
-                if span == name and start < beyond and stop > middle
-            ]
+            bars = [(start, stop - start) for span, start, stop in near if span == name]
             height = (-row - 0.4, 0.8)
             detail.broken_barh(bars, height, color=color, edgecolor="white", linewidth=0.5)
     titles = "the whole run: share of each activity", f"{beyond - middle:.0f} s from its middle"

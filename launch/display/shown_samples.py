@@ -19,23 +19,10 @@ NO_TEXT = "\ufffd"
 
 
 @dataclass
-class Token:
-    """A token as it is shown; a character that several tokens make is one, with their sums.
-
-    figures: its log-probabilities, as far as they are known. shade: the class of its colour, u1 to
-    u4 where b is above π_ref, d1 to d4 below, or none; "quiet" where it was not sampled.
-    """
-
-    text: str
-    figures: str
-    shade: str
-
-
-@dataclass
 class SampledGroup:
     """What samples.jsonl has of the responses to a query.
 
-    lines: each with its Tokens as "shown" and r/β + log π_ref − log b as "log_z", None without a
+    lines: each with its tokens as "shown" and r/β + log π_ref − log b as "log_z", None without a
     reference policy. beta: that of its version. reward, log_z: means over the responses; the latter
     is an estimate of log Z, as in Eq. 4 with b for π. differs: whether the rewards say which
     response is better.
@@ -97,8 +84,12 @@ def cut_middle(whole: Sequence, most: int) -> tuple[Sequence, int, Sequence]:
     return whole[:half], left_out, whole[half + left_out :]
 
 
-def read_tokens(line: dict) -> Iterator[Token]:
-    """Yield the tokens, those that have no text of their own together with the one that has it."""
+def read_tokens(line: dict) -> Iterator[tuple[str, str, str]]:
+    """Yield the text, the known log-probabilities and the shade of each token.
+
+    A character that several tokens make is shown as one, with their sums. The shade is a class: u1
+    to u4 where b is above π_ref, d1 to d4 below, or none; "quiet" where it was not sampled.
+    """
     texts, start = line["tokens"], 0
     columns = {"log b": line["behavior_logprobs"], "log π_ref": line["ref_logprobs"]}
     known = {name: values for name, values in columns.items() if values is not None}
@@ -113,5 +104,5 @@ def read_tokens(line: dict) -> Iterator[Token]:
                 difference = sums["log b"] - sums["log π_ref"]
                 number = bisect_right(SHADES, abs(difference))
                 shade = f"{'u' if difference > 0 else 'd'}{number}" if number else ""
-            yield Token(text or NO_TEXT, figures, shade)
+            yield text or NO_TEXT, figures, shade
             start = end
