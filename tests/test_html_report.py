@@ -291,7 +291,7 @@ def test_report_draws_the_pictures_and_loads_no_library_of_models(run_dir):
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_failed_has_pictures_and_a_report_before_its_tracker_ends(run_dir):
+def test_a_run_that_failed_has_a_report_before_its_tracker_ends(run_dir):
     run = run_dir(sample())
     failed = Mock(config=Config(output_dir=str(run)))
     failed.train.side_effect, failed.interrupt.signal = RunFailed("a searcher died"), 0

@@ -59,7 +59,7 @@ def write(run_dir: str) -> None:
         "last": steps[-1] if steps else {"step": 0},
         "is_whole": any(name.startswith("final_") for _, name, *_ in evaluations),
         "evaluations": evaluations,
-        "metric": names[:1],
+        "metric": names[0] if names else "",
         "lead": rows[:1] + rows[1:][-1:],
         "pictures": {
             title: base64.b64encode(picture).decode()
