@@ -127,11 +127,10 @@ def supervise(run: Run) -> int:
 
 def report(run_dir: str) -> None:
     """Draw the pictures of a run, and write report.html."""
-    from launch.display import html_report, pictures  # slow to import, and not wanted before
+    from launch.display import html_report  # slow to import, and not wanted before
 
-    for name, make in {"the pictures": pictures.draw, "report.html": html_report.write}.items():
-        try:
-            make(run_dir)
-        except Exception as error:  # whatever it is, the run's own result stands
-            problem = f"{type(error).__name__}: {error}"
-            print(f"{name} could not be written: {problem}", file=sys.stderr)
+    try:
+        html_report.write(run_dir)
+    except Exception as error:  # whatever it is, the run's own result stands
+        problem = f"{type(error).__name__}: {error}"
+        print(f"report.html could not be written: {problem}", file=sys.stderr)

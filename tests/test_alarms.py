@@ -30,6 +30,14 @@ def test_one_odd_batch_among_good_ones_raises_no_alarm(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "reward, is_alarm", [(1.0, False), (0.96, False), (0.5, True), (7.0, True)]
+)
+def test_equal_rewards_are_no_alarm_where_they_are_the_best(reward, is_alarm, tmp_path):
+    steps = [HEALTHY | {"equal_rewards": 1.0, "reward": reward}] * WINDOW
+    assert len(raised(tmp_path, steps)) == is_alarm
+
+
+@pytest.mark.parametrize(
     "name, figures, says",
     [
         ("mismatch", {"mismatch": 2e-4}, "differ by 0.0002 nats a token"),

@@ -56,14 +56,30 @@ def test_an_evaluation_on_the_way_has_its_interval_in_the_metrics():
     assert json.loads(to_json(run.result().line("0a1b"))) == line | nothing
 
 
-def test_the_interval_of_a_mean_covers_the_truth_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    covered = 0
+@pytest.mark.parametrize("share, samples", [(0.97, 1), (0.3, 8)])
+def test_the_interval_of_a_share_covers_the_truth_as_often_as_it_says(share, samples):
+    """Samples of a query are alike: half of them are copies of its first one."""
+    rng, covered, ids = np.random.default_rng(0), 0, np.arange(60).repeat(samples)
     for _ in range(400):
-        right = (rng.random(200) < 0.3) * 1.0
-        _, low, high = mean_and_interval(right, range(200), resamples=400)
-        covered += low <= 0.3 <= high
-    assert 0.90 < covered / 400 < 0.98
+        right = (rng.random((60, samples)) < share) * 1.0
+        right[:, : samples // 2] = right[:, :1]
+        _, low, high = mean_and_interval(right.ravel(), ids)
+        covered += low <= share <= high
+    assert 0.92 < covered / 400 < 0.98
+
+
+INTERVALS = [
+    ([0] * 4, [0, 1, 2, 3], (0.0, 0.0, 0.4899)),  # Wilson's, as statsmodels has it
+    ([1] * 8, [0, 0, 1, 1, 2, 2, 3, 3], (1.0, 0.5101, 1.0)),  # two of each query say no more
+    ([1, 0, 0, 0], [0, 1, 2, 3], (0.25, 0.0456, 0.6994)),
+    ([1, 0, 1, 0], [0, 0, 1, 1], (0.5, 0.1500, 0.8500)),  # no more than there are responses
+    ([0.5] * 9 + [0], [3] * 9 + [7], (0.45, 0.0, 0.5)),  # no share: queries are drawn, not rows
+]
+
+
+@pytest.mark.parametrize("values, ids, expected", INTERVALS)
+def test_an_interval_is_over_queries_and_that_of_a_share_is_never_empty(values, ids, expected):
+    assert mean_and_interval(np.array(values, float), ids) == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_interval_over_pairs_resamples_rows_and_not_pairs():
@@ -71,18 +87,6 @@ def test_the_interval_over_pairs_resamples_rows_and_not_pairs():
     x = np.random.default_rng(0).normal(1.0, 1.0, 400)
     _, low, high = mean_and_interval(np.outer(x, x), range(400))
     assert (high - low) / 3.92 == pytest.approx(2 * np.sqrt(1 / 400) * x.mean(), rel=0.2)
-
-
-def test_the_interval_over_several_samples_of_a_query_resamples_queries():
-    """Samples of a query that are all alike say no more than one of them."""
-    one = (np.random.default_rng(0).random(200) < 0.3) * 1.0
-    mean, low, high = mean_and_interval(one, range(200))
-    ids = np.arange(200).repeat(16).tolist()
-    assert mean_and_interval(one.repeat(16), ids) == (mean, low, high)
-    _, low_of_rows, high_of_rows = mean_and_interval(one.repeat(16), range(3200))
-    assert high_of_rows - low_of_rows < 0.5 * (high - low), "rows would look like more"
-    # Some samples without a score: the others count.
-    assert mean_and_interval(np.array([1.0, 1.0, 0.0]), [3, 3, 7]) == (2 / 3, 0.0, 1.0)
 
 
 def test_a_tasks_sampling_of_test_queries_gives_way_to_the_flags():
@@ -172,6 +176,8 @@ def test_each_metric_is_a_line_with_its_interval_and_what_was_left_out():
         f"win_rate: 0.50 (0.5000, 95 % interval 0.4000 to 0.6000, {counted})",
         f"perplexity: 1.12 (1.1250, 95 % interval 1.0000 to 1.2500, {counted})",
     ]
+    (few,) = Evaluation(0, {"accuracy": (0.0, 0.0, 0.49)}, 4).describe()
+    assert few.endswith(", on 4 test queries (few: the interval is wide))")
 
 
 class Numbers(Task):

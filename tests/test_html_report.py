@@ -67,14 +67,21 @@ class Page(HTMLParser):
 def sample(version: int = 0, text: str = "12", **changed) -> dict:
     """A line of samples.jsonl, a token a character."""
     head = dict(version=version, query_id=7, prompt="5+7=", answer="12", response=text)
-    score = dict(extracted=text, reward=1.0, finished=True, tokens=list(text))
+    score = dict(extracted=text, reward=1.0, finished=True, tokens=list(text), sampled=None)
     logprobs = dict(behavior_logprobs=[-0.5] * len(text), ref_logprobs=[-1.0] * len(text))
     return head | score | logprobs | changed
 
 
+PICTURES = {"loss": b"a picture"}
+
+
 @pytest.fixture
-def run_dir(tmp_path):
-    """A function that makes the directory of a run, or makes it anew, with these samples."""
+def run_dir(tmp_path, monkeypatch):
+    """A function that makes the directory of a run, or makes it anew, with these samples.
+
+    Pictures take a second: tests/test_pictures.py draws them, and a test below.
+    """
+    monkeypatch.setattr(html_report.pictures, "draw", lambda run_dir: PICTURES)
 
     def make(*samples: dict, **config) -> Path:
         run = tmp_path / "run"
@@ -88,8 +95,6 @@ def run_dir(tmp_path):
         write_lines(run / "samples.jsonl", samples)
         write_lines(run / "logs" / "trainer.spans.jsonl", [["wait", 0, 1], ["step", 1, 4]])
         write_lines(run / "logs" / "searcher-0.spans.jsonl", [["search", 0, 2], ["load", 3, 4]])
-        for name in html_report.PICTURES:
-            (run / name).write_bytes(b"a picture of " + name.encode())
         return run
 
     return make
@@ -104,19 +109,20 @@ def report_of(run: Path) -> Page:
     return Page(run / "report.html").check()
 
 
-def test_a_report_shows_starts_evaluations_waits_alarms_and_responses(run_dir, monkeypatch):
+def test_a_report_shows_results_first_then_alarms_curves_responses_and_starts(run_dir, monkeypatch):
     run = run_dir(sample(0), sample(2, "13", reward=0.0, finished=False), preset="demo")
     write_lines(run / "alarms.jsonl", [{"step": 3, "name": "mismatch", "text": "too large"}])
     for words in ["arithmetic", "--seed", "3"], ["--resume", str(run), "--steps", "9"]:
         provenance.write_start(str(run), build_config(words))
     page, command = report_of(run), shlex.join(sys.orig_argv)
-    shown = ["4 of 4 steps, 4 s", "Step 3: too large", "Version 0", "Version 2"]
-    shown += ["0.125 to 0.375", "0.375 to 0.625"]  # the evaluations
-    shown += ["25.0 %", "75.0 %"]  # of the trainer's time
-    shown += ["Started", "Resumed", command[:1000], "torch"]
-    assert [text for text in shown if text not in page.text] == []
+    shown = ["4 of 4 steps, 4 s", "accuracy 0.25 → 0.5"]
+    shown += ["base model (0.125 to 0.375), then step 4 (0.375 to 0.625)", "Step 3: too large"]
+    shown += ["Curves", "mean reward 0 version 2", "Wanted answer: 12", "mean reward 1 version 0"]
+    shown += ["Started", command[:1000], "torch", "Resumed", "All settings"]
+    places = [re.sub(r"\s+", " ", page.text).find(text) for text in shown]
+    assert -1 not in places and places == sorted(places)
     assert page.text.count("unfinished") == 1 and "not finished" not in page.text
-    assert page.source.count("<img") == 2
+    assert [a["alt"] for tag, a in page.tags if tag == "img"] == ["loss"]
     starts = read(run, "starts.jsonl")
     assert [start["resumed"] for start in starts] == [False, True]
     assert set(starts[0]["versions"]) >= {"Python", "torch", "transformers"}
@@ -125,35 +131,43 @@ def test_a_report_shows_starts_evaluations_waits_alarms_and_responses(run_dir, m
     assert provenance.find_commit() == "", "a directory without git, such as an unpacked archive"
 
 
-def test_a_report_of_many_evaluations_shows_every_final_metric(run_dir):
-    run, names = run_dir(), ["final_accuracy", "final_pass@1", "final_pass@2", "final_pass@8"]
-    lines = [{"step": step, "accuracy": step / 999} for step in range(90)]
-    write_lines(run / "metrics.jsonl", [*lines, {"step": 90} | dict.fromkeys(names, 0.5)])
+def test_a_report_leads_with_the_first_and_the_last_evaluation_of_the_tasks_metric(run_dir):
+    run, names = run_dir(), ["final_accuracy", "final_pass@1", "final_pass@2"]
+    lines = [{"step": step, "accuracy": step / 64} for step in range(8)]
+    write_lines(run / "metrics.jsonl", lines[:1])
+    assert "accuracy 0\n" in report_of(run).text, "of a run that was interrupted early"
+    final = dict(zip(names, (0.5, 0.75, 0.875)))
+    write_lines(run / "metrics.jsonl", [*lines, {"step": 8, **final}])
     text = report_of(run).text
-    assert [name for name in names if name not in text] == []
-    assert text.count("accuracy") < 90
+    assert "accuracy 0 → 0.5\n" in text
+    assert [name for name in names if name not in text] == [] and "0.875" in text
 
 
-def test_the_newest_group_whose_rewards_differ_is_open_and_equal_ones_are_closed(run_dir):
-    differ, equal = [sample(1), sample(1, reward=0.0)], [sample(2), sample(2)]
-    source = report_of(run_dir(*differ, *equal)).source
-    assert "<details open><summary>Version 1<" in source
-    assert "<details open><summary>query 7: 2 of 24 responses, β 0.5<" in source
-    assert "<details><summary>Version 2<" in source
-    assert "<details><summary>query 7: 2 of 24 responses, β 0.5 (rewards all 1)<" in source
+def test_groups_whose_rewards_differ_come_first_the_first_is_open_and_each_says_its_mean(run_dir):
+    differ, equal = [sample(1, answer=None), sample(1, reward=0.0)], [sample(2), sample(2)]
+    page = report_of(run_dir(*differ, *equal))
+    assert re.findall("<details( open)?><summary>5", page.source) == [" open", ""]
+    shown = [f"mean reward {mean}\nversion {i}, query 7, 2 of 24" for mean, i in ((0.5, 1), (1, 2))]
+    assert page.text.index(shown[0]) < page.text.index(shown[1])
+    assert page.text.count("Wanted answer") == 1, "where the task has one"
 
 
-def test_responses_of_a_group_are_compared_and_tokens_where_there_is_a_reference(run_dir):
+def test_responses_of_a_group_are_compared_and_a_tap_shows_the_figures_of_a_token(run_dir):
     right = sample(text="ab", behavior_logprobs=[-0.125, -3.0], ref_logprobs=[-4.0, -2.5])
     wrong = sample(text="c", reward=0.0, behavior_logprobs=[-1.0], ref_logprobs=[-1.0])
     page = report_of(run_dir(right, wrong))
     # beta is 0.5: 1 / 0.5 - 6.5 + 3.125 for the one, 0 for the other.
-    assert "-1.38\n-0.69" in page.text and "0.00\n+0.69" in page.text, "log Z, less the mean"
-    for token in ' class="u4" title="-0.12 | -4.00"', ' class="d2" title="-3.00 | -2.50"':
-        assert f"<i{token}>" in page.source
-    assert '<i title="-1.00 | -1.00">' in page.source
+    assert "-1.38 (-0.69)" in page.text and "0.00 (+0.69)" in page.text, "log Z, less the mean"
+    tokens = [a for tag, a in page.tags if tag == "i" and "title" in a]
+    assert [(token["class"], token["title"]) for token in tokens] == [
+        ("u4", "log b -0.12, log π_ref -4.00"),
+        ("d2", "log b -3.00, log π_ref -2.50"),
+        ("", "log b -1.00, log π_ref -1.00"),
+    ]
+    assert {token["tabindex"] for token in tokens} == {"-1"}, "what a tap gives the focus"
+    assert "i:focus::after" in page.source
     page = report_of(run_dir(sample(ref_logprobs=None)))
-    assert page.source.count('<i title="-0.50">') == 2 and "not known" in page.text
+    assert page.source.count('title="log b -0.50"') == 2 and "not known" in page.text
 
 
 HOSTILE = [
@@ -169,14 +183,12 @@ HOSTILE = [
 def test_text_in_samples_alarms_commands_or_settings_is_shown_and_never_is_markup(run_dir, text):
     chat = [{"role": text, "content": text}]
     line = sample(0, tokens=[text, "."], prompt=chat, answer=text, extracted=text)
-    old = sample(1, prompt=text, response=text)
-    del old["tokens"]  # as runs had it before there were any
-    run = run_dir(line, old, model=text)
+    run = run_dir(line, model=text)
     write_lines(run / "alarms.jsonl", [{"step": 1, "name": text, "text": text}])
     start = dict(time=text, command=text, commit=text, machine={text: text}, versions={text: text})
     write_lines(run / "starts.jsonl", [start])
-    in_start, in_alarm, in_settings, in_line, in_old = 7, 2, 1, 5, 2
-    assert report_of(run).text.count(text) == in_start + in_alarm + in_settings + in_line + in_old
+    in_start, in_alarm, in_settings, in_line = 7, 2, 1, 6
+    assert report_of(run).text.count(text) == in_start + in_alarm + in_settings + in_line
 
 
 def test_what_is_invisible_gets_a_sign_and_cannot_turn_the_text_around(run_dir):
@@ -189,15 +201,16 @@ def test_what_is_invisible_gets_a_sign_and_cannot_turn_the_text_around(run_dir):
     assert not re.search("[\x00\x1b\x7f\x9b\u202e\u2066\r]", page.source)
 
 
-def test_10000_tokens_are_shown_whole_where_there_is_room_and_no_report_is_over_5_mb(run_dir):
+def test_10000_tokens_are_shown_whole_where_there_is_room_and_no_report_is_over_5_mb(
+    run_dir, monkeypatch
+):
     page = report_of(run_dir(sample(text="<" * 10_000, extracted=None)))
     assert page.text.count("<") == 10_000 and "left out" not in page.text
     text = f"<&.{EMOJI}" * 1_250  # 10,000 tokens
     run = run_dir(*(sample(i // 4, text, prompt=text, answer=text) for i in range(4 * 26)))
-    for name in html_report.PICTURES:
-        (run / name).write_bytes(os.urandom(900_000))
+    monkeypatch.setitem(PICTURES, "loss", os.urandom(1_000_000))
     page = report_of(run)
-    assert page.text.count("Version") == GROUPS and "Version 0" in page.text, "a spread of them"
+    assert page.text.count("version") == GROUPS and "version 0" in page.text, "a spread of them"
     (count,) = set(re.findall(r"(\d+) of 10000 tokens left out", page.text))
     assert 0 < int(count) < 10_000
 
@@ -206,12 +219,7 @@ def test_a_run_that_left_nothing_but_its_settings_has_a_report(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Config())))
     text = report_of(tmp_path).text
     assert "0 of 1000 steps; not finished" in text and "samples.jsonl has none" in text
-
-
-def test_of_a_long_chat_the_last_messages_are_shown(run_dir):
-    chat = [{"role": "user", "content": f"<b>{i}</b>"} for i in range(7)]
-    text = report_of(run_dir(sample(prompt=chat))).text
-    assert "The last 5 of 7 messages" in text and "<b>6</b>" in text and "<b>1</b>" not in text
+    assert "No evaluation" in text
 
 
 MALFORMED = r"""
@@ -229,7 +237,9 @@ null
 """
 
 
-def test_a_malformed_line_of_metrics_or_one_cut_off_in_samples_costs_that_line_alone(run_dir):
+def test_a_malformed_line_of_metrics_or_one_cut_off_in_samples_costs_that_line_alone(
+    run_dir, monkeypatch
+):
     run = run_dir(sample(4))
     whole, samples = ((run / f"{name}.jsonl").read_bytes() for name in ("metrics", "samples"))
     expected = report_of(run).text
@@ -237,12 +247,13 @@ def test_a_malformed_line_of_metrics_or_one_cut_off_in_samples_costs_that_line_a
     (run / "metrics.jsonl").write_bytes(bad + whole + bad)
     (run / "samples.jsonl").write_bytes(samples + samples[:-9])
     assert report_of(run).text == expected
+    monkeypatch.undo()
     assert html_report.show(str(run)) == 0, "with pictures"
     files.rewind(str(run), 5)
     assert (run / "metrics.jsonl").read_bytes() == whole
 
 
-def test_what_is_not_finite_is_null_in_a_file_and_shown_as_such(run_dir):
+def test_what_is_not_finite_is_null_in_a_file_and_shown_as_such(run_dir, monkeypatch):
     run, nan = run_dir(sample(5)), math.nan
     lines = timeline.Lines(run / "metrics.jsonl")
     lines.write({"step": 5, "loss": nan, "reward": math.inf, "beta": nan, "seconds": nan})
@@ -252,13 +263,16 @@ def test_what_is_not_finite_is_null_in_a_file_and_shown_as_such(run_dir):
     assert step == {"step": 5} | dict.fromkeys(("loss", "reward", "beta", "seconds"))
     assert evaluation == {"step": 5, "accuracy": None, "accuracy_interval": [None, None]}
     assert "NaN" not in text and "Infinity" not in text
+    monkeypatch.undo()
     assert html_report.show(str(run)) == 0, "with pictures"
-    assert "5accuracynot finitenot finite to not finite" in Page(run / "report.html").check().text
+    assert (
+        "step 5accuracynot finitenot finite to not finite" in Page(run / "report.html").check().text
+    )
 
 
 def test_groups_of_one_version_and_query_stay_apart_and_beta_is_that_of_the_version(run_dir):
     page = report_of(run_dir(*(sample(text=str(number)) for number in range(8))))
-    assert page.text.count("query 7: 4 of ") == 2
+    assert page.text.count("query 7, 4 of ") == 2
     run = run_dir(sample(0), sample(2), sample(4), beta=0.125)
     steps = [{"step": i, "loss": 1.0, "beta": beta} for i, beta in [(1, 0.5), (2, 0.4), (3, 0.3)]]
     write_lines(run / "metrics.jsonl", steps)
@@ -272,34 +286,28 @@ def test_report_draws_the_pictures_and_loads_no_library_of_models(run_dir):
     code = f"import sys, tba; assert tba.main(['--report', {str(run)!r}]) == 0\n"
     code += "assert not {'transformers', 'vllm'} & set(sys.modules)"
     python("-c", code)
-    assert "Version 0" in Page(run / "report.html").check().text
+    page = Page(run / "report.html").check()
+    assert "version 0" in page.text and len([tag for tag, _ in page.tags if tag == "img"]) == 12
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_failed_has_pictures_and_a_report_before_its_tracker_ends(run_dir):
+def test_a_run_that_failed_has_a_report_before_its_tracker_ends(run_dir):
     run = run_dir(sample())
     failed = Mock(config=Config(output_dir=str(run)))
     failed.train.side_effect, failed.interrupt.signal = RunFailed("a searcher died"), 0
     # It may hang, and a second Ctrl-C may end it: all is on disk before.
     failed.tracking.finish = lambda code: Page(run / "report.html").check()
     assert launcher.supervise(failed) == 1
-    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-WRITTEN = [("report.html", "report.html"), ("timeline.json", "the pictures")]
-
-
-@pytest.mark.parametrize("taken, what", WRITTEN)
-def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_run(taken, what, run_dir, capsys):
+def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_run(run_dir, capsys):
     run = run_dir()
-    (run / taken).mkdir()
+    (run / "report.html").mkdir()
     launcher.report(str(run))
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{what} could not be written: IsADirectoryError" in line
-    assert all((run / name).is_file() for name, _ in WRITTEN if name != taken)
-    if taken == "report.html":
-        with pytest.raises(UserError, match="could not be written: .*report.html"):
-            html_report.show(str(run))
+    assert "report.html could not be written: IsADirectoryError" in line
+    with pytest.raises(UserError, match="could not be written: .*report.html"):
+        html_report.show(str(run))
 
 
 def test_a_text_whose_name_says_so_is_masked_and_nothing_else():
@@ -326,7 +334,9 @@ def a_group(texts: list[str], reference: float = -2.0) -> Group:
 def test_a_line_of_samples_has_each_tokens_text_and_log_probabilities(tmp_path, reference):
     texts = [f"1 {EMOJI}\n", "13", "", "14", "15"]
     log = SampleLog(str(tmp_path), load_task("arithmetic"), byte_tokenizer(), [].append)
-    log.write(a_group(texts, reference))
+    group = a_group(texts, reference)
+    group.query = Query(5, "5+7=", None)
+    log.write(group)
     assert "NaN" not in (tmp_path / "samples.jsonl").read_text()
     lines = read(tmp_path, "samples.jsonl")
     assert [line["response"] for line in lines] == texts[:4]
@@ -337,6 +347,7 @@ def test_a_line_of_samples_has_each_tokens_text_and_log_probabilities(tmp_path, 
         expected = None if np.isnan(reference) and num_tokens else [-2.0] * num_tokens
         assert line["ref_logprobs"] == expected
         assert (line["version"], line["query_id"], line["reward"]) == (3, 5, reward)
+        assert line["answer"] is None, "the task has none"
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Config())))
     assert f"1 {EMOJI}↵\n" in report_of(tmp_path).text
 

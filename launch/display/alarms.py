@@ -20,6 +20,7 @@ WINDOW = 20  # steps that a figure is averaged over: that of one batch jumps
 # Of a token's log-probability, in nats, between vLLM and the trainer under the same weights.
 NORMAL_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 EQUAL_REWARDS = 0.95  # share of the groups
+BEST_REWARDS = 0.95, 1.0  # their mean where nearly all responses are right: no alarm
 SMALLEST_ESS = 0.01
 NOTHING_NEW_SECONDS = 120.0
 
@@ -72,14 +73,15 @@ class Alarms:
             )
         if len(self.window) < WINDOW:
             return
-        equal = self.mean("equal_rewards")
-        if equal >= EQUAL_REWARDS:
+        equal, reward = self.mean("equal_rewards"), self.mean("reward")
+        lowest, highest = BEST_REWARDS
+        if equal >= EQUAL_REWARDS and not lowest <= reward <= highest:
             yield (
                 "equal rewards",
                 f"in {equal:.0%} of the groups all rewards are equal (their mean is "
-                f"{self.mean('reward'):.3g}): they do not say which response is better. If that "
-                "is the best reward there is, the task is learned; if not, try easier queries, a "
-                f"larger --samples_per_query (now {config.samples_per_query}) or --temperature",
+                f"{reward:.3g}): they do not say which response is better. If that is not the best "
+                "reward there is, try easier queries, a larger --samples_per_query (now "
+                f"{config.samples_per_query}) or --temperature",
             )
         ess = self.mean("ess_responses")
         if ess < SMALLEST_ESS:

@@ -1,4 +1,4 @@
-"""report.html: a run in one file that opens without a network: settings, curves, waits, responses.
+"""report.html: a run in one file that opens without a network: results, curves, responses.
 
 What models wrote is not trusted: jinja2 escapes it, control characters and those that turn the text
 around get a sign, and the page has no script and forbids any.
@@ -6,23 +6,20 @@ around get a sign, and the page has no script and forbids any.
 
 import base64
 import json
-import re
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, Template
+from jinja2 import Environment, FileSystemLoader
 
 from config import UserError
 from launch.display import pictures
-from launch.display.shown_samples import SHADES, cut_middle, read_groups, spread
-from launch.files import find_evaluations, read_lines, read_metrics, read_spans
+from launch.display.shown_samples import SHADES, cut_middle, read_groups
+from launch.files import find_evaluations, read_lines, read_metrics
 
-TOKENS = 32_000  # of all responses that are shown; one with its log-probabilities takes 50 bytes
-EVALUATIONS = 60  # that are shown, and the final ones
-PICTURES = ("curves.png", "timeline.png")
-# Control characters but tab and newline, and what changes the direction of the text behind it.
-INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+TOKENS = 32_000  # of all responses that are shown; one with its log-probabilities takes 100 bytes
+# Control characters, what changes the direction of the text behind it, and halves of characters.
+HIDDEN = [*range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+SIGNS = {code: f"⟨U+{code:04X}⟩" for code in [*HIDDEN, *range(0xD800, 0xE000)]}
+SIGNS |= {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
 
 
 def show(run_dir: str) -> int:
@@ -37,7 +34,6 @@ def show(run_dir: str) -> int:
     if not is_run:
         raise UserError(f"--report {run_dir!r} is no run's directory: it has no config.json of one")
     try:
-        pictures.draw(run_dir)
         write(run_dir)
     except OSError as error:
         raise UserError(f"--report {run_dir!r} could not be written: {error}") from None
@@ -46,40 +42,33 @@ def show(run_dir: str) -> int:
 
 
 def write(run_dir: str) -> None:
-    """Write report.html from what the run has left so far, pictures included."""
+    """Draw the pictures and write report.html, from what the run has left so far."""
     run = Path(run_dir)
     config = json.loads((run / "config.json").read_text())
     metrics = read_metrics(run_dir)
     steps = [line for line in metrics if "loss" in line]
     evaluations = list(find_evaluations(metrics))
-    final = [row for row in evaluations if row[1].startswith("final_")]  # pass@k among them
-    during = [row for row in evaluations if row not in final]
-    shares = shares_of_time(run_dir)
+    names = [name.removeprefix("final_") for _, name, *_ in evaluations]
+    rows = [row for row, name in zip(evaluations, names) if name == names[0]]
     groups = read_groups(run / "samples.jsonl", config["beta"], steps)
-    num_responses = sum(len(group.responses) for group in groups)
     facts = {
         "name": run.resolve().name,
         "config": config,
         "starts": read_lines(run / "starts.jsonl"),
         "alarms": read_lines(run / "alarms.jsonl"),
         "last": steps[-1] if steps else {"step": 0},
-        "is_whole": bool(final),
-        "evaluations": spread(during, EVALUATIONS) + final,
-        "pictures": {name: read_picture(run / name) for name in PICTURES},
-        "shares": shares,
-        "activities": list(dict.fromkeys(name for own in shares.values() for name in own)),
+        "is_whole": any(name.startswith("final_") for _, name, *_ in evaluations),
+        "evaluations": evaluations,
+        "metric": names[0] if names else "",
+        "lead": rows[:1] + rows[1:][-1:],
+        "pictures": {
+            title: base64.b64encode(picture).decode()
+            for title, picture in pictures.draw(run_dir).items()
+        },
         "groups": groups,
-        "open_version": next((group.version for group in groups if group.differs), None),
-        "most_tokens": TOKENS // max(1, num_responses),
+        "most_tokens": TOKENS // max(1, sum(len(group.lines) for group in groups)),
         "shades": SHADES,
     }
-    unfinished = run / "report.html.unfinished"
-    unfinished.write_text(load_template().render(facts), encoding="utf-8")
-    unfinished.rename(run / "report.html")
-
-
-def load_template() -> Template:
-    """Load the page's template, which escapes all that is put in."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -88,7 +77,9 @@ def load_template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters |= {"shorten": shorten, "cut_middle": cut_middle}
-    return environment.get_template("report.html.j2")
+    page = environment.get_template("report.html.j2").render(facts)
+    (run / "report.html.unfinished").write_text(page, encoding="utf-8")
+    (run / "report.html.unfinished").rename(run / "report.html")
 
 
 def make_visible(value: object) -> object:
@@ -97,12 +88,7 @@ def make_visible(value: object) -> object:
     Called for all that the template puts in.
     """
     is_text = type(value) is str  # and no Markup, which the template has made
-    return INVISIBLE.sub(sign_of, value) if is_text else value
-
-
-def sign_of(match: re.Match) -> str:
-    code = ord(match[0])
-    return chr(0x2400 + code) if code < 0x20 else f"⟨U+{code:04X}⟩"
+    return value.translate(SIGNS) if is_text else value
 
 
 def shorten(value: object, most_characters: int) -> str:
@@ -110,22 +96,3 @@ def shorten(value: object, most_characters: int) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     beginning, left_out, end = cut_middle(text, most_characters)
     return f"{beginning} … {left_out} characters left out … {end}" if left_out else text
-
-
-def read_picture(path: Path) -> str | None:
-    """Return a picture in base64; None if there is none."""
-    return base64.b64encode(path.read_bytes()).decode() if path.exists() else None
-
-
-def shares_of_time(run_dir: str) -> dict[str, dict[str, float]]:
-    """Process -> activity -> its share of the time from the process's first span to its last."""
-    shares = {}
-    for process, spans in read_spans(run_dir).items():
-        if not spans:
-            continue
-        total = max(end for *_, end in spans) - min(start for _, start, _ in spans)
-        seconds: dict[str, float] = {}
-        for name, start, end in spans:
-            seconds[name] = seconds.get(name, 0.0) + end - start
-        shares[process] = {name: spent / total for name, spent in seconds.items() if total}
-    return shares

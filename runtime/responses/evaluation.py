@@ -150,21 +150,36 @@ class EvaluationRun:
         return Evaluation(self.version, metrics, *counts, answers)
 
 
-def mean_and_interval(
-    values: np.ndarray, query_ids: Sequence[int], resamples: int = RESAMPLES
-) -> tuple[float, float, float]:
-    """Return a mean and the ends of its 95 % interval, a percentile bootstrap over the queries.
+def mean_and_interval(values: np.ndarray, query_ids: Sequence[int]) -> tuple[float, float, float]:
+    """Return a mean and the ends of its 95 % interval, over the queries.
 
-    values: (N,) of responses, or (N, N) of their pairs: then the mean is over pairs of different
-    responses. query_ids: of the N responses.
+    Wilson's interval for a share, a percentile bootstrap for other means. values: (N,) of
+    responses, or (N, N) of their pairs: then the mean is over pairs of different responses.
+    query_ids: of the N responses.
     """
     queries, query_of_response = np.unique(query_ids, return_inverse=True)
+    mean = float(weighted_means(values, np.ones((1, len(values))))[0])
+    if values.ndim == 1 and np.isin(values, (0, 1)).all():
+        # Samples of one query are alike: as many independent ones would have this variance.
+        count, variance = len(values), mean * (1 - mean)
+        of_sum = float((np.bincount(query_of_response, values - mean) ** 2).sum())
+        independent = variance * count**2 / max(of_sum, variance * count) if variance else None
+        return mean, *wilson(mean, independent or len(queries))
     probabilities = np.full(len(queries), 1 / len(queries))
-    # How often each query is drawn: (resamples, queries); each of its responses as often.
-    drawn = np.random.default_rng(0).multinomial(len(queries), probabilities, size=resamples)
+    # How often each query is drawn: (RESAMPLES, queries); each of its responses as often.
+    drawn = np.random.default_rng(0).multinomial(len(queries), probabilities, size=RESAMPLES)
     means = weighted_means(values, drawn[:, query_of_response])
-    low, high = np.quantile(means, [0.025, 0.975]).tolist()
-    return float(weighted_means(values, np.ones((1, len(values))))[0]), low, high
+    return mean, *np.quantile(means, [0.025, 0.975]).tolist()
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """Return the ends of Wilson's 95 % interval of a share of `count` independent responses.
+
+    Unlike the bootstrap's it is not empty where all are right, or none.
+    """
+    z2 = 1.96**2 / count
+    middle, half = share + z2 / 2, (z2 * (share * (1 - share) + z2 / 4)) ** 0.5
+    return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))
 
 
 def weighted_means(values: np.ndarray, counts: np.ndarray) -> np.ndarray:

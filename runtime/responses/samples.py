@@ -46,7 +46,7 @@ class SampleLog:
                     "version": row.version,
                     "query_id": row.query_id,
                     "prompt": group.query.prompt,
-                    "answer": str(group.query.answer),
+                    "answer": None if (want := group.query.answer) is None else str(want),
                     "response": text,
                     "extracted": None if (found := self.task.extract(text)) is None else str(found),
                     "reward": row.reward,

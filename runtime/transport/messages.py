@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+FEW_QUERIES = 30  # of which fewer tell little
+
 
 @dataclass
 class Answers:
@@ -48,7 +50,8 @@ class Evaluation:
 
     def describe(self) -> Iterator[str]:
         """Yield a line for each metric."""
-        counted = f"on {self.queries} test queries"
+        few = " (few: the interval is wide)" if self.queries < FEW_QUERIES else ""
+        counted = f"on {self.queries} test queries{few}"
         if self.samples > 1:
             counted += f", {self.samples} samples each"
         prompts = "prompt over --max_prompt_tokens, empty or not Unicode"
