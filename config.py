@@ -29,15 +29,18 @@ def first_line(error: Exception) -> str:
 
 def import_file(kind: str, file: str) -> ModuleType:
     """Import a Python file of the user's own: a "task" or an "objective". Raises UserError."""
-    if not Path(file).is_file():
+    path = Path(file).resolve()
+    if not path.is_file():
         raise UserError(f"{kind} file {file!r} does not exist")
-    # A name that no other module has, nor this one before its latest change.
-    name = f"{kind} file {file} of {Path(file).stat().st_mtime_ns}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        module = importlib.util.module_from_spec(spec)
+    # A name that no other module has. Without a dot, so that what the file defines can be pickled:
+    # pickle would look for a package.
+    name, modified = f"{kind} file {path}".replace(".", "_"), path.stat().st_mtime_ns
+    if name not in sys.modules or sys.modules[name].modified != modified:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        module.modified = modified
         try:
-            spec.loader.exec_module(sys.modules.setdefault(name, module))
+            spec.loader.exec_module(module)
         except Exception as error:
             del sys.modules[name]
             problem = f"fails to import: {type(error).__name__}: {error}"
