@@ -27,9 +27,23 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def find_path(flag: str, path: str | Path) -> Path:
+    """Return a path, with ~ expanded, whether anything is there or not.
+
+    Raises UserError where that cannot be asked: it may not be read, or is too long.
+    """
+    try:
+        found = Path(path).expanduser()
+        found.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte; no such user's home
+        problem = getattr(error, "strerror", None) or error
+        raise UserError(f"{flag} {str(path)!r:.200} cannot be read: {problem}") from error
+    return found
+
+
 def import_file(kind: str, file: str) -> ModuleType:
     """Import a Python file of the user's own: a "task" or an "objective". Raises UserError."""
-    path = Path(file).resolve()
+    path = find_path(f"{kind} file", file).resolve()
     if not path.is_file():
         raise UserError(f"{kind} file {file!r} does not exist")
     # A name that no other module has. Without a dot, so that what the file defines can be pickled:
