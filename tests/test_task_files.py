@@ -4,11 +4,14 @@ import pickle
 from multiprocessing import get_context
 
 import pytest
+from conftest import PATIENCE
 from transformers import AutoConfig
 
 from config import Config, UserError
 from models.architecture import weight_shapes
-from tasks import find_task
+from rollouts import Group, make_tokens
+from runtime.responses.scoring import RewardScorer, make_scorer
+from tasks import Query, find_task, load_task
 
 OWN_TYPES = """
 from dataclasses import dataclass
@@ -48,6 +51,71 @@ def test_a_task_file_that_was_changed_is_imported_again(tmp_path):
     assert find_task(str(file)) is before
     file.write_text(OWN_TYPES.replace("Between", "Within"))
     assert find_task(str(file)).__name__ == "Within"
+
+
+WITH_WORKERS = """
+from tasks import Query, Task
+
+class Timed(Task):
+    score_timeout = 5.0
+
+    def queries(self, split):
+        return [Query(0, "0+1=", 1)]
+
+    def score(self, queries, responses, finished):
+        raise RuntimeError("the judge is not there")
+"""
+EXITS = """
+from tasks import Query, Task
+
+class Exits(Task):
+    def queries(self, split):
+        return [Query(0, "0+1=", 1)]
+
+    def score(self, queries, responses, finished):
+        if any(query.id == 0 for query in queries):
+            exit()
+        return [float(query.id) for query in queries]
+
+    def reply(self, query, turns):
+        raise SystemExit(2)
+"""
+
+
+def ended_group(number: int) -> Group:
+    """A group of one response that waits to be scored."""
+    group = Group(query_id=number, query=Query(number, "", 1))
+    group.end(["a"], [make_tokens([1])], [True])
+    return group
+
+
+def begin_workers_and_fail(file: str) -> None:
+    """Leave a process whose score workers live, by an exception."""
+    task = load_task(file)
+    make_scorer(Config(task=file), task).reply(task.queries("train")[0], []).exception()
+    raise SystemExit(3)
+
+
+def test_a_process_with_score_workers_ends_at_once_by_an_exception_too(tmp_path):
+    file = tmp_path / "timed.py"
+    file.write_text(WITH_WORKERS)
+    process = get_context("spawn").Process(target=begin_workers_and_fail, args=(str(file),))
+    process.start()
+    process.join(PATIENCE)
+    ended = process.exitcode
+    process.kill()
+    assert ended == 3
+
+
+def test_a_task_that_exits_in_score_or_reply_loses_its_query_alone(tmp_path):
+    (tmp_path / "exits.py").write_text(EXITS)
+    scorer = RewardScorer(load_task(str(tmp_path / "exits.py")))
+    groups = [ended_group(number) for number in range(3)]
+    scorer.add(groups)
+    failed, *others = scorer.take()
+    assert isinstance(failed.error, SystemExit)
+    assert [group.rewards.tolist() for group in others] == [[1.0], [2.0]]
+    assert isinstance(scorer.reply(groups[0].query, ["a"]).exception(), SystemExit)
 
 
 SIZES = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
