@@ -27,17 +27,34 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def find_path(flag: str, path: str | Path) -> Path:
+    """Return a path, with ~ expanded, whether anything is there or not.
+
+    Raises UserError where that cannot be asked: it may not be read, or is too long.
+    """
+    try:
+        found = Path(path).expanduser()
+        found.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte; no such user's home
+        problem = getattr(error, "strerror", None) or error
+        raise UserError(f"{flag} {str(path)!r:.200} cannot be read: {problem}") from error
+    return found
+
+
 def import_file(kind: str, file: str) -> ModuleType:
     """Import a Python file of the user's own: a "task" or an "objective". Raises UserError."""
-    if not Path(file).is_file():
+    path = find_path(f"{kind} file", file).resolve()
+    if not path.is_file():
         raise UserError(f"{kind} file {file!r} does not exist")
-    # A name that no other module has, nor this one before its latest change.
-    name = f"{kind} file {file} of {Path(file).stat().st_mtime_ns}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        module = importlib.util.module_from_spec(spec)
+    # A name that no other module has. Without a dot, so that what the file defines can be pickled:
+    # pickle would look for a package.
+    name, modified = f"{kind} file {path}".replace(".", "_"), path.stat().st_mtime_ns
+    if name not in sys.modules or sys.modules[name].modified != modified:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        module.modified = modified
         try:
-            spec.loader.exec_module(sys.modules.setdefault(name, module))
+            spec.loader.exec_module(module)
         except Exception as error:
             del sys.modules[name]
             problem = f"fails to import: {type(error).__name__}: {error}"

@@ -340,6 +340,5 @@ def run(config: Config, *arguments: Any) -> None:
     else:
         searcher = Searcher(config, *arguments)
     searcher.search()
-    searcher.scorer.close()
     # The run is over: nobody reads what is still in the queue.
     searcher.outgoing.cancel_join_thread()

@@ -4,7 +4,7 @@ If score() hangs or crashes, its query is dropped; with late_score only that res
 """
 
 import logging
-import multiprocessing
+import multiprocessing.util
 import signal
 from concurrent.futures import Future
 
@@ -31,6 +31,8 @@ class ScoreWorkers(RewardScorer):
         context.set_forkserver_preload([__name__])
         arguments = config.task, config.options
         self.pool = ProcessPool(WORKERS, context=context, initializer=_begin, initargs=arguments)
+        # However this process ends: it would wait for its workers for ever.
+        multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     def add(self, groups: list[Group]) -> None:
         for group in groups:

@@ -21,7 +21,7 @@ from huggingface_hub import DatasetInfo, ModelInfo, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
-from config import UserError
+from config import UserError, find_path
 
 PIECES, PIECE_BYTES = 64, 1 << 20  # that are read of a large file to tell its weights from others
 ANSWER_SECONDS = 5.0  # that the hub has for its first answer
@@ -44,9 +44,9 @@ def find_model(flag: str, model: str) -> str:
 
     Raises UserError for a path that does not exist or holds no model.
     """
-    path = Path(model).expanduser()
+    path = find_path(flag, model)
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not find_path(flag, path / "config.json").is_file():
             raise UserError(f"{flag} {model!r} holds no model: it has no config.json")
         return str(path.resolve())
     if path.is_absolute() or model.startswith((".", "~")) or not NAME.fullmatch(model):

@@ -31,14 +31,14 @@ class RewardScorer:
             group.error = self._score([group]) if len(groups) > 1 else error
         self.scored += groups
 
-    def _score(self, groups: list[Group]) -> Exception | None:
+    def _score(self, groups: list[Group]) -> BaseException | None:
         """Give groups their rewards. Returns what score() raises, if it does."""
         queries = [group.query for group in groups for _ in group.texts]
         texts = [text for group in groups for text in group.texts]
         finished = [is_finished for group in groups for is_finished in group.finished.tolist()]
         try:
             rewards = iter(score(self.task, queries, texts, finished))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return error
         for group in groups:
             group.rewards = np.array([next(rewards) for _ in group.texts])
@@ -48,7 +48,7 @@ class RewardScorer:
         future = Future()
         try:
             future.set_result(self.task.reply(query, turns))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             future.set_exception(error)
         return future
 

@@ -1,0 +1,135 @@
+"""What a task's own file may do, and the models that it cannot have."""
+
+import pickle
+from multiprocessing import get_context
+
+import pytest
+from conftest import PATIENCE
+from transformers import AutoConfig
+
+from config import Config, UserError
+from models.architecture import weight_shapes
+from rollouts import Group, make_tokens
+from runtime.responses.scoring import RewardScorer, make_scorer
+from tasks import Query, find_task, load_task
+
+OWN_TYPES = """
+from dataclasses import dataclass
+from tasks import Query, Task
+
+@dataclass(frozen=True)
+class Range:
+    low: int
+    high: int
+
+def length(response):
+    return float(len(response))
+
+class Between(Task):
+    def queries(self, split):
+        return [Query(0, "0+1=", Range(0, 2))]
+
+    def score(self, queries, responses, finished):
+        return [length(response) for response in responses]
+"""
+
+
+def test_what_a_task_file_defines_can_be_pickled_and_called_in_another_process(tmp_path):
+    file = tmp_path / "own.types.py"
+    file.write_text(OWN_TYPES)
+    task = find_task(str(file))()
+    query = task.queries("train")[0]
+    assert pickle.loads(pickle.dumps(query)) == query
+    with get_context("fork").Pool(1) as pool:
+        assert pool.map(task.score.__globals__["length"], ["a", "bb"]) == [1.0, 2.0]
+
+
+def test_a_task_file_that_was_changed_is_imported_again(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN_TYPES)
+    before = find_task(str(file))
+    assert find_task(str(file)) is before
+    file.write_text(OWN_TYPES.replace("Between", "Within"))
+    assert find_task(str(file)).__name__ == "Within"
+
+
+WITH_WORKERS = """
+from tasks import Query, Task
+
+class Timed(Task):
+    score_timeout = 5.0
+
+    def queries(self, split):
+        return [Query(0, "0+1=", 1)]
+
+    def score(self, queries, responses, finished):
+        raise RuntimeError("the judge is not there")
+"""
+EXITS = """
+from tasks import Query, Task
+
+class Exits(Task):
+    def queries(self, split):
+        return [Query(0, "0+1=", 1)]
+
+    def score(self, queries, responses, finished):
+        if any(query.id == 0 for query in queries):
+            exit()
+        return [float(query.id) for query in queries]
+
+    def reply(self, query, turns):
+        raise SystemExit(2)
+"""
+
+
+def ended_group(number: int) -> Group:
+    """A group of one response that waits to be scored."""
+    group = Group(query_id=number, query=Query(number, "", 1))
+    group.end(["a"], [make_tokens([1])], [True])
+    return group
+
+
+def begin_workers_and_fail(file: str) -> None:
+    """Leave a process whose score workers live, by an exception."""
+    task = load_task(file)
+    make_scorer(Config(task=file), task).reply(task.queries("train")[0], []).exception()
+    raise SystemExit(3)
+
+
+def test_a_process_with_score_workers_ends_at_once_by_an_exception_too(tmp_path):
+    file = tmp_path / "timed.py"
+    file.write_text(WITH_WORKERS)
+    process = get_context("spawn").Process(target=begin_workers_and_fail, args=(str(file),))
+    process.start()
+    process.join(PATIENCE)
+    ended = process.exitcode
+    process.kill()
+    assert ended == 3
+
+
+def test_a_task_that_exits_in_score_or_reply_loses_its_query_alone(tmp_path):
+    (tmp_path / "exits.py").write_text(EXITS)
+    scorer = RewardScorer(load_task(str(tmp_path / "exits.py")))
+    groups = [ended_group(number) for number in range(3)]
+    scorer.add(groups)
+    failed, *others = scorer.take()
+    assert isinstance(failed.error, SystemExit)
+    assert [group.rewards.tolist() for group in others] == [[1.0], [2.0]]
+    assert isinstance(scorer.reply(groups[0].query, ["a"]).exception(), SystemExit)
+
+
+SIZES = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+FACTORS = dict(short_factor=[1.0] * 16, long_factor=[4.0] * 16)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama"])
+def test_longrope_is_refused_beyond_the_length_at_which_vllm_changes_its_factors(kind, tmp_path):
+    original = dict(original_max_position_embeddings=64)  # phi3 has it beside the rest
+    rope = dict(rope_type="longrope", rope_theta=1e4, **FACTORS, **original)
+    shape = original | dict(rope_parameters=rope, max_position_embeddings=1024)
+    settings = dict(vocab_size=257, pad_token_id=0, eos_token_id=0, **SIZES, **shape)
+    AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path)
+    lengths = dict(model=str(tmp_path), max_prompt_tokens=32)
+    assert weight_shapes(Config(**lengths, max_response_tokens=32))
+    with pytest.raises(UserError, match="is 65, more than the 64 positions .*longrope"):
+        weight_shapes(Config(**lengths, max_response_tokens=33))
