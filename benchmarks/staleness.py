@@ -3,7 +3,6 @@
     python benchmarks/staleness.py                  # 2,000 runs: four hours on 2 cores
     python benchmarks/staleness.py --objectives "tb tba_ema"    # searches these alone
     python benchmarks/staleness.py --quick          # two objectives, one seed: in ten minutes
-    python benchmarks/staleness.py --cell "tb 8"    # an objective at a staleness, made again
 
 A study that was interrupted continues where it was. A processor has a file of its own, for its
 rounding decides what a run comes to: the tables show what is on record of each.
@@ -26,7 +25,6 @@ results/quick/.
 import itertools
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -261,20 +259,6 @@ def draw(study: Study, name: str, shares: np.ndarray) -> None:
     figure.savefig(study.file.with_suffix(".png"), dpi=80)
 
 
-def again(cell: Cell, studies: dict[str, Study]) -> None:
-    """Make a cell's runs again, each setting once, and print them beside what is recorded."""
-    with tempfile.TemporaryDirectory() as empty:
-        having = [(name, study) for name, study in studies.items() if cell in study.cells]
-        if not having:
-            sys.exit(f"error: {cell.objective} {cell.age} is not on record: run --objectives first")
-        for (name, study), price in itertools.product(having, PRICES):
-            chosen = study.choice(cell, price)
-            jobs = [job(cell, chosen, seed) for seed in study.seeds]
-            new = [line["result"] for line in run_all(jobs, Path(empty) / "again.jsonl")]
-            then, now = (shown_worth(runs, price) for runs in (study.measured(cell, price), new))
-            print(f"price {price:g}: {then} on record ({name}), {now} here; {chosen}", flush=True)
-
-
 def on_record(directory: Path, *parts) -> dict[str, Study]:
     """The studies of all processors, by their names, as far as they were made."""
 
@@ -292,21 +276,15 @@ def on_record(directory: Path, *parts) -> dict[str, Study]:
 
 
 def main() -> None:
-    args = arguments(__doc__, ("--cell", None), ("--objectives", " ".join(OBJECTIVES)))
+    args = arguments(__doc__, ("--objectives", " ".join(OBJECTIVES)))
     parts = (("tb", "topr"), STALE, SEEDS[:1]) if args.quick else (OBJECTIVES, AGES, SEEDS)
     directory = results_dir(args.quick)
-    if args.cell:
-        cells = {f"{cell.objective} {cell.age}": cell for cell in Study(directory, *parts).cells}
-        if args.cell not in cells:
-            sys.exit(f"error: --cell {args.cell!r} is none of {', '.join(cells)}")
-        return again(cells[args.cell], on_record(directory, *parts))
     own = re.sub(r"\W+", "-", processor().lower())
     chosen = parts if args.quick else (tuple(args.objectives.split()), *parts[1:])
     if unknown := set(chosen[0]) - set(OBJECTIVES):
         sys.exit(f"error: --objectives {', '.join(unknown)}: none of {', '.join(OBJECTIVES)}")
     Study(directory / f"staleness.{own}.jsonl", *chosen).make()
     studies = on_record(directory, *parts)
-    studies[processor()].do = run_all  # what the others lack cannot be made here
     shares = {split: right_shares(split) for split in ("test", "train")}
     found = tables(studies, shares)
     for name, study in studies.items():

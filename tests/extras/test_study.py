@@ -82,7 +82,6 @@ def test_a_study_runs_only_what_is_missing_and_refuses_results_of_another_base_m
 
 def test_spread_is_the_mean_and_the_standard_deviation_of_a_sample():
     assert study.spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
-    assert study.spread([1.0]) == "1.000 ± 0.000"
 
 
 class FakeRuns:
@@ -179,18 +178,9 @@ def test_the_shipped_model_is_the_one_on_record_and_its_right_answers_are_counte
     assert len(shares) == 20 and fresh["reward"] == pytest.approx(shares.mean(), abs=0.04)
 
 
-def test_a_cell_on_record_is_made_again_at_its_settings_and_another_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["staleness.py", "--cell", "tb 9"])
-    with pytest.raises(SystemExit, match="--cell 'tb 9' is none of tb 0, tb 8, tb 32, tb mixed"):
-        staleness.main()
-    fake = FakeRuns(lambda settings: 0.25)
-    monkeypatch.setattr(staleness, "run_all", fake)
-    monkeypatch.setattr("sys.argv", ["staleness.py", "--cell", "tb 8"])
-    staleness.main()
-    lines = capsys.readouterr().out.splitlines()
-    studies = [s for s in staleness.on_record(common.RESULTS).values() if CELL in s.cells]
-    found = [(recorded, price) for recorded in studies for price in staleness.PRICES]
-    assert len(lines) == len(found) >= 3 and len(fake.made) == 3 * len(found)
-    for line, (recorded, price) in zip(lines, found):
-        shown = staleness.shown_worth(recorded.measured(CELL, price), price)
-        assert f"price {price:g}: {shown} on record (" in line
+def test_the_tables_of_the_page_are_those_of_the_runs_on_record():
+    studies = staleness.on_record(common.RESULTS)
+    shares = {split: staleness.right_shares(split) for split in ("test", "train")}
+    found = staleness.tables(studies, shares) + [*map(staleness.choices_table, studies.values())]
+    page = (common.RESULTS / "staleness.md").read_text()
+    assert all(table in page for table in found)
