@@ -11,8 +11,7 @@ import torch
 from conftest import make_group
 
 from config import Config
-from launch.command_line import find_presets
-from learner import Learner, beta_at, lr_schedule
+from learner import Learner, lr_schedule
 from loss import trajectory_balance
 from models.architecture import weight_shapes
 from models.logprobs import split_rows
@@ -124,15 +123,6 @@ def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the
     trainer.learner.bad_steps_in_a_row = 9
     with pytest.raises(FloatingPointError, match="as the weight model.norm.weight is NaN or inf"):
         trainer.learner.update(make_rows(1, 3))
-
-
-def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
-    gsm8k = Config(**find_presets("gsm8k")["figure1"])
-    betas = [round(beta_at(gsm8k, step), 6) for step in (0, 250, 500, 700)]
-    assert betas == [0.014, 0.009, 0.004, 0.004]
-    jump = Config(beta=1.0, beta_final=0.05, beta_steps=128, beta_stop_step=32)
-    assert beta_at(jump, 31) == pytest.approx(1 - 0.95 * 31 / 128) and beta_at(jump, 32) == 0.05
-    assert beta_at(Config(beta=0.3), 10_000) == 0.3
 
 
 DECAYING = dict(warmup_steps=10, stable_steps=50, decay_steps=40)
