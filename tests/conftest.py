@@ -53,7 +53,7 @@ WHOLE_RUN = 3 * PATIENCE
 
 
 # Those that take longest, longest first: two workers that each take file by file end together.
-LONGEST = ("runs", "plan", "hub", "sharding", "engine", "dtype", "faults", "tiny_runs", "tracking")
+LONGEST = "runs plan hub pretended_gpu sharding engine dtype faults tiny_runs tracking".split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
