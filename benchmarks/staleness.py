@@ -32,7 +32,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from common import arguments, processor, results_dir, save, table
-from study import base_model, key_of, number, recorded, run_all, small_config, spread
+from study import MODEL, key_of, number, recorded, run_all, small_config, spread
 
 from extras.objectives import WITHOUT_REFERENCE
 from models.hub import identify_weights
@@ -291,7 +291,7 @@ def main() -> None:
         found += [f"## {name}: {len(study.results)} runs", choices_table(study)]
         draw(study, name, shares["test"])
     caption = (
-        f"Base model {identify_weights(base_model('addends'))}. The gradient is clipped to 1. "
+        f"Base model {identify_weights(MODEL)}. The gradient is clipped to 1. "
         "Settings are chosen by the mean of three seeds; tables show mean ± standard deviation of "
         f"three others, with --quick of one. On record: runs on {' and on '.join(studies)}."
     )

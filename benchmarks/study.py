@@ -3,8 +3,8 @@
 A searcher that generates with transformers stands where the trainer's queue stands. There is no
 vLLM to start and no clock to race against: a run takes seconds and comes out the same every time.
 staleness.py is a list of such runs. Each is appended to a file as it ends, and a study that was
-interrupted continues where it was. addends/ is the base model of the task of that
-name, so that runs begin alike on every machine: a recipe gives another model on another processor.
+interrupted continues where it was. The task is addends. Its base model is addends/, so that runs
+begin alike on every machine: a recipe gives another model on another processor.
 """
 
 import contextlib
@@ -27,7 +27,6 @@ from common import processor
 from config import Config, settle
 from extras.lockstep import LockstepTrainer, batches_of_version
 from launch.checks.settings import check
-from launch.command_line import find_presets
 from launch.files import read_lines
 from models.architecture import weight_shapes
 from models.hub import identify_weights
@@ -39,10 +38,11 @@ from runtime.responses.scoring import score
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
 from tasks import Query, load_task
+from tasks.addends import PRESETS
 from trainer import Trainer
 from weights import SharedWeights
 
-SHIPPED = {"addends": Path(__file__).parent / "addends"}  # base models, by task
+MODEL = str(Path(__file__).parent / "addends")
 SAMPLES = 2000  # responses by which the trained policy is measured
 
 
@@ -228,42 +228,31 @@ def train(settings: dict, groups_per_sync: int = 0, ages: Sequence[int] = ()) ->
 
 
 def small_config(settings: dict) -> Config:
-    """The settings over the preset of their task, with its base model."""
-    task = settings["task"]
-    preset = next(iter(find_presets(task).values()))
-    quiet = {"eval_every": 0, "checkpoint_every": 0, "searchers": 1, "model": base_model(task)}
-    return settle(Config(**preset | quiet | settings))
-
-
-def base_model(task: str) -> str:
-    """The model that the runs of a task begin with: the shipped one, else the task's own."""
-    return str(SHIPPED[task]) if task in SHIPPED else load_task(task).base_model()
+    """The settings over the preset of addends, with the shipped base model."""
+    quiet = {"eval_every": 0, "checkpoint_every": 0, "searchers": 1, "model": MODEL}
+    return settle(Config(**PRESETS["demo"] | quiet | settings))
 
 
 def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:
     """Run jobs, the arguments of train(**job). Returns a line per job, with its "result".
 
     A job that is listed twice is run once. Those that `file` already holds are not run again. Ends
-    the process where they began with other base models than this machine has.
+    the process where they began with another base model.
     """
     file.parent.mkdir(exist_ok=True)
-    tasks = {job["settings"]["task"] for job in jobs}
-    models = {task: identify_weights(base_model(task)) for task in tasks}
-    done = recorded(file)
-    for line in done.values():
-        task, model = line["job"]["settings"]["task"], line["base_model"]
-        if model != models.get(task, model):
-            sys.exit(
-                f"{file} has results of {task} with base model {model}, and here it is "
-                f"{models[task]}: they make no mean together, put that file aside"
-            )
+    model, done = identify_weights(MODEL), recorded(file)
+    if others := {line["base_model"] for line in done.values()} - {model}:
+        sys.exit(
+            f"{file} has results with base model {', '.join(others)}, and here it is {model}: they "
+            "make no mean together, put that file aside"
+        )
     missing = [job for key, job in {key_of(job): job for job in jobs}.items() if key not in done]
     start = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     num_processes = min(processes, len(os.sched_getaffinity(0)))
     with spawn.Pool(num_processes) as pool, open(file, "a") as out:
         for i, line in enumerate(pool.imap_unordered(_run, missing), 1):
-            line["base_model"] = models[line["job"]["settings"]["task"]]
+            line["base_model"] = model
             print(json.dumps(line), file=out, flush=True)
             done[key_of(line["job"])] = line
             if i % 10 == 0 or i == len(missing):

@@ -12,10 +12,9 @@ import study
 from launch.files import read_lines
 from learner import Learner
 from models.hub import identify_weights
-from tasks import load_task
 
 SIZES = dict(queries_per_batch=4, tokens_per_micro_batch=400, responses_per_query=4)
-SMALL = dict(task="arithmetic", seed=3, steps=6) | SIZES
+SMALL = dict(task="addends", seed=3, steps=6) | SIZES
 
 
 @pytest.fixture
@@ -60,14 +59,14 @@ def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries
     first, second = (study.train(settings) for _ in range(2))
     assert first == second and first != study.train(settings | dict(seed=4))
     assert 0.2 < first["reward"] < 0.7, "a few steps from the base model"
-    assert 0 < first["distinct"] <= 1, "one right answer a query"
+    assert first["distinct"] > 2, "several right answers a query"
 
 
 def test_a_study_runs_only_what_is_missing_and_refuses_results_of_another_base_model(tmp_path):
     settings = SMALL | dict(constant_staleness=0, steps=1)
     old, new = ({"settings": settings | dict(seed=seed)} for seed in range(2))
     file = tmp_path / "study.jsonl"
-    model = identify_weights(load_task("arithmetic").base_model())
+    model = identify_weights(study.MODEL)
     kept = {"job": old, "result": "already here", "base_model": model}
     file.write_text(json.dumps(kept) + "\n")
     lines = study.run_all([new, old, new], file, processes=1)
@@ -140,21 +139,6 @@ def test_replay_draws_from_the_buffer_as_many_as_are_new():
     assert "constant_staleness" not in replay["settings"]
 
 
-def test_an_age_that_was_not_run_on_a_processor_says_so_and_half_an_objective_is_left_out():
-    made, other = study_of(lambda _: 0.5), staleness.Study(Path("b.jsonl"), ("tb", "dppo"))
-    runs = FakeRuns(lambda _: 0.5)
-    other.do = lambda jobs, file: [
-        None if job["settings"]["loss"] == "dppo" and job["settings"]["seed"] == 2 else line
-        for job, line in zip(jobs, runs(jobs, file))
-    ]
-    other.make()
-    shares = dict.fromkeys(("test", "train"), np.ones(2) / 2)
-    first, *_ = staleness.tables({"one": made, "another": other}, shares)
-    *_, one, another = first.splitlines()
-    assert one == "| `tb` | one | not run | 0.499 ± 0.000 |" + " not run |" * 3
-    assert another == "| `tb` | another |" + " 0.499 ± 0.000 |" * 5
-
-
 def test_the_best_there_is_is_the_reference_tempered():
     """Beside a search over all that move probability to the right answers alone."""
     shares, price = np.array([0.2, 0.6]), 0.3
@@ -171,10 +155,10 @@ def test_the_best_there_is_is_the_reference_tempered():
 def test_the_shipped_model_is_the_one_on_record_and_its_right_answers_are_counted():
     files = common.RESULTS.glob("staleness.*.jsonl")
     results = [line for file in files for line in read_lines(file)]
-    shipped = identify_weights(study.base_model("addends"))
+    shipped = identify_weights(study.MODEL)
     assert {line["base_model"] for line in results} == {shipped}
     shares = staleness.right_shares("test")
-    fresh = study.train(SMALL | dict(task="addends", constant_staleness=0, steps=1))
+    fresh = study.train(SMALL | dict(constant_staleness=0, steps=1))
     assert len(shares) == 20 and fresh["reward"] == pytest.approx(shares.mean(), abs=0.04)
 
 
