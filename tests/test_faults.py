@@ -561,6 +561,37 @@ def test_a_run_whose_final_evaluation_fails_has_failed_and_keeps_its_model(tmp_p
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
+OWN_TASK = """
+from tasks import Query, Task
+
+class Capitals(Task):
+    def queries(self, split):
+        return [Query(i, f"query {i}", i) for i in range(40)]
+
+    def score(self, queries, responses, finished):
+        if any(query.id % 10 == 3 for query in queries):
+            raise ValueError("no score for a 3")
+        capitals = [float(sum(c.isupper() for c in response)) for response in responses]
+        return [float("nan") if q.id % 10 == 7 else c for q, c in zip(queries, capitals)]
+"""
+
+
+def test_queries_without_scores_are_dropped_and_counted_in_training_and_in_evaluation(
+    tmp_path, tied_model
+):
+    (tmp_path / "capitals.py").write_text(OWN_TASK)
+    run_dir = tmp_path / "run"
+    settings = flags(max_response_tokens=10, steps=30, model=tied_model, output_dir=run_dir)
+    result = tba(tmp_path / "capitals.py", *SMALL, *settings)
+    line = [line for line in read(run_dir, "metrics.jsonl") if "loss" in line][-1]
+    assert line["unscored_groups"] > 0 and "groups were dropped" in result.stdout
+    log = (run_dir / "logs" / "searcher-0.log").read_text()
+    assert "query 3 is dropped" in log and "no score for a 3" in log and "query 7 is dropped" in log
+    samples = read(run_dir, "samples.jsonl")
+    assert not [line for line in samples if line["query_id"] % 10 in (3, 7)]
+    assert "on 32 test queries; 8 left out, they got no score" in result.stdout
+
+
 BAD_SCORES = """
     score_timeout = 5.0
     def score(self, queries, responses, finished):
@@ -613,8 +644,6 @@ def test_queries_without_scores_are_dropped_and_others_keep_pace(tmp_path, recor
     received = of_clean, round(of_good)
     record_property("responses in 60 s of the clean run and of the other's good queries", received)
     assert "no score for this one" in log and "finite numbers" in log and "TimeoutError" in log
-    assert re.search(r"query \d*3 is dropped", log) and "groups were dropped" in out
-    assert not {line["query_id"] % 20 for line in read(bad.run_dir, "samples.jsonl")} & {3, 7}
     assert of_good >= 0.5 * of_clean
     assert " left out, they got no score)" in out
 
