@@ -2,12 +2,14 @@
 
 import gc
 import re
+import shutil
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import Run, flags
 from test_dtype import NORMAL
 from test_engine import changed, logprobs_of, mismatch, sample_group, take_over
 from test_plan import DTYPES, peak_bytes
@@ -23,6 +25,7 @@ from learner import make_learner
 from models.engine import Engine
 from models.policy import load_policy
 from models.tokens import encode_prompt, load_tokenizer
+from runtime.checkpoints import checkpoint
 from runtime.memory_trial import largest_micro_batch
 from tasks import load_task
 from tasks.sums import PRESETS
@@ -129,6 +132,21 @@ def test_adapters_that_have_learnt_reach_vllm_merged(model, record_property):
     )
     record_property("mismatch with adapters and without, nats", f"{merged:.1e}, {frozen:.1e}")
     assert merged < NORMAL_MISMATCH[torch.float32] < frozen / 100
+
+
+@runs
+def test_a_run_killed_and_resumed_has_the_weights_and_moments_of_one_that_was_not(model, tmp_path):
+    settings = flags(queries_per_batch=2, responses_per_query=2, samples_per_query=2, seed=7)
+    settings += flags(tokens_per_micro_batch=200, checkpoint_every=1, eval_every=0, steps=2)
+    saved, found = tmp_path / "run" / "checkpoints" / "step-00000002", []
+    for begin in ["sums", *settings], []:  # the second goes on from step 1
+        with Run(tmp_path / "run", *begin, resume=not begin) as run:
+            run.until(saved.exists, "the checkpoint of step 2")
+            run.process.kill()
+            run.nothing_is_left()
+        found.append(checkpoint.load_tensors(saved, "learner"))
+        shutil.rmtree(saved)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @runs
