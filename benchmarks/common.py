@@ -97,10 +97,10 @@ def show(row: dict[str, str]) -> dict[str, str]:
     return row
 
 
-def mean_and_each(values: Sequence[float], digits: int = 3) -> str:
-    """Write the mean, and the value of each seed, with so many significant digits."""
-    shown = ", ".join(f"{value:.{digits}g}" for value in values)
-    return f"{sum(values) / len(values):.{digits}g} ({shown})"
+def mean_and_each(values: Sequence[float]) -> str:
+    """Write the mean, and the value of each seed, with three significant digits."""
+    shown = ", ".join(f"{value:.3g}" for value in values)
+    return f"{sum(values) / len(values):.3g} ({shown})"
 
 
 def means(runs: Sequence[dict[str, float]]) -> dict[str, str]:
@@ -131,7 +131,7 @@ def trained_on(run_dir: Path) -> list[tuple[float, int, float]]:
     return list(zip(ends, new.tolist(), [line["reward"] for line in steps]))
 
 
-def make_group(responses: int, tokens: int, vocabulary: range = range(1000)) -> Group:
+def make_group(responses: int, tokens: int, vocabulary: range) -> Group:
     """Make a group of random tokens, all responses of one length."""
     rng, size = np.random.default_rng(0), responses * tokens
     ids = rng.integers(vocabulary.start, vocabulary.stop, size, dtype=np.int32)

@@ -3,7 +3,6 @@
     python benchmarks/staleness.py                  # 2,000 runs: four hours on 2 cores
     python benchmarks/staleness.py --objectives "tb tba_ema"    # searches these alone
     python benchmarks/staleness.py --quick          # two objectives, one seed: in ten minutes
-    python benchmarks/staleness.py --cell "tb 8"    # an objective at a staleness, made again
 
 A study that was interrupted continues where it was. A processor has a file of its own, for its
 rounding decides what a run comes to: the tables show what is on record of each.
@@ -24,19 +23,16 @@ results/quick/.
 """
 
 import itertools
-import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from common import arguments, processor, results_dir, save, table
-from study import base_model, key_of, number, recorded, run_all, small_config, spread
+from study import MODEL, key_of, number, recorded, run_all, small_config, spread
 
 from extras.objectives import WITHOUT_REFERENCE
 from models.hub import identify_weights
@@ -57,10 +53,6 @@ STEPS = 200, 100, 50  # the first where beta is varied
 SEARCH_SEEDS, SEEDS = (100, 101, 102), (0, 1, 2)
 BATCH = dict(queries_per_batch=16, responses_per_query=8, tokens_per_micro_batch=4000)
 BUFFER = dict(samples_per_query=8, sync_period=1, initial_responses=256, most_on_policy_prob=0.25)
-CLIPPING = 8, 0.1  # age and price of the row without clipping
-# The first two change no bit on an AMD processor, where MKL decides by itself.
-OTHER_ROUNDING = dict(MKL_ENABLE_INSTRUCTIONS="AVX2", ONEDNN_MAX_CPU_ISA="AVX2")
-OTHER_ROUNDING |= dict(MKL_CBWR="COMPATIBLE", ATEN_CPU_CAPABILITY="avx2")
 
 
 class Setting(NamedTuple):
@@ -85,10 +77,10 @@ def settings_of(objective: str) -> list[Setting]:
     return [Setting(rate, beta, STEPS[0]) for rate in RATES for beta in PRICES]
 
 
-def job(cell: Cell, setting: Setting, seed: int, **others) -> dict:
+def job(cell: Cell, setting: Setting, seed: int) -> dict:
     """Describe a run, for run_all()."""
     chosen = dict(learning_rate=setting.rate, beta=setting.beta, steps=setting.steps, seed=seed)
-    settings = BATCH | dict(task="addends", loss=cell.objective) | chosen | others
+    settings = BATCH | dict(task="addends", loss=cell.objective) | chosen
     if cell.age == REPLAY:
         groups = BATCH["queries_per_batch"]
         return {"settings": settings | BUFFER, "groups_per_sync": groups}
@@ -155,14 +147,6 @@ class Study:
     def measured(self, cell: Cell, price: float) -> list[dict]:
         """What the tables show of a cell: a result for each seed."""
         return self.of(cell, self.choice(cell, price), self.seeds)
-
-    def searched(self, objective: str, *ages: int | str) -> list[tuple]:
-        """Runs of the search: (age, setting, seed, result)."""
-        return [
-            (cell.age, setting, seed, result)
-            for (cell, setting, seed), result in self.results.items()
-            if cell.objective == objective and cell.age in ages and seed in self.search_seeds
-        ]
 
 
 def right_shares(split: str) -> np.ndarray:
@@ -249,156 +233,6 @@ def choices_table(study: Study) -> str:
     return f"**every choice**\n\n{table(header, rows)}"
 
 
-def lag_table(study: Study) -> str:
-    """What staleness costs, by lag, by rate, and by their product: which of them explains it?"""
-    pairs = sorted(itertools.product(STALE[1:], RATES), key=lambda pair: (pair[0] * pair[1], pair))
-    rows = []
-    for objective in study.objectives:
-        fresh = {tuple(run[1:]): result["reward"] for *run, result in study.searched(objective, 0)}
-        runs = study.searched(objective, *STALE[1:])
-        lost = np.array([fresh[tuple(run[1:])] - result["reward"] for *run, result in runs])
-        own = [(age, setting.rate) for age, setting, *_ in runs]
-        shown = [f"{lost[[one == pair for one in own]].mean():.2f}" for pair in pairs]
-        products = [f"{lag * rate:.3g}" for lag, rate in own]
-        kinds = [lag for lag, _ in own], [rate for _, rate in own], products, own
-        rows.append([f"`{objective}`", *shown, *(f"{explained(lost, kind):.2f}" for kind in kinds)])
-    header = [f"{lag} × {rate:g} = {lag * rate:g}" for lag, rate in pairs]
-    header += ["share explained by lag", "by rate", "by lag × rate", "by both"]
-    title = "reward lost against fresh data, all else alike; runs of the search"
-    return f"**lag × learning rate**: {title}\n\n{table(['', *header], rows)}"
-
-
-def explained(values: np.ndarray, groups: list) -> float:
-    """Share of the variance between groups, less what chance would give so many of them."""
-    names = np.array([str(group) for group in groups])
-    parts = [values[names == name] for name in set(names)]
-    within = sum(((part - part.mean()) ** 2).sum() for part in parts)
-    total = ((values - values.mean()) ** 2).sum()
-    return 1 - within / (len(values) - len(parts)) * (len(values) - 1) / total
-
-
-def ess_table(study: Study, base_reward: float) -> str:
-    """Does a small effective sample size foretell that a run ends below the base model?
-
-    That of the first steps, when all data come from the base model and rewards show nothing yet.
-    """
-    rows = []
-    for objective in study.objectives:
-        runs = study.searched(objective, *STALE[1:])
-        fallen = np.array([result["reward"] < base_reward for *_, result in runs])
-        lowest = np.median([min(result["history"]["log_w_5"]) for *_, result in runs])
-        ess = np.array([early_ess(result["history"], age) for age, *_, result in runs])
-        rate = np.array([setting.rate for _, setting, *_ in runs])
-        alike = [str((age, setting.rate)) for age, setting, *_ in runs]
-        shown = [foretold(-ess, fallen), foretold(rate, fallen), foretold(-ess, fallen, alike)]
-        fell = f"{fallen.sum()} of {len(fallen)}", f"{lowest:.1f}"
-        rows.append([f"`{objective}`", *fell, *shown])
-    header = ["", "below the base model", "lowest log π / b of a run (5 % of the rows), median"]
-    header += ["early effective sample size", "learning rate"]
-    header.append("effective sample size, among runs of one lag and rate")
-    title = "probability that of two runs the one that ends below the base model is told by …"
-    return f"**foretelling a collapse**: {title} (95 % by bootstrap)\n\n{table(header, rows)}"
-
-
-def early_ess(history: dict[str, list[float]], age: int) -> float:
-    """Mean effective sample size of a run's first `age` steps."""
-    pairs = zip(history["step"], history["ess_responses"])
-    return float(np.mean([ess for step, ess in pairs if step <= age]))
-
-
-def foretold(score: np.ndarray, fallen: np.ndarray, alike: list[str] | None = None) -> str:
-    """The area under the curve of a score, where a large one says "falls", and its interval.
-
-    alike: only pairs of the same are compared.
-    """
-    kinds = np.array(alike or [""] * len(score))
-
-    def area(rows: np.ndarray) -> float:
-        down, up = rows[fallen[rows]], rows[~fallen[rows]]
-        is_pair = kinds[down][:, None] == kinds[up]
-        differences = (score[down][:, None] - score[up])[is_pair]
-        return float(np.mean((np.sign(differences) + 1) / 2)) if differences.size else np.nan
-
-    everything = np.arange(len(score))
-    if np.isnan(middle := area(everything)):
-        return "no such pair"
-    rng = np.random.default_rng(0)
-    again = [area(rng.choice(everything, len(score))) for _ in range(1000)]
-    low, high = np.nanpercentile(again, [2.5, 97.5])
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
-
-
-def clipping_table(study: Study) -> str:
-    """How much of a gradient is clipped, and what a run comes to unclipped."""
-    rows, (age, price) = [], CLIPPING
-    for objective in study.objectives:
-        cell = Cell(objective, age)
-        chosen, clipped = study.choice(cell, price), study.measured(cell, price)
-        jobs = [job(cell, chosen, seed, max_grad_norm=None) for seed in study.seeds]
-        unclipped = [line["result"] for line in study.do(jobs, study.file) if line]
-        norm, share = (np.median([r[name] for r in clipped]) for name in ("grad_norm", "clipped"))
-        shown = [shown_worth(part, price) if part else "not run" for part in (clipped, unclipped)]
-        rows.append([f"`{objective}`", f"{norm:.2g}", f"{share:.2f}", *shown])
-    header = ["", "median norm of the gradient", "share of steps clipped to 1", "clipped", "not"]
-    title = f"reward − {price:g} × KL at staleness {age}, with and without"
-    return f"**clipping**: {title}\n\n{table(header, rows)}"
-
-
-def surrogate_table(study: Study) -> str:
-    """What the penalty of tba_ema does on stale data: its rewards by beta, from next to none."""
-    ages, betas = (*STALE[1:], MIXED), (1e-9, *PRICES)
-    runs = list(itertools.product(ages, RATES[:2], betas, study.seeds))
-    jobs = [job(Cell("tba_ema", age), Setting(r, b, STEPS[0]), seed) for age, r, b, seed in runs]
-    lines, rows = study.do(jobs, study.file), []
-    found = {run: line["result"] for run, line in zip(runs, lines) if line}
-    for age, rate in itertools.product(ages, RATES[:2]):
-        own = [[found.get((age, rate, b, seed)) for seed in study.seeds] for b in betas]
-        shown = [shown_seeds(results) if all(results) else "not run" for results in own]
-        rows.append([f"{age}", f"{rate:g}", *shown])
-    header = ["staleness", "rate", *(f"β = {beta:g}" for beta in betas)]
-    title = f"reward of each seed, at the mean KL, after {STEPS[0]} steps"
-    return f"**the penalty of `tba_ema`**: {title}\n\n{table(header, rows)}"
-
-
-def shown_seeds(results: list[dict]) -> str:
-    rewards = " ".join(f"{result['reward']:.2f}" for result in results)
-    return f"{rewards} at {np.mean([result['kl'] for result in results]):.2f}"
-
-
-def rounding_table(study: Study, base_reward: float) -> str:
-    """A random tenth of all runs again, computed as a processor without AVX-512 would round.
-
-    The difference of two runs has sqrt 2 times the deviation of one.
-    """
-    runs = list(study.results)
-    chosen = np.random.default_rng(0).choice(len(runs), max(1, len(runs) // 10), replace=False)
-    runs = [runs[i] for i in sorted(chosen)]
-    jobs = [job(*run) for run in runs]
-    with patch.dict(os.environ, OTHER_ROUNDING):  # for the processes that make the runs
-        lines = study.do(jobs, study.file.with_suffix(".rounded.jsonl"))
-    kinds = "as in the tables", "of the search", "that end below the base model"
-    deviations = {kind: [] for kind in kinds}
-    for (cell, setting, seed), line in zip(runs, lines):
-        if not line:  # not on record, and of another processor
-            continue
-        seeds = study.search_seeds if seed in study.search_seeds else study.seeds
-        results, figures = study.of(cell, setting, seeds), []
-        for price in PRICES:
-            worths = [worth(result, price) for result in results]
-            moved = worth(line["result"], price) - worths[seeds.index(seed)]
-            figures += [moved / np.sqrt(2), number(worths)[1]]
-        is_below = results[seeds.index(seed)]["reward"] < base_reward
-        deviations[kinds[2 if is_below else seeds == study.search_seeds]].append(figures)
-    rows = []
-    for kind, figures in deviations.items():
-        columns = figures or np.full((1, 2 * len(PRICES)), np.nan)
-        found = np.sqrt(np.mean(np.square(columns), axis=0))
-        rows.append([kind, f"{len(figures)}", *(f"{figure:.3f}" for figure in found)])
-    header = ["", "runs"] + [f"price {p:g}, by {kind}" for p in PRICES for kind in ("it", "seed")]
-    title = "standard deviation by rounding, a random tenth of the runs again, and by seed"
-    return f"**another rounding**: {title}\n\n{table(header, rows)}"
-
-
 def draw(study: Study, name: str, shares: np.ndarray) -> None:
     """Reward against KL, a panel an age, beside the best there is; `name` is the processor's."""
     plt.switch_backend("agg")
@@ -425,20 +259,6 @@ def draw(study: Study, name: str, shares: np.ndarray) -> None:
     figure.savefig(study.file.with_suffix(".png"), dpi=80)
 
 
-def again(cell: Cell, studies: dict[str, Study]) -> None:
-    """Make a cell's runs again, each setting once, and print them beside what is recorded."""
-    with tempfile.TemporaryDirectory() as empty:
-        having = [(name, study) for name, study in studies.items() if cell in study.cells]
-        if not having:
-            sys.exit(f"error: {cell.objective} {cell.age} is not on record: run --objectives first")
-        for (name, study), price in itertools.product(having, PRICES):
-            chosen = study.choice(cell, price)
-            jobs = [job(cell, chosen, seed) for seed in study.seeds]
-            new = [line["result"] for line in run_all(jobs, Path(empty) / "again.jsonl")]
-            then, now = (shown_worth(runs, price) for runs in (study.measured(cell, price), new))
-            print(f"price {price:g}: {then} on record ({name}), {now} here; {chosen}", flush=True)
-
-
 def on_record(directory: Path, *parts) -> dict[str, Study]:
     """The studies of all processors, by their names, as far as they were made."""
 
@@ -456,35 +276,22 @@ def on_record(directory: Path, *parts) -> dict[str, Study]:
 
 
 def main() -> None:
-    args = arguments(__doc__, ("--cell", None), ("--objectives", " ".join(OBJECTIVES)))
+    args = arguments(__doc__, ("--objectives", " ".join(OBJECTIVES)))
     parts = (("tb", "topr"), STALE, SEEDS[:1]) if args.quick else (OBJECTIVES, AGES, SEEDS)
     directory = results_dir(args.quick)
-    if args.cell:
-        cells = {f"{cell.objective} {cell.age}": cell for cell in Study(directory, *parts).cells}
-        if args.cell not in cells:
-            sys.exit(f"error: --cell {args.cell!r} is none of {', '.join(cells)}")
-        return again(cells[args.cell], on_record(directory, *parts))
     own = re.sub(r"\W+", "-", processor().lower())
     chosen = parts if args.quick else (tuple(args.objectives.split()), *parts[1:])
     if unknown := set(chosen[0]) - set(OBJECTIVES):
         sys.exit(f"error: --objectives {', '.join(unknown)}: none of {', '.join(OBJECTIVES)}")
     Study(directory / f"staleness.{own}.jsonl", *chosen).make()
     studies = on_record(directory, *parts)
-    studies[processor()].do = run_all  # what the others lack cannot be made here
     shares = {split: right_shares(split) for split in ("test", "train")}
-    base_reward = shares["test"].mean()
     found = tables(studies, shares)
     for name, study in studies.items():
-        found += [
-            f"## {name}: {len(study.results)} runs",
-            lag_table(study),
-            ess_table(study, base_reward),
-        ]
-        found += [surrogate_table(study)] if "tba_ema" in study.objectives else []
-        found += [clipping_table(study), rounding_table(study, base_reward), choices_table(study)]
+        found += [f"## {name}: {len(study.results)} runs", choices_table(study)]
         draw(study, name, shares["test"])
     caption = (
-        f"Base model {identify_weights(base_model('addends'))}. The gradient is clipped to 1. "
+        f"Base model {identify_weights(MODEL)}. The gradient is clipped to 1. "
         "Settings are chosen by the mean of three seeds; tables show mean ± standard deviation of "
         f"three others, with --quick of one. On record: runs on {' and on '.join(studies)}."
     )

@@ -2,9 +2,9 @@
 
 A searcher that generates with transformers stands where the trainer's queue stands. There is no
 vLLM to start and no clock to race against: a run takes seconds and comes out the same every time.
-staleness.py and ablations.py are lists of such runs. Each is appended to a file as it ends, and a
-study that was interrupted continues where it was. addends/ is the base model of the task of that
-name, so that runs begin alike on every machine: a recipe gives another model on another processor.
+staleness.py is a list of such runs. Each is appended to a file as it ends, and a study that was
+interrupted continues where it was. The task is addends. Its base model is addends/, so that runs
+begin alike on every machine: a recipe gives another model on another processor.
 """
 
 import contextlib
@@ -22,12 +22,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import processor, steps_of
+from common import processor
 
 from config import Config, settle
 from extras.lockstep import LockstepTrainer, batches_of_version
 from launch.checks.settings import check
-from launch.command_line import find_presets
 from launch.files import read_lines
 from models.architecture import weight_shapes
 from models.hub import identify_weights
@@ -39,13 +38,12 @@ from runtime.responses.scoring import score
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
 from tasks import Query, load_task
+from tasks.addends import PRESETS
 from trainer import Trainer
 from weights import SharedWeights
 
-SHIPPED = {"addends": Path(__file__).parent / "addends"}  # base models, by task
+MODEL = str(Path(__file__).parent / "addends")
 SAMPLES = 2000  # responses by which the trained policy is measured
-POINTS = 30  # of a run's history that are kept
-HISTORY = ("step", "reward", "ess_responses", "ess_tokens", "log_w_5", "received")
 
 
 class InlineSearcher:
@@ -180,14 +178,10 @@ class InlineSearcher:
         return prompts, responses, logprobs.numpy(), texts, finished.tolist(), rewards
 
     def evaluate(self) -> Evaluation:
-        """Evaluate the policy on the held-out queries."""
-        accuracy = self.accuracy(self.policy)
+        """Evaluate the policy on the held-out queries, by greedy responses."""
+        accuracy = float(self.generate(self.policy, self.test, greedy=True)[-1].mean())
         metrics = {self.task.metric: (accuracy, np.nan, np.nan)}
         return Evaluation(self.version, metrics, len(self.test))
-
-    def accuracy(self, policy: torch.nn.Module) -> float:
-        """Measure the share of held-out queries whose greedy response is right."""
-        return float(self.generate(policy, self.test, greedy=True)[-1].mean())
 
     def measure(self, policy: torch.nn.Module, split: str = "test") -> dict[str, float]:
         """Measure what the policy does with the queries of a split, by some SAMPLES of it.
@@ -212,8 +206,7 @@ def train(settings: dict, groups_per_sync: int = 0, ages: Sequence[int] = ()) ->
     """Make a run with these settings over the task's preset, and measure its policy at the end.
 
     ages: of the groups in each batch, in place of the constant staleness.
-    Returns what measure() says of the test queries, and their greedy accuracy; "trained", of those
-    that were trained on; the gradient's median norm, the share of steps clipped; a history.
+    Returns what measure() says of the test queries, and "trained", of those that were trained on.
     """
     torch.set_num_threads(1)
     config = small_config(settings)
@@ -230,67 +223,36 @@ def train(settings: dict, groups_per_sync: int = 0, ages: Sequence[int] = ()) ->
         kind = LockstepTrainer if config.lockstep else Trainer
         trainer = kind(config, weights, searcher, status, run_dir)
         trainer.train()
-        lines = steps_of(run_dir)
         policy = trainer.learner.policy
-        norms = np.array([line["grad_norm"] for line in lines], dtype=float)
-        return searcher.measure(policy) | {
-            "accuracy": searcher.accuracy(policy),
-            "trained": searcher.measure(policy, "train"),
-            "grad_norm": float(np.nanmedian(norms)),
-            "clipped": float((norms > (config.max_grad_norm or np.inf)).mean()),
-            "history": thinned(lines),
-        }
+        return searcher.measure(policy) | {"trained": searcher.measure(policy, "train")}
 
 
 def small_config(settings: dict) -> Config:
-    """The settings over the preset of their task, with its base model."""
-    task = settings["task"]
-    preset = next(iter(find_presets(task).values()))
-    quiet = {"eval_every": 0, "checkpoint_every": 0, "searchers": 1, "model": base_model(task)}
-    return settle(Config(**preset | quiet | settings))
-
-
-def base_model(task: str) -> str:
-    """The model that the runs of a task begin with: the shipped one, else the task's own."""
-    return str(SHIPPED[task]) if task in SHIPPED else load_task(task).base_model()
-
-
-def thinned(lines: list[dict]) -> dict[str, list[float]]:
-    """Keep some POINTS of a run's metrics: means over as many stretches of its steps."""
-    stretches = np.array_split(np.arange(len(lines)), min(POINTS, len(lines)))
-    return {
-        name: [
-            float(f"{np.mean([lines[i].get(name) for i in stretch], dtype=float):.4g}")
-            for stretch in stretches
-        ]
-        for name in HISTORY
-    }
+    """The settings over the preset of addends, with the shipped base model."""
+    quiet = {"eval_every": 0, "checkpoint_every": 0, "searchers": 1, "model": MODEL}
+    return settle(Config(**PRESETS["demo"] | quiet | settings))
 
 
 def run_all(jobs: list[dict], file: Path, processes: int = 2) -> list[dict]:
     """Run jobs, the arguments of train(**job). Returns a line per job, with its "result".
 
     A job that is listed twice is run once. Those that `file` already holds are not run again. Ends
-    the process where they began with other base models than this machine has.
+    the process where they began with another base model.
     """
     file.parent.mkdir(exist_ok=True)
-    tasks = {job["settings"]["task"] for job in jobs}
-    models = {task: identify_weights(base_model(task)) for task in tasks}
-    done = recorded(file)
-    for line in done.values():
-        task, model = line["job"]["settings"]["task"], line["base_model"]
-        if model != models.get(task, model):
-            sys.exit(
-                f"{file} has results of {task} with base model {model}, and here it is "
-                f"{models[task]}: they make no mean together, put that file aside"
-            )
+    model, done = identify_weights(MODEL), recorded(file)
+    if others := {line["base_model"] for line in done.values()} - {model}:
+        sys.exit(
+            f"{file} has results with base model {', '.join(others)}, and here it is {model}: they "
+            "make no mean together, put that file aside"
+        )
     missing = [job for key, job in {key_of(job): job for job in jobs}.items() if key not in done]
     start = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     num_processes = min(processes, len(os.sched_getaffinity(0)))
     with spawn.Pool(num_processes) as pool, open(file, "a") as out:
         for i, line in enumerate(pool.imap_unordered(_run, missing), 1):
-            line["base_model"] = models[line["job"]["settings"]["task"]]
+            line["base_model"] = model
             print(json.dumps(line), file=out, flush=True)
             done[key_of(line["job"])] = line
             if i % 10 == 0 or i == len(missing):
@@ -323,5 +285,4 @@ def number(values: list[float]) -> tuple[float, float]:
 def spread(values: list[float]) -> str:
     """Write mean ± standard deviation."""
     mean, deviation = number(values)
-    form = ".1e" if 0 < abs(mean) < 1e-3 else ".1f" if abs(mean) >= 10 else ".3f"
-    return f"{mean:{form}} ± {deviation:{form}}"
+    return f"{mean:.3f} ± {deviation:.3f}"

@@ -22,11 +22,12 @@ import pytest
 import torch
 import transformers
 from common import as_flags as flags
+from common import steps_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from config import Config, UserError
-from launch import children, files
+from launch import children
 from launch.places import Place
 from learner import find_objective
 from models.policy import load_policy
@@ -52,7 +53,7 @@ WHOLE_RUN = 3 * PATIENCE
 
 
 # Those that take longest, longest first: two workers that each take file by file end together.
-LONGEST = ("runs", "plan", "hub", "sharding", "engine", "dtype", "faults", "tiny_runs", "tracking")
+LONGEST = "runs plan hub pretended_gpu sharding engine dtype faults tiny_runs tracking".split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -277,10 +278,6 @@ def read(run_dir: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
 
 
-def steps_of(run_dir: Path) -> list[dict]:
-    return [line for line in read(run_dir, "metrics.jsonl") if "loss" in line]
-
-
 class Run:
     """A run in the background. Whatever happens, nothing of it is left when the block ends.
 
@@ -317,8 +314,7 @@ class Run:
         return found
 
     def steps(self) -> list[dict]:
-        lines = files.read_lines(self.run_dir / "metrics.jsonl")
-        return [line for line in lines if "loss" in line]
+        return steps_of(self.run_dir)
 
     def step(self) -> int:
         return max((line["step"] for line in self.steps()), default=0)

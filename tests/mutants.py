@@ -30,7 +30,7 @@ TESTS = {
     "extras/objectives.py": "objectives",
     "buffer.py": "buffer",
     "weights.py": "weights",
-    "learner.py": "trainer low_memory lora checkpoint dtype",
+    "learner.py": "trainer presets low_memory lora checkpoint dtype",
     "models/logprobs.py": "policy low_memory trainer dtype",
 }
 SAMPLE = 40  # mutants of a file

@@ -74,16 +74,14 @@ class Problem:
         log_pi = response_logprobs(tables)
         return (log_pi.exp() * (log_pi - self.best)).sum(dim=1)
 
-    def inputs(self, policy, chosen, group_size: int, queries=range(QUERIES)) -> LossInputs:
+    def inputs(self, policy, chosen, group_size: int) -> LossInputs:
         """Make the loss inputs of the responses `chosen`, (queries, K) indices.
 
         policy: the log-probabilities of the tokens of every response, (queries, R, T).
         """
-        queries = torch.tensor(queries)
-        rows = queries[:, None], chosen[queries]
 
         def flat(values: torch.Tensor) -> torch.Tensor:
-            return values[rows].flatten(0, 1)
+            return values[torch.arange(QUERIES)[:, None], chosen].flatten(0, 1)
 
         return LossInputs(
             logprobs=flat(policy),
@@ -95,15 +93,10 @@ class Problem:
             beta=BETA,
         )
 
-    def log_z_by_query(self, policy: torch.Tensor, chosen: torch.Tensor) -> list[float]:
-        """Estimate log Z of each query by itself, as VarGrad does, from the responses `chosen`."""
-        parts = [self.inputs(policy, chosen, chosen.shape[1], [q]) for q in range(QUERIES)]
-        return [float(trajectory_balance(part)[1]["log_z"]) for part in parts]
-
-    def train(self, group_size: int) -> tuple[torch.Tensor, list[float]]:
+    def train(self, group_size: int) -> tuple[torch.Tensor, float]:
         """Train a policy on the old data only, with all queries in each batch.
 
-        It starts as the reference policy. Returns it, and its estimates of log Z.
+        It starts as the reference policy. Returns it, and the last log Z, a mean over queries.
         """
         tables = self.reference.clone().requires_grad_()
         optimizer = torch.optim.Adam([tables], lr=0.03)
@@ -113,11 +106,11 @@ class Problem:
             picks = torch.from_numpy(rng.integers(self.data.shape[1], size=(QUERIES, GROUP_SIZE)))
             inputs = self.inputs(token_logprobs(tables), self.data.gather(1, picks), group_size)
             optimizer.zero_grad()
-            trajectory_balance(inputs)[0].backward()
+            loss, metrics = trajectory_balance(inputs)
+            loss.backward()
             optimizer.step()
             schedule.step()
-        tables = tables.detach()
-        return tables, self.log_z_by_query(token_logprobs(tables), self.data[:, :GROUP_SIZE])
+        return tables.detach(), float(metrics["log_z"])
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +133,8 @@ def test_at_the_best_policy_the_loss_is_zero_and_log_z_is_the_log_partition_func
     best = torch.zeros(QUERIES, *MASK.shape, dtype=torch.float64)
     best[:, :, 0] = problem.best  # all of log pi* on the first token: only the sum counts
     loss, metrics = trajectory_balance(problem.inputs(best, every, len(RESPONSES)))
-    assert loss.item() < 1e-20
+    assert loss.item() < 1e-20, "it is the square of what log Z of each query is off by"
     assert float(metrics["log_z"]) == pytest.approx(problem.log_z.mean().item(), abs=1e-9)
-    log_z = problem.log_z_by_query(best, every)
-    assert log_z == pytest.approx(problem.log_z.tolist(), abs=1e-9)
     start = problem.inputs(token_logprobs(problem.reference), every, len(RESPONSES))
     assert trajectory_balance(start)[0].item() > 0.1
 
@@ -151,10 +142,9 @@ def test_at_the_best_policy_the_loss_is_zero_and_log_z_is_the_log_partition_func
 def test_stale_data_of_three_queries_in_one_batch_lead_to_the_best_policy(problem):
     tables, log_z = problem.train(group_size=GROUP_SIZE)
     assert problem.kl(tables).max().item() < 1e-3
-    assert log_z == pytest.approx(problem.log_z.tolist(), abs=1e-2)
+    assert log_z == pytest.approx(problem.log_z.mean().item(), abs=1e-2)
 
 
 def test_log_z_averaged_over_the_queries_leads_elsewhere(problem):
-    tables, log_z = problem.train(group_size=QUERIES * GROUP_SIZE)
+    tables, _ = problem.train(group_size=QUERIES * GROUP_SIZE)
     assert problem.kl(tables).min().item() > 1e-2
-    assert np.abs(np.array(log_z) - problem.log_z.numpy()).max() > 1e-1

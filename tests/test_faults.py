@@ -21,7 +21,6 @@ from conftest import FOREVER, PATIENCE, ROOT, SMALL, Run, flags, living, read, s
 from safetensors.numpy import load_file, save_file
 from test_runs import metrics_of, own_task
 
-from buffer import ReplayBuffer, uniformly
 from launch import resuming
 from launch.run import in_words
 from runtime.checkpoints import checkpoint
@@ -467,11 +466,6 @@ def test_a_run_killed_at_random_goes_on_from_its_last_whole_checkpoint(tmp_path,
                 line = run.steps()[saved["step"]]
                 assert line["buffer_responses"] == len(arrays["all_versions"])
                 assert line["received"] == saved["received"]
-                buffer = ReplayBuffer(100, uniformly, seed=1)
-                buffer.load_state_dict(arrays)
-                again = buffer.state_dict()
-                assert arrays.keys() == again.keys()
-                assert all(np.array_equal(arrays[name], again[name]) for name in arrays)
             time.sleep(rng.random() * 3)
             if attempt % 2:  # every other time in the midst of a checkpoint
                 run.until(writing.exists, "a checkpoint")

@@ -72,6 +72,17 @@ def test_log_probabilities_and_gradients_are_each_rows_own(untied_model, tied_mo
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 
 
+def random_model(kind: str, **sizes) -> torch.nn.Module:
+    """Make a model whose parameters are far from the zeros and small numbers of a fresh one."""
+    torch.manual_seed(0)
+    shape = AutoConfig.for_model(kind, vocab_size=257, **sizes)
+    model = AutoModelForCausalLM.from_config(shape).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
 @pytest.mark.parametrize(
     "kind, sizes",
     [
@@ -83,13 +94,7 @@ SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_att
 )
 def test_log_probabilities_and_gradients_are_right_for_other_architectures_too(kind, sizes):
     """Try absolute positions, another rotary layout, a sliding window and a bias of the logits."""
-    torch.manual_seed(0)
-    shape = AutoConfig.for_model(kind, vocab_size=257, **sizes)
-    model = AutoModelForCausalLM.from_config(shape).eval()
-    with torch.no_grad():
-        # Far from the zeros and small numbers of a fresh model.
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model = random_model(kind, **sizes)
     check_architecture(model)
     check_against_each_row_alone(model, temperature=0.7, atol=1e-4)
 
@@ -172,12 +177,7 @@ def test_an_architecture_with_an_attention_of_its_own_is_refused_before_it_is_lo
 
 
 def test_a_window_that_attention_does_not_keep_to_is_found_on_a_short_row(monkeypatch):
-    own = SIZES | dict(num_key_value_heads=1, sliding_window=4096)
-    shape = AutoConfig.for_model("mistral", vocab_size=257, **own)
-    model = AutoModelForCausalLM.from_config(shape).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model = random_model("mistral", **SIZES, num_key_value_heads=1, sliding_window=4096)
     check_architecture(model)
     whole = Padded.attend
     monkeypatch.setattr(Padded, "attend", lambda *given: whole(*given[:-1], None))

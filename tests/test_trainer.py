@@ -1,7 +1,9 @@
-"""The trainer, part by part: its gradient, schedules, waits, syncs and publishes."""
+"""The trainer, part by part: its gradient, schedules, figures, waits, syncs and publishes."""
 
 import itertools
+import math
 import queue
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_group
+from test_loss import make_example, queries, to_inputs
 
 from config import Config
-from launch.command_line import find_presets
-from learner import Learner, beta_at, lr_schedule
-from loss import trajectory_balance
+from learner import Learner, effective_share, importance_figures, lr_schedule
+from loss import LossInputs, trajectory_balance
 from models.architecture import weight_shapes
 from models.logprobs import split_rows
 from rollouts import Group, Response, make_tokens
@@ -126,15 +128,6 @@ def test_a_gradient_that_is_not_finite_is_never_applied_and_ten_in_a_row_end_the
         trainer.learner.update(make_rows(1, 3))
 
 
-def test_beta_goes_down_its_line_and_jumps_at_its_stop_step():
-    gsm8k = Config(**find_presets("gsm8k")["figure1"])
-    betas = [round(beta_at(gsm8k, step), 6) for step in (0, 250, 500, 700)]
-    assert betas == [0.014, 0.009, 0.004, 0.004]
-    jump = Config(beta=1.0, beta_final=0.05, beta_steps=128, beta_stop_step=32)
-    assert beta_at(jump, 31) == pytest.approx(1 - 0.95 * 31 / 128) and beta_at(jump, 32) == 0.05
-    assert beta_at(Config(beta=0.3), 10_000) == 0.3
-
-
 DECAYING = dict(warmup_steps=10, stable_steps=50, decay_steps=40)
 
 
@@ -173,6 +166,41 @@ def test_figures_of_fresh_groups_against_numbers_worked_out_by_hand():
     group = make_group(0, 0, [2, 1], [5, 6, 7], logprobs, **outcome)
     figures = dict(reward=0.5, equal_rewards=0.0, kl=1.5, entropy=1.0)
     assert describe([group]) == dict(response_tokens=1.5, finished=0.5) | figures
+
+
+def log_weights(x: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return (x.logprobs - x.behavior_logprobs).detach(), x.mask
+
+
+def test_the_effective_share_is_1_in_n_where_one_weight_outweighs_all_however_large_it_is():
+    assert effective_share(torch.tensor([400.0] + [-400.0] * 7).double()) == pytest.approx(1 / 8)
+
+
+def test_importance_figures_do_not_depend_on_the_micro_batch_and_leave_padding_out():
+    example = make_example("mixed")
+    figures = importance_figures([log_weights(to_inputs(example, filler=math.nan))])
+    parts = [to_inputs(query, width=8) for query in queries(example)]
+    assert figures == pytest.approx(importance_figures([log_weights(part) for part in parts]))
+    log_w = [sum(row.policy) - sum(row.behavior) for row in example]
+    w = np.exp(log_w)
+    assert figures["ess_responses"] == pytest.approx(w.sum() ** 2 / (w**2).sum() / len(w))
+    assert figures["log_w_5"] == pytest.approx(np.quantile(log_w, 0.05))
+    assert figures["log_w_95"] == pytest.approx(np.quantile(log_w, 0.95))
+    fresh = log_weights(to_inputs([replace(row, behavior=row.policy) for row in example]))
+    on_policy = dict(ess_responses=1.0, ess_tokens=1.0, log_w_5=0.0, log_w_95=0.0)
+    assert importance_figures([fresh]) == on_policy
+
+
+def test_staleness_is_split_at_the_step_at_which_a_response_arrived(make):
+    trainer = make()
+    trainer.learner.step = 10
+    rows = make_rows(1, 2)
+    for row, version, received in zip(rows, (2, 4), (5, 8)):
+        row.version, row.received_step = version, received
+    line = trainer.metrics.of(rows, step=10, waited=0.0)
+    assert line["staleness_mean"] == 9 - 3
+    assert line["staleness_in_flight"] == (3 + 4) / 2
+    assert line["staleness_in_buffer"] == (4 + 1) / 2
 
 
 def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(make, logits_made):

@@ -1,20 +1,35 @@
 """Extras on the GPU of cuda.py: test_pretended_gpu.py runs this too."""
 
+from dataclasses import replace
+
+import cuda
 import numpy as np
 import pytest
 import torch
-from branches_on_gpu import ROWS, check_computes_in_bf16, check_gradients
+from branches_on_gpu import ROWS, check_computes_in_bf16, check_gradient
 from cuda import OnCuda
 from test_lockstep import make_searcher, score
+from test_loss import make_example, to_inputs, value_and_gradient
 from test_trainer import make_trainer
 
 from extras.lockstep_searcher import LockstepSearcher
 from extras.objectives import LOSSES
 
 
-@pytest.mark.parametrize("low_memory", ["off", "on"])
-def test_every_objective_has_the_gradient_that_it_has_on_a_cpu(low_memory, tied_model):
-    check_gradients(tied_model, LOSSES, low_memory=low_memory)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_objective_has_the_value_and_gradient_that_it_has_on_a_cpu(loss):
+    inputs = to_inputs(make_example("mixed", "far"))
+    expected = value_and_gradient(LOSSES[loss], inputs)
+    with cuda.pretend():
+        tensors = {name: t.detach() for name, t in vars(inputs).items() if torch.is_tensor(t)}
+        inputs = replace(inputs, **{name: t.to("cuda") for name, t in tensors.items()})
+        inputs.logprobs.requires_grad_()
+        found = [tensor.cpu() for tensor in value_and_gradient(LOSSES[loss], inputs)]
+    torch.testing.assert_close(found, [*expected])
+
+
+def test_a_step_in_two_passes_has_the_gradient_that_it_has_on_a_cpu(tied_model):
+    check_gradient(tied_model, low_memory="on")
 
 
 def test_layers_compute_in_bf16_over_fp32_masters_in_two_passes(gpu, tied_model):

@@ -3,7 +3,6 @@
 import json
 
 import common
-import exact_two_turns
 import numpy as np
 import overlap
 import pytest
@@ -86,9 +85,3 @@ def test_the_target_is_reached_when_enough_of_the_latest_samples_are_right():
     assert common.first_right(samples, 0.95) == 4.0
     assert common.first_right(samples, 0.95, enough=300) == 1.0
     assert common.first_right(samples[1:3], 0.95) == float("inf")
-
-
-def test_off_policy_trajectory_balance_is_exact_over_two_turns_unless_answers_are_chance():
-    kinds = ("deterministic", False), ("stochastic", True), ("stochastic", False)
-    gains = [exact_two_turns.train(kind, "tb", on, seed=0, steps=600) for kind, on in kinds]
-    assert gains[0] > 0.999 and gains[1] > 0.99 > gains[2]

@@ -46,7 +46,7 @@ FIGURE_1 = GSM8K | says("Figure 1", steps=700, beta=0.014, stable_steps=350, dec
 FIGURE_1_FP32 = {
     **FIGURE_1,
     **says("ours", dtype="auto", master_dtype="float32"),
-    **says("ours: benchmarks/master_weights.py", learning_rate=1e-6),
+    **says("ours: benchmarks/results/master_weights.md", learning_rate=1e-6),
 }
 TLDR = {
     **says("Eq. 5", loss="tb"),
