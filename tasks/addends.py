@@ -38,13 +38,8 @@ class Addends(Task):
         chosen = numbers[:TEST_QUERIES] if split == "test" else numbers[TEST_QUERIES:]
         return [Query(id=int(n), prompt=f"{n}=", answer=int(n)) for n in chosen]
 
-    def score(
-        self, queries: list[Query], responses: list[str], finished: list[bool]
-    ) -> list[float]:
-        return [
-            float(done and add_up(response) == query.answer)
-            for query, response, done in zip(queries, responses, finished)
-        ]
+    def is_right(self, response: str, answer: int) -> bool:
+        return add_up(response) == answer
 
     def extract(self, response: str) -> str | None:
         return response

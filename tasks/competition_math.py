@@ -97,13 +97,8 @@ class CompetitionMath(Task):
         # The first call imports and builds the parser, which takes longer than a score may.
         is_correct(r"\boxed{\frac{1}{2}}", "0.5")
 
-    def score(
-        self, queries: list[Query], responses: list[str], finished: list[bool]
-    ) -> list[float]:
-        return [
-            float((done or self.grade_unfinished) and is_correct(response, query.answer))
-            for query, response, done in zip(queries, responses, finished)
-        ]
+    def is_right(self, response: str, answer: str) -> bool:
+        return is_correct(response, answer)
 
     def extract(self, response: str) -> str | None:
         return last_boxed(response)

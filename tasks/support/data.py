@@ -62,16 +62,17 @@ def _load_hub(
 
 
 def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
-    """Place and content of each line that is not blank. Raises UserError."""
+    """Place and content, without null, of each line that is not blank. Raises UserError."""
     rows, number = [], 0
     try:
         with open(path, "rb") as lines:  # decoded line by line: else the number is that of a block
             for number, line in enumerate(lines, start=1):
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    rows.append((f"{path} line {number}", json.loads(line.decode().strip())))
+                    row = json.loads(line.decode().strip(), object_hook=without_null)
+                    rows.append((f"{path} line {number}", row))
                     # An escape may be half of a character, as of an emoji, which nothing encodes.
-                    json.dumps(rows[-1][1], ensure_ascii=False).encode()
+                    json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} line {number} is not JSON in UTF-8: {error}") from error
     except OSError as error:
@@ -79,6 +80,11 @@ def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
     if not rows:
         raise UserError(f"data file {path} is empty")
     return rows
+
+
+def without_null(row: dict) -> dict:
+    """Leave out what is null: the library datasets fills up rows and messages with it."""
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def is_chat(prompt: object) -> bool:
