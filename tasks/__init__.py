@@ -32,6 +32,7 @@ class Query:
     answer: Any
 
 
+@dataclass(frozen=True)
 class LazyQueries(Sequence):
     """A sequence of `size` queries, each made by make(index) when it is read. Its id is its index.
 
@@ -39,8 +40,8 @@ class LazyQueries(Sequence):
     of the same roles, so checks at the start read only the first.
     """
 
-    def __init__(self, size: int, make: Callable[[int], Query]):
-        self.size, self.make = size, make
+    size: int
+    make: Callable[[int], Query]
 
     def __len__(self) -> int:
         return self.size
@@ -87,7 +88,7 @@ class Task:
         """
 
     def models(self) -> list[str]:
-        """The models that a searcher may hold at once for score() and evaluate(), for --plan."""
+        """The models that a searcher may hold at once, for --plan."""
         return []
 
     def load(self) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from tasks import Query, Task
 from tasks.arithmetic import DEMO
-from tasks.support.pupil import pupil
 
 # Probability that the pupil borrows 0, 1 or 2 tens, whether one is needed or not.
 BORROWS = (0.45, 0.45, 0.1)
@@ -45,6 +44,8 @@ class Addends(Task):
         return response
 
     def base_model(self) -> str:
+        from tasks.support.pretraining import pupil
+
         return pupil("addends", self.queries("train"), homework, PUPIL_STEPS)
 
 

@@ -54,7 +54,7 @@ class Arithmetic(Task):
         return response
 
     def base_model(self) -> str:
-        from tasks.support.pupil import pupil  # where a run begins, not in its processes
+        from tasks.support.pretraining import pupil
 
         return pupil("arithmetic", self.queries("train"), homework)
 

@@ -26,25 +26,13 @@ def write(path: Path, *lines: dict | str | bytes) -> GSM8K:
     return GSM8K(data_dir=str(path))
 
 
-@pytest.mark.parametrize(
-    "response, number",
-    [
-        ("First 3, then 17, so 5 remain", "5"),
-        ("line one: 3\nline two: 4\n", "4"),
-        ("She pays $1,250.50.", "1250.5"),
-        ("either 5, 100", "100"),
-        ("They are 3,4", "4"),
-        ("It fell to −7", "-7"),
-        ("12 - -5", "-5"),
-        ("20 dollars-5", "5"),
-        ("A total of 10.00", "10"),
-        ("It shrank by -5%.", "-5"),
-        ("It is 42cm", "42"),
-        ("2+2=<<2+2=4>>4", "4"),
-        ("3/4 of them", "0.75"),
-        ("007", "7"),
-    ],
-)
+NUMBERS = {"First 3, then 17, so 5 remain": "5", "line one: 3\nline two: 4\n": "4", "007": "7"}
+NUMBERS |= {"She pays $1,250.50.": "1250.5", "either 5, 100": "100", "They are 3,4": "4"}
+NUMBERS |= {"It fell to −7": "-7", "12 - -5": "-5", "20 dollars-5": "5", "in all 10.00": "10"}
+NUMBERS |= {"It shrank by -5%.": "-5", "42cm": "42", "2+2=<<2+2=4>>4": "4", "3/4 of it": "0.75"}
+
+
+@pytest.mark.parametrize("response, number", NUMBERS.items())
 def test_the_last_number_of_a_response_is_its_answer(response, number):
     assert GSM8K().extract(response) == number
     assert reward(response, number) == 1.0

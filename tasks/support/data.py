@@ -89,11 +89,14 @@ def without_null(row: dict) -> dict:
 
 def is_chat(prompt: object) -> bool:
     """Whether a prompt is a list of messages."""
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return all(
-        isinstance(message, dict)
-        and set(message) == {"role", "content"}
-        and all(isinstance(value, str) for value in message.values())
-        for message in prompt
+    messages = prompt if isinstance(prompt, list) else []
+    are_dicts = all(isinstance(message, dict) for message in messages)
+    return (
+        bool(messages)
+        and are_dicts
+        and all(
+            set(message) == {"role", "content"}
+            and all(isinstance(v, str) for v in message.values())
+            for message in messages
+        )
     )
