@@ -101,7 +101,8 @@ class JsonLines(Task):
             raise ValueError(f"{name} is nothing to match")
         if self.match == "regex":
             return re.compile(answer).pattern
-        return self.match == "math" and last_boxed(answer) or answer.strip()
+        boxed = last_boxed(answer) if self.match == "math" else None
+        return boxed or answer.strip()
 
     def load(self) -> None:
         if self.match == "math":  # the first call takes longer than a score may

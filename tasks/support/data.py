@@ -89,14 +89,10 @@ def without_null(row: dict) -> dict:
 
 def is_chat(prompt: object) -> bool:
     """Whether a prompt is a list of messages."""
-    messages = prompt if isinstance(prompt, list) else []
-    are_dicts = all(isinstance(message, dict) for message in messages)
-    return (
-        bool(messages)
-        and are_dicts
-        and all(
-            set(message) == {"role", "content"}
-            and all(isinstance(v, str) for v in message.values())
-            for message in messages
-        )
-    )
+    return isinstance(prompt, list) and bool(prompt) and all(map(is_message, prompt))
+
+
+def is_message(message: object) -> bool:
+    """Whether this is {"role": …, "content": …} with texts."""
+    is_dict = isinstance(message, dict) and message.keys() == {"role", "content"}
+    return is_dict and all(isinstance(value, str) for value in message.values())
