@@ -168,20 +168,14 @@ class RedTeam(Task):
         return np.full_like(logprobs, TOO_SHORT / len(logprobs)) if is_short else logprobs
 
     def prepare(self) -> None:
-        from transformers import AutoModel
+        from tasks.support.classifier import Encoder, Sampler, prepare_classifier, prepare_judge
 
-        from models.folder import fetch_weights
-        from models.loading import read_tokenizer
-        from tasks.support.classifier import prepare_classifier, prepare_judge
-
-        fetch_weights("--victim_model", self.victim_model)
-        read_tokenizer("--victim_model", self.victim_model)
+        Sampler.prepare("--victim_model", self.victim_model)
         if self.judge:
             prepare_judge("--judge", self.judge)
         else:
             prepare_classifier("--classifier", self.classifier, label=self.toxic_label)
-        fetch_weights("--embedding_model", self.embedding_model, AutoModel)
-        read_tokenizer("--embedding_model", self.embedding_model)
+        Encoder.prepare("--embedding_model", self.embedding_model)
 
     def models(self) -> list[str]:
         return [self.victim_model, self.judge or self.classifier, self.embedding_model]

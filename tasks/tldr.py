@@ -118,10 +118,9 @@ class TLDR(Task):
         return [Query(i, prompt, answer) for i, (prompt, answer) in enumerate(pairs)]
 
     def prepare(self) -> None:
-        from models.folder import fetch_weights
-        from tasks.support.classifier import prepare_classifier
+        from tasks.support.classifier import TaskModel, prepare_classifier
 
-        fetch_weights("--reference_model", self.reference_model)
+        TaskModel.prepare("--reference_model", self.reference_model)
         prepare_classifier("--reward_model", self.reward_model, tokenizer=self.reward_tokenizer)
         prepare_classifier("--gold_model", self.gold_model, tokenizer=self.gold_tokenizer)
 

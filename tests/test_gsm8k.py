@@ -13,8 +13,8 @@ from tasks.gsm8k import GSM8K
 ROW = {"question": "How many are two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
 
 
-def reward(response: str, gold: str, finished: bool = True) -> float:
-    (value,) = GSM8K().score([Query(id=0, prompt="", answer=gold)], [response], [finished])
+def reward(response: str, gold: str) -> float:
+    (value,) = GSM8K().score([Query(id=0, prompt="", answer=gold)], [response], [True])
     return value
 
 
@@ -39,17 +39,14 @@ def test_the_last_number_of_a_response_is_its_answer(response, number):
     assert reward(response, f"{number}1") == 0.0
 
 
-def test_a_response_is_wrong_without_a_number_or_with_a_later_one_or_where_it_was_cut_off():
-    for response in "", "one hundred", "$", "-", ",", ".":
-        assert GSM8K().extract(response) is None
-        assert reward(response, "0") == 0.0
-    assert reward("The answer is 42, because 6 * 7", "42") == 0.0
-    assert reward("The answer is 42", "42", finished=False) == 0.0
+@pytest.mark.parametrize("response", ["", "one hundred", "$", "-", ",", "."])
+def test_a_response_without_a_number_is_wrong(response):
+    assert GSM8K().extract(response) is None and reward(response, "0") == 0.0
 
 
-def test_many_responses_are_scored_each_against_its_own_query():
-    queries = [Query(id=i, prompt="", answer=str(i)) for i in range(3)]
-    assert GSM8K().score(queries, ["0", "2", "2"], [True, True, True]) == [1.0, 0.0, 1.0]
+def test_responses_are_scored_each_against_its_own_query_and_one_that_was_cut_off_is_wrong():
+    queries = [Query(id=i, prompt="", answer=str(i)) for i in range(4)]
+    assert GSM8K().score(queries, [*"0223"], [True] * 3 + [False]) == [1.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("split, count", [("train", 7473), ("test", 1319)])

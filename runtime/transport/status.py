@@ -123,7 +123,6 @@ class StatusTable:
                 self.set(name, column, value)
 
     def beat(self, name: str) -> None:
-        """Send a heartbeat."""
         self.set(name, "beat", time.monotonic())
 
     def mark_ready(self, name: str) -> None:
@@ -141,7 +140,6 @@ class StatusTable:
             raise
 
     def last_heartbeat(self, name: str) -> str:
-        """The last heartbeat, in words."""
         if not self.get(name, "ready"):
             return f"{name} is loading"
         return f"{name} {time.monotonic() - self.get(name, 'beat'):.0f} s ago"

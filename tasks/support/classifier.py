@@ -95,6 +95,12 @@ class TaskModel:
         made = load_model("the task's model", model, self.kind, dtype="auto")
         self.model = made.to(device())
 
+    @classmethod
+    def prepare(cls, flag: str, model: str) -> None:
+        """Fetch a model of this kind and check it, before anything starts. Raises UserError."""
+        fetch_weights(flag, model, cls.kind)
+        read_tokenizer(flag, model)
+
 
 class Encoder(TaskModel):
     """An encoder of sentences, such as sentence-transformers/all-MiniLM-L6-v2.
