@@ -59,10 +59,10 @@ class JsonLines(Task):
             prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
             for prompt in (query.prompt for query in queries)
         ]
-        hashes = [blake2b(text.encode()).digest()[:8] for text in texts]
-        numbers = np.array([int.from_bytes(of) / 2**64 for of in hashes])
+        numbers = [int.from_bytes(blake2b(text.encode()).digest()[:8]) / 2**64 for text in texts]
         order = np.argsort(numbers, kind="stable")
-        count = min(max(1, int((numbers < self.test_share).sum())), len(queries) - 1)
+        below = sum(number < self.test_share for number in numbers)
+        count = min(max(1, below), len(queries) - 1)
         return [queries[i] for i in (order[:count] if split == "test" else order[count:])]
 
     def read(self, file: str) -> list[Query]:

@@ -88,9 +88,9 @@ class CheckpointWriter:
 
         Progress is the CPU time of the thread: syncs and checksums take some, and add no bytes.
         """
-        unfinished, wait = Path(self.run_dir, "checkpoints", "unfinished"), None
+        unfinished = Path(self.run_dir, "checkpoints", "unfinished")
+        wait = self.waits.begin(even_at_end=True)
         while not self.note_written():
-            wait = wait or self.waits.begin(even_at_end=True)
             seconds = time.clock_gettime(self.clock)
             written = f"{num_bytes(unfinished)} bytes are, after {seconds:.3f} s of CPU"
             wait.goes_on(f"the checkpoint of step {self.begun_step} to be written, {written}")
