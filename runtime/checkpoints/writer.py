@@ -142,11 +142,7 @@ def give_way(niceness: int) -> int:
 
 
 def write_checkpoint(
-    run_dir: str,
-    step: int,
-    tensors: dict[str, dict[str, Tensor]],
-    arrays: Arrays,
-    state: str,
+    run_dir: str, step: int, tensors: dict[str, dict[str, Tensor]], arrays: Arrays, state: str
 ) -> float:
     """Write a checkpoint beside its place, rename it, and keep the latest KEPT.
 
