@@ -1,7 +1,4 @@
-"""Evaluations during a run, as the trainer sees them: what is asked for, and what has arrived.
-
-A searcher makes them beside its search (runtime/responses/evaluation.py).
-"""
+"""Evaluations during a run, as the trainer sees them (a searcher makes them beside its search)."""
 
 from config import Config
 from runtime.transport.messages import Evaluation
@@ -29,7 +26,6 @@ class EvaluationRequests:
         return step // period > latest // period if period else latest < 0
 
     def arrive(self, evaluation: Evaluation) -> None:
-        """Take note of an evaluation."""
         self.arrived_version = max(self.arrived_version, evaluation.version)
         # Not before: a searcher that dies with it unsent is replaced by one that repeats it.
         self.status.set(self.status.searchers[0], "evaluated", evaluation.version)

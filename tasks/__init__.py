@@ -24,7 +24,7 @@ class Query:
     """What is asked of the policy.
 
     prompt: a text as it is, or messages for the model's chat template. answer: whatever the task's
-    score needs.
+    score needs; where it is a text, it is shown as the wanted answer.
     """
 
     id: int
@@ -32,6 +32,7 @@ class Query:
     answer: Any
 
 
+@dataclass(frozen=True)
 class LazyQueries(Sequence):
     """A sequence of `size` queries, each made by make(index) when it is read. Its id is its index.
 
@@ -39,8 +40,8 @@ class LazyQueries(Sequence):
     of the same roles, so checks at the start read only the first.
     """
 
-    def __init__(self, size: int, make: Callable[[int], Query]):
-        self.size, self.make = size, make
+    size: int
+    make: Callable[[int], Query]
 
     def __len__(self) -> int:
         return self.size
@@ -50,7 +51,7 @@ class LazyQueries(Sequence):
 
 
 class Task:
-    """Base class of all tasks. Override queries() and score(); the rest is optional.
+    """Base class of all tasks. Override queries(), and score(), is_right() or extract().
 
     A task with options of its own is a dataclass: its fields, each with its help in a string under
     it, are flags, as those of Config are. A task is made in every process, and by the command line
@@ -72,6 +73,8 @@ class Task:
     keep_special_tokens: Sequence[str] = ()
     # Whether the end-of-sequence token is in no loss where the tokenizer has no padding token.
     pad_is_eos: bool = False
+    # Whether the default score() asks is_right() of a response that was cut off, too.
+    grade_unfinished: bool = False
     # Whether load() may ask the hub; otherwise it has to find what prepare() fetched.
     asks_hub_in_load: bool = False
     # How the responses to test queries are sampled, as vllm.SamplingParams has it, unless a flag
@@ -85,7 +88,7 @@ class Task:
         """
 
     def models(self) -> list[str]:
-        """The models that a searcher may hold at once for score() and evaluate(), for --plan."""
+        """The models that a searcher may hold at once, for --plan."""
         return []
 
     def load(self) -> None:
@@ -108,13 +111,20 @@ class Task:
     def score(
         self, queries: list[Query], responses: list[str], finished: list[bool]
     ) -> list[float]:
-        """The reward of each response to the query beside it.
+        """The reward of each response to the query beside it; by default 1 if it is right, else 0.
 
-        finished is False where the length limit cut the response off.
+        finished is False where the length limit cut the response off: by default it is wrong.
         With reply(), a response is the list of the model's turns here, in evaluate() and extract();
         finished is True where reply() ended the episode.
         """
-        raise NotImplementedError
+        return [
+            float((done or self.grade_unfinished) and self.is_right(response, query.answer))
+            for query, response, done in zip(queries, responses, finished)
+        ]
+
+    def is_right(self, response: str, answer: Any) -> bool:
+        """Whether a response has the answer of its query, for the default score()."""
+        return self.extract(response) == answer
 
     def reference_logprobs(self, logprobs: np.ndarray) -> np.ndarray:
         """Change log pi_ref of a response's tokens, (T,), as its log-reward is to have it."""
@@ -140,7 +150,7 @@ class Task:
         return {self.metric: scores}
 
     def extract(self, response: str) -> str | None:
-        """What score() takes for the answer in a response; shown in samples.jsonl."""
+        """What score() takes for the answer in a response; shown beside the wanted one."""
         return None
 
     def base_model(self) -> str:
@@ -173,9 +183,9 @@ def find_task(name_or_path: str) -> type[Task]:
         raise UserError(
             f"task {name_or_path!r} defines {len(own)} subclasses of Task: it must define one"
         )
-    for method in ("queries", "score"):
-        if getattr(own[0], method) is getattr(Task, method):
-            raise UserError(f"task {name_or_path!r} has no method {method}")
+    for methods in ["queries"], ["score", "is_right", "extract"]:
+        if all(getattr(own[0], method) is getattr(Task, method) for method in methods):
+            raise UserError(f"task {name_or_path!r} has no method {' or '.join(methods)}")
     return own[0]
 
 

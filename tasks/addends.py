@@ -13,7 +13,6 @@ import numpy as np
 
 from tasks import Query, Task
 from tasks.arithmetic import DEMO
-from tasks.support.pupil import pupil
 
 # Probability that the pupil borrows 0, 1 or 2 tens, whether one is needed or not.
 BORROWS = (0.45, 0.45, 0.1)
@@ -38,18 +37,15 @@ class Addends(Task):
         chosen = numbers[:TEST_QUERIES] if split == "test" else numbers[TEST_QUERIES:]
         return [Query(id=int(n), prompt=f"{n}=", answer=int(n)) for n in chosen]
 
-    def score(
-        self, queries: list[Query], responses: list[str], finished: list[bool]
-    ) -> list[float]:
-        return [
-            float(done and add_up(response) == query.answer)
-            for query, response, done in zip(queries, responses, finished)
-        ]
+    def is_right(self, response: str, answer: int) -> bool:
+        return add_up(response) == answer
 
     def extract(self, response: str) -> str | None:
         return response
 
     def base_model(self) -> str:
+        from tasks.support.pretraining import pupil
+
         return pupil("addends", self.queries("train"), homework, PUPIL_STEPS)
 
 

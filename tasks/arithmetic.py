@@ -50,19 +50,11 @@ class Arithmetic(Task):
         pairs = [divmod(int(i), 100) for i in chosen]
         return [Query(100 * a + b, f"{a:02}+{b:02}=", answer=f"{a + b:03}") for a, b in pairs]
 
-    def score(
-        self, queries: list[Query], responses: list[str], finished: list[bool]
-    ) -> list[float]:
-        return [
-            float(done and response == query.answer)
-            for query, response, done in zip(queries, responses, finished)
-        ]
-
     def extract(self, response: str) -> str | None:
         return response
 
     def base_model(self) -> str:
-        from tasks.support.pupil import pupil  # where a run begins, not in its processes
+        from tasks.support.pretraining import pupil
 
         return pupil("arithmetic", self.queries("train"), homework)
 

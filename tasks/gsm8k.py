@@ -1,22 +1,15 @@
 """GSM8K: grade-school word problems, 7,473 to train on and 1,319 to test (arXiv 2110.14168)."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 
 from config import UserError
 from tasks import Query, Task
 from tasks.support.data import read_rows
+from tasks.support.numbers import last_number, plain
 
 PROMPT = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
 CHAT_PROMPT = "{question}\n\nReason step by step, and end with the answer as a number."
-# A minus is a sign only if it touches the number and nothing that it could be subtracted from: the
-# last number of "12-5", "x-5" and "12 - 5" is 5. A comma belongs to a number only before three
-# digits, a period only before a digit.
-NUMBER = re.compile(
-    r"(?:(?<![\w)%])([-−]))?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
-)
 
 # Table 2 of the paper, and appendix B.1. Of the released code: bf16 weights and moments, to which
 # the learning rate belongs. With fp32 ones the same rate is a step of several times the length
@@ -93,7 +86,7 @@ class GSM8K(Task):
         template = CHAT_PROMPT if self.chat else PROMPT
         hub = ("openai/gsm8k", "main", split)
         for place, row in read_rows(self.data_dir, split, ("question", "answer"), hub):
-            gold = last_number(row["answer"].partition("####")[2])
+            gold = plain(last_number(row["answer"].partition("####")[2]))
             if gold is None:
                 raise UserError(f"{place}: the answer has no number behind '####'")
             text = template.format(question=row["question"])
@@ -101,23 +94,5 @@ class GSM8K(Task):
             queries.append(Query(id=len(queries), prompt=prompt, answer=gold))
         return queries
 
-    def score(
-        self, queries: list[Query], responses: list[str], finished: list[bool]
-    ) -> list[float]:
-        return [
-            float((done or self.grade_unfinished) and last_number(response) == query.answer)
-            for query, response, done in zip(queries, responses, finished)
-        ]
-
     def extract(self, response: str) -> str | None:
-        number = last_number(response)
-        return None if number is None else str(number)
-
-
-def last_number(text: str) -> Decimal | None:
-    """The last number in a text: "so $1,234.50." is 1234.50, "-5%" is -5, "3 - 2 = 1." is 1."""
-    matches = NUMBER.findall(text)
-    if not matches:
-        return None
-    sign, digits = matches[-1]
-    return Decimal(("-" if sign else "") + digits.replace(",", ""))
+        return plain(last_number(response))

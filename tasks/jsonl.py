@@ -10,22 +10,10 @@ from typing import Literal
 import numpy as np
 
 from config import UserError
-from tasks import Messages, Query, Task
+from tasks import Query, Task
 from tasks.competition_math import is_correct, last_boxed
 from tasks.support.data import is_chat, read_jsonl
-from tasks.support.numbers import last_number, read_number
-
-# How to read a row's answer, and whether a response matches it.
-MATCHES = {
-    "exact": (str.strip, lambda response, gold: response.strip() == gold),
-    "number": (
-        # Behind "####", as GSM8K has it, where that is there.
-        lambda answer: read_number(last_boxed(answer) or answer.rpartition("####")[2]),
-        lambda response, gold: last_number(response) == gold,
-    ),
-    "regex": (re.compile, lambda response, gold: gold.search(response) is not None),
-    "math": (lambda answer: last_boxed(answer) or answer.strip(), is_correct),
-}
+from tasks.support.numbers import last_number, plain, read_number
 
 
 @dataclass
@@ -67,64 +55,67 @@ class JsonLines(Task):
             raise UserError(f"{rows} leaves nothing to train or to test on: or give --test_data")
         # Each prompt has a number in [0, 1), so that a row keeps its side when others are added:
         # held out are those below the share, but one at least.
-        hashes = [blake2b(text_of(query.prompt).encode()).digest()[:8] for query in queries]
-        numbers = np.array([int.from_bytes(of) / 2**64 for of in hashes])
+        texts = [
+            prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
+            for prompt in (query.prompt for query in queries)
+        ]
+        numbers = [int.from_bytes(blake2b(text.encode()).digest()[:8]) / 2**64 for text in texts]
         order = np.argsort(numbers, kind="stable")
-        count = min(max(1, int((numbers < self.test_share).sum())), len(queries) - 1)
+        below = sum(number < self.test_share for number in numbers)
+        count = min(max(1, below), len(queries) - 1)
         return [queries[i] for i in (order[:count] if split == "test" else order[count:])]
 
     def read(self, file: str) -> list[Query]:
         queries = []
+        columns = {"--prompt_column": self.prompt_column, "--answer_column": self.answer_column}
         for place, row in read_jsonl(file):
-            names = self.prompt_column, self.answer_column
-            prompt, answer = map(row.get, names) if isinstance(row, dict) else (None, None)
-            if isinstance(prompt, list):  # the library datasets fills up messages with null
-                prompt = list(map(without_null, prompt))
-            if self.chat and isinstance(prompt, str):
-                prompt = [{"role": "user", "content": prompt}]
+            found = row if isinstance(row, dict) else {}
+            missing = [f"{name!r} ({flag})" for flag, name in columns.items() if name not in found]
             try:
-                if prompt is None or answer is None:
-                    raise ValueError(f"it lacks {names} (--prompt_column, --answer_column)")
+                if missing:
+                    raise ValueError(f"it lacks {' and '.join(missing)}")
+                prompt, answer = (row[name] for name in columns.values())
+                if self.chat and isinstance(prompt, str):
+                    prompt = [{"role": "user", "content": prompt}]
                 if not (isinstance(prompt, str) and prompt.strip() or is_chat(prompt)):
-                    raise ValueError(f"{names[0]!r} is empty, or neither a text nor messages")
-                if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-                    raise ValueError(f"{names[1]!r} is neither a text nor a number")
-                if not isinstance(answer, str):
-                    answer = format(Decimal(str(answer)), "f")  # 1e-7 has no 7
-                gold = MATCHES[self.match][0](answer) if answer.strip() else None
-                if gold is None:
-                    kind = "is not one number" if self.match == "number" else "is nothing to match"
-                    raise ValueError(f"{names[1]!r} {kind}")
+                    name = self.prompt_column
+                    raise ValueError(f"{name!r} is empty, or neither a text nor messages")
+                queries.append(Query(len(queries), prompt, self.read_answer(answer)))
             except (ValueError, OverflowError, RecursionError, re.error) as error:
                 raise UserError(f"{place}, --match {self.match}: {error}: {row!r:.80}") from error
-            queries.append(Query(len(queries), prompt, gold))
         return queries
+
+    def read_answer(self, answer: object) -> str:
+        """Return what a row's answer wants. Raises ValueError, re.error and the like."""
+        name = repr(self.answer_column)
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise ValueError(f"{name} is neither a text nor a number")
+        if not isinstance(answer, str):
+            answer = format(Decimal(str(answer)), "f")  # 1e-7 has no 7
+        if self.match == "number":  # behind "####", as GSM8K has it, where that is there
+            number = read_number(last_boxed(answer) or answer.rpartition("####")[2])
+            if number is None:
+                raise ValueError(f"{name} is not one number")
+            return plain(number)
+        if not answer.strip():
+            raise ValueError(f"{name} is nothing to match")
+        if self.match == "regex":
+            return re.compile(answer).pattern
+        boxed = last_boxed(answer) if self.match == "math" else None
+        return boxed or answer.strip()
 
     def load(self) -> None:
         if self.match == "math":  # the first call takes longer than a score may
             is_correct(r"\boxed{\frac{1}{2}}", "0.5")
 
-    def score(
-        self, queries: list[Query], responses: list[str], finished: list[bool]
-    ) -> list[float]:
-        return [
-            float(is_finished and MATCHES[self.match][1](response, query.answer))
-            for query, response, is_finished in zip(queries, responses, finished)
-        ]
+    def is_right(self, response: str, answer: str) -> bool:
+        if self.match == "regex":
+            return re.search(answer, response) is not None
+        if self.match == "math":
+            return is_correct(response, answer)
+        return super().is_right(response, answer)
 
     def extract(self, response: str) -> str | None:
         if self.match == "number":
-            number = last_number(response)
-            return None if number is None else str(Decimal(number.numerator) / number.denominator)
-        return last_boxed(response) if self.match == "math" else None
-
-
-def without_null(message: object) -> object:
-    """Leave out of a message what is null in it."""
-    is_dict = isinstance(message, dict)
-    return {k: v for k, v in message.items() if v is not None} if is_dict else message
-
-
-def text_of(prompt: str | Messages) -> str:
-    """Return the text of a prompt, in a chat or not."""
-    return prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
+            return plain(last_number(response))
+        return last_boxed(response) if self.match == "math" else response.strip() or None

@@ -12,7 +12,6 @@ import numpy as np
 
 from tasks import Query, Task
 from tasks.arithmetic import DEMO
-from tasks.support.pupil import pupil
 
 MOVES = {"+1": lambda n: n + 1, "*2": lambda n: 2 * n, "-3": lambda n: n - 3}
 LARGEST = 12  # numbers are 1 to this
@@ -60,6 +59,8 @@ class Reach(Task):
         return {name: np.array(values, float) for name, values in found.items()}
 
     def base_model(self) -> str:
+        from tasks.support.pretraining import pupil
+
         return pupil("reach", self.queries("train"), homework, steps=100, tokens=TOKENS)
 
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from config import UserError
 from tasks import LazyQueries, Query, Task
-from tasks.support.presets import TBA_PRIME
+from tasks.competition_math import TBA_PRIME
 
-ASKED = "{question}\n\n{answer_in}\n"
 # The prompt's last sentence, by --answer_in.
 ANSWER_IN = {
     "tag": "Give the final answer between <answer> and </answer>.",
@@ -56,7 +56,7 @@ class ReasoningGym(Task):
     """Queries to train on. Each is made when it is drawn."""
     test_queries: int = 200
     """Queries to test on, of another seed: in a small dataset some may be the same."""
-    answer_in: str = "tag"
+    answer_in: Literal["tag", "last_line", "response"] = "tag"
     """Where the answer stands, and what the prompt says of it: in the last <answer></answer> (tag),
     on the last line that is not empty (last_line), or it is the whole response (response). A small
     model seldom writes tags."""
@@ -84,10 +84,6 @@ class ReasoningGym(Task):
         except ImportError as error:
             problem = f"needs its library: .venv/bin/pip install -r requirements-gym.txt ({error})"
             raise UserError(f"task 'reasoning_gym' {problem}") from error
-        if self.answer_in not in ANSWER_IN:
-            raise UserError(
-                f"--answer_in is {self.answer_in!r}: it is one of {', '.join(ANSWER_IN)}"
-            )
         names = sorted(set(DATASETS) - {"composite"})  # which no JSON can describe
         if self.dataset not in names:
             raise UserError(f"--dataset is {self.dataset!r}: it is one of {', '.join(names)}")
@@ -112,7 +108,7 @@ class ReasoningGym(Task):
 
         def make(index: int) -> Query:
             entry = dataset[index]
-            text = ASKED.format(question=entry["question"], answer_in=ANSWER_IN[self.answer_in])
+            text = f"{entry['question']}\n\n{ANSWER_IN[self.answer_in]}\n"
             return Query(index, [{"role": "user", "content": text}] if self.chat else text, entry)
 
         return LazyQueries(len(dataset), make)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tasks import Query, Task
-from tasks.support.numbers import last_number
+from tasks.support.numbers import last_number, plain
 from tasks.support.smollm import smollm
 
 SYSTEM = "You are a calculator."  # or the template would put a longer one there
@@ -52,20 +52,11 @@ class Sums(Task):
             a, b = i // LARGEST + 1, i % LARGEST + 1
             messages = {"system": SYSTEM, "user": PROMPT.format(a=a, b=b)}
             prompt = [{"role": role, "content": text} for role, text in messages.items()]
-            queries.append(Query(i, prompt, answer=a + b))
+            queries.append(Query(i, prompt, answer=str(a + b)))
         return queries[:TEST_QUERIES] if split == "test" else queries[TEST_QUERIES:]
 
-    def score(
-        self, queries: list[Query], responses: list[str], finished: list[bool]
-    ) -> list[float]:
-        return [
-            float(done and last_number(response) == query.answer)
-            for query, response, done in zip(queries, responses, finished)
-        ]
-
     def extract(self, response: str) -> str | None:
-        number = last_number(response)
-        return None if number is None else str(number)
+        return plain(last_number(response))
 
     def base_model(self) -> str:
         return smollm()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import UserError
 from tasks import Query, load_task
-from tasks.support import pupil as pupil_module
+from tasks.support import pretraining
 from tasks.support.cache import cached
 
 SAMPLES = 100  # of each query
@@ -27,11 +27,6 @@ WRONG = (
 def test_what_is_not_two_numbers_of_two_digits_that_add_up_is_wrong(response):
     query = Query(id=57, prompt="57=", answer=57)
     assert TASK.score([query], [response], [True]) == [0.0]
-
-
-def test_many_responses_are_scored_each_against_its_own_query():
-    queries = [Query(id=n, prompt=f"{n}=", answer=n) for n in (10, 11, 12)]
-    assert TASK.score(queries, ["05+05", "05+05", "05+07"], [True, True, True]) == [1.0, 0.0, 1.0]
 
 
 def test_every_number_from_10_to_99_is_asked_for_in_one_split():
@@ -107,10 +102,10 @@ def test_two_runs_that_build_at_once_both_get_a_whole_directory(tmp_path, monkey
 def test_the_models_of_a_task_are_built_once_for_each_recipe(tmp_path, monkeypatch):
     build, queries = Mock(side_effect=Path.mkdir), TASK.queries("train")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(pupil_module, "cached", lambda name, recipe, _: cached(name, recipe, build))
+    monkeypatch.setattr(pretraining, "cached", lambda name, recipe, _: cached(name, recipe, build))
 
     def directory(answer: str, steps: int) -> str:
-        return pupil_module.pupil("some_task", queries, lambda query, rng: answer, steps)
+        return pretraining.pupil("some_task", queries, lambda query, rng: answer, steps)
 
     first = directory("one homework", 10)
     assert directory("one homework", 10) == first and build.call_count == 1

@@ -172,7 +172,7 @@ IDS = "its id must be an int of 64 bits that no other has"
 SAMPLING = "    def sampling(self, rng): return {'n': 2}"
 BAD_TASKS = [
     ("1 / 0", "fails to import: ZeroDivisionError: division by zero"),
-    (OWN.replace("def score", "def grade"), "has no method score"),
+    (OWN.replace("def score", "def grade"), "has no method score or is_right or extract"),
     (OWN, "has no train queries"),
     (OWN.replace("return []", "return [].split"), "its queries('train') fail: AttributeError"),
     (OWN + "PRESETS = {'a': dict(paces=3)}", "preset 'a' of task '{file}'"),

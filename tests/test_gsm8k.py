@@ -1,7 +1,6 @@
 """The GSM8K grader, and what it says about data that cannot be used."""
 
 import json
-from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from tasks.gsm8k import GSM8K
 ROW = {"question": "How many are two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
 
 
-def reward(response: str, gold: str, finished: bool = True) -> float:
-    (value,) = GSM8K().score([Query(id=0, prompt="", answer=Decimal(gold))], [response], [finished])
+def reward(response: str, gold: str) -> float:
+    (value,) = GSM8K().score([Query(id=0, prompt="", answer=gold)], [response], [True])
     return value
 
 
@@ -27,44 +26,27 @@ def write(path: Path, *lines: dict | str | bytes) -> GSM8K:
     return GSM8K(data_dir=str(path))
 
 
-# Responses, and the number that is the answer of each.
-NUMBERS = {
-    "the last one": {"First 3, then 17, so 5 remain": "5", "line one: 3\nline two: 4\n": "4"},
-    "one": {"The answer is 42": "42", "#### 18": "18", "007": "7", "0": "0"},
-    "thousands": {"1,234,567 people": "1234567", "It costs 12,345.67 in all": "12345.67"},
-    "a list": {"The scores are 3,4": "4", "They are 1, 2, 3": "3", "either 5, 100": "100"},
-    "a sign": {"-5": "-5", "x = -1,000.": "-1000", "(-3)": "-3", "It fell to −7": "-7"},
-    "a subtraction": {"12-5": "5", "12 - 5": "5", "$12-$5": "5", "(4 + 8)-5": "5"},
-    "both": {"12 - -5": "-5", "3 - 2 = 1.": "1", "5%-3%": "3", "20 dollars-5": "5"},
-    "decimals": {"It weighs .5": "0.5", "It is -.5": "-0.5", "A total of 10.00": "10"},
-    "dollars": {"She pays $1,250.50.": "1250.50", "He owes -$5": "-5", "He owes $-5": "-5"},
-    "percent": {"It grew by 25%": "25", "It shrank by -5%.": "-5"},
-    "ends": {"The answer is 42.": "42", "The answer is **42**": "42", "It is 42cm": "42"},
-    "markup": {"\\boxed{42}": "42", "2+2=<<2+2=4>>4": "4"},
-}
+NUMBERS = {"First 3, then 17, so 5 remain": "5", "line one: 3\nline two: 4\n": "4", "007": "7"}
+NUMBERS |= {"She pays $1,250.50.": "1250.5", "either 5, 100": "100", "They are 3,4": "4"}
+NUMBERS |= {"It fell to −7": "-7", "12 - -5": "-5", "20 dollars-5": "5", "in all 10.00": "10"}
+NUMBERS |= {"It shrank by -5%.": "-5", "42cm": "42", "2+2=<<2+2=4>>4": "4", "3/4 of it": "0.75"}
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
-def test_the_last_number_of_a_response_is_its_answer(kind):
-    for response, number in NUMBERS[kind].items():
-        assert Decimal(GSM8K().extract(response)) == Decimal(number), response
-        assert reward(response, number) == 1.0
-        assert reward(response, str(Decimal(number) + 1)) == 0.0
-        if Decimal(number):
-            assert reward(response, str(-Decimal(number))) == 0.0
+@pytest.mark.parametrize("response, number", NUMBERS.items())
+def test_the_last_number_of_a_response_is_its_answer(response, number):
+    assert GSM8K().extract(response) == number
+    assert reward(response, number) == 1.0
+    assert reward(response, f"{number}1") == 0.0
 
 
-def test_a_response_is_wrong_without_a_number_or_with_a_later_one_or_where_it_was_cut_off():
-    for response in "", "one hundred", "$", "-", ",", ".":
-        assert GSM8K().extract(response) is None
-        assert reward(response, "0") == 0.0
-    assert reward("The answer is 42, because 6 * 7", "42") == 0.0
-    assert reward("The answer is 42", "42", finished=False) == 0.0
+@pytest.mark.parametrize("response", ["", "one hundred", "$", "-", ",", "."])
+def test_a_response_without_a_number_is_wrong(response):
+    assert GSM8K().extract(response) is None and reward(response, "0") == 0.0
 
 
-def test_many_responses_are_scored_each_against_its_own_query():
-    queries = [Query(id=i, prompt="", answer=Decimal(i)) for i in range(3)]
-    assert GSM8K().score(queries, ["0", "2", "2"], [True, True, True]) == [1.0, 0.0, 1.0]
+def test_responses_are_scored_each_against_its_own_query_and_one_that_was_cut_off_is_wrong():
+    queries = [Query(id=i, prompt="", answer=str(i)) for i in range(4)]
+    assert GSM8K().score(queries, [*"0223"], [True] * 3 + [False]) == [1.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("split, count", [("train", 7473), ("test", 1319)])
@@ -76,8 +58,8 @@ def test_every_gold_solution_is_right_and_wrong_when_another_number_follows(spli
     with open(DATA / f"{split}.jsonl", encoding="utf-8") as lines:
         answers = [json.loads(line)["answer"] for line in lines]
     assert len(queries) == len(answers) == count
-    gold = [Decimal(answer.split("#### ")[1].replace(",", "")) for answer in answers]
-    assert [query.answer for query in queries] == gold
+    gold = [int(answer.split("#### ")[1].replace(",", "")) for answer in answers]
+    assert [int(query.answer) for query in queries] == gold
     assert task.score(queries, answers, [True] * count) == [1.0] * count
     changed = [f"{answer} {number + 1:,}" for answer, number in zip(answers, gold)]
     assert task.score(queries, changed, [True] * count) == [0.0] * count
@@ -89,7 +71,7 @@ def test_a_query_holds_the_question_in_the_prompt_and_has_an_id_of_its_own(tmp_p
     first, second = write(tmp_path, ROW, other).queries("train")
     assert first.prompt == "[MATH TASK] Problem:\nHow many are two and two?\n\nSolution:\n"
     assert second.prompt == "[MATH TASK] Problem:\nHow far {is} it?\n\nSolution:\n"
-    assert (first.answer, second.answer) == (4, 1000)
+    assert (first.answer, second.answer) == ("4", "1000")
     assert first.id != second.id
 
 

@@ -6,6 +6,7 @@ import pytest
 from conftest import flags, steps_of, tba
 
 from config import UserError
+from runtime.record.answers import look_at
 from tasks import load_task
 
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -17,34 +18,43 @@ def write(file, *rows) -> str:
 
 
 @pytest.mark.parametrize(
-    "match, answer, right, wrong",
+    "match, answer, wanted, right, wrong",
     [
-        ("exact", " Paris ", ["Paris", " Paris\n"], ["paris", "Paris.", "It is Paris", ""]),
-        ("exact", 7, ["7"], ["7.0", "17"]),
-        ("number", "so 3 + 4 #### 1,007", ["it is $1007.", "1,007"], ["1007 or 8", "none"]),
-        ("number", -0.5, ["-.5", "1 - -0.50", r"-\frac{1}{2}", "–1/2"], ["0.5"]),
-        ("number", "3/4", ["0.75", "75e-2"], ["3", "4"]),
-        ("number", 1e-7, ["0.0000001"], ["7"]),
-        ("regex", r"\b(yes|yep)\b", ["well, yes!", "a\nyep"], ["yesterday", "no"]),
-        ("math", r"\frac{1}{2}", [r"\boxed{0.5}", r"\boxed{\frac12}"], ["0.5", r"\boxed{2}"]),
-        ("math", r"so \boxed{x+1}", [r"\boxed{1+x}"], [r"\boxed{x}"]),
+        ("exact", " Paris ", "Paris", ["Paris", " Paris\n"], ["paris", "Paris.", "In Paris", ""]),
+        ("exact", 7, "7", ["7"], ["7.0", "17"]),
+        ("number", "so 3 #### 1,007", "1007", ["it is $1007.", "1,007"], ["1007 or 8", "none"]),
+        ("number", -0.5, "-0.5", ["-.5", "1 - -0.50", r"-\frac{1}{2}", "–1/2"], ["0.5"]),
+        ("number", "3/4", "0.75", ["0.75", "75e-2"], ["3", "4"]),
+        ("number", "1/3", "1/3", ["2/6"], ["0." + "3" * 40]),
+        ("number", 1e-7, "0.0000001", ["0.0000001"], ["7"]),
+        ("regex", r"\b(yes|yep)\b", r"\b(yes|yep)\b", ["a\nyep", "yes!"], ["yesterday", "no"]),
+        ("math", "1/2", "1/2", [r"\boxed{0.5}", r"\boxed{\frac12}"], [r"\boxed{2}", "0.5"]),
+        ("math", r"so \boxed{x+1}", "x+1", [r"\boxed{1+x}"], [r"\boxed{x}"]),
     ],
 )
-def test_a_response_is_right_if_its_answer_is_the_rows(match, answer, right, wrong, tmp_path):
+def test_a_response_is_right_if_its_answer_is_the_rows_and_both_are_texts(
+    match, answer, wanted, right, wrong, tmp_path
+):
     data = write(tmp_path / "rows.jsonl", *[{"prompt": "q", "answer": answer}] * 2)
     task = load_task("jsonl", data=data, match=match)
     (query,) = task.queries("train")
     task.load()
+    assert query.answer == wanted
+    assert all(isinstance(task.extract(response), str) for response in right)
+    if match in ("exact", "number"):
+        assert {task.extract(response) for response in right} == {wanted}
     for responses, expected in ((right, 1.0), (wrong, 0.0)):
         count = len(responses)
         assert task.score([query] * count, responses, [True] * count) == [expected] * count
     assert task.score([query], right[:1], [False]) == [0.0], "it was cut off"
     assert bool(task.score_timeout) == (match in ("regex", "math")), "may take for ever"
+    assert task.extract(" ") is None, "no answer"
 
 
 BAD_ROWS = [
-    ({"question": "q", "answer": 1}, "exact", "it lacks ('prompt', 'answer') (--prompt_column"),
-    ('["q", 1]', "exact", "it lacks ('prompt', 'answer')"),
+    ({"question": "q", "answer": 1}, "exact", "it lacks 'prompt' (--prompt_column): {"),
+    ({"prompt": "q", "answer": None}, "exact", "it lacks 'answer' (--answer_column): {"),
+    ('["q", 1]', "exact", "it lacks 'prompt' (--prompt_column) and 'answer' (--answer_column): ["),
     ('{"prompt": "q"', "exact", "is not JSON in UTF-8"),
     ({"prompt": "  ", "answer": 1}, "exact", "'prompt' is empty, or neither a text nor messages"),
     ({"prompt": [{"role": "user"}], "answer": 1}, "exact", "neither a text nor messages"),
@@ -112,6 +122,12 @@ def test_the_file_of_gsm8k_works_as_it_is(gsm8k_data):
     task = load_task("jsonl", data=file, test_data=file, prompt_column="question", match="number")
     known = load_task("gsm8k", data_dir=str(gsm8k_data)).queries("train")
     assert [query.answer for query in task.queries("train")] == [query.answer for query in known]
+
+
+def test_the_look_at_responses_finds_the_answers_of_exact(tmp_path):
+    data = write(tmp_path / "rows.jsonl", *[{"prompt": "q", "answer": "Paris"}] * 2)
+    look = look_at(load_task("jsonl", data=data), [" Paris", "Rome", ""], [1, 0, 0], [True] * 3)
+    assert look.unanswered == pytest.approx(1 / 3) and "None" not in look.examples[0]
 
 
 @pytest.mark.runs

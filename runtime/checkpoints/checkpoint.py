@@ -68,7 +68,7 @@ class RunState:
 
     def collect(self) -> tuple[Tensors, Arrays, dict]:
         """Collect tensors by file, which come one at a time, arrays by file, and plain values."""
-        tensors = {"learner": self.learner.state()}
+        tensors, config = {"learner": self.learner.state()}, self.learner.config
         reference = self.weights.reference
         reset_step = max(0, reference.version) if reference else 0
         if reset_step:
@@ -78,8 +78,8 @@ class RunState:
         values = {
             "format": FORMAT,
             "step": self.learner.step,
-            "base_model": self.learner.config.base_model,
-            "data_digest": self.learner.config.data_digest,
+            "base_model": config.base_model,
+            "data_digest": config.data_digest,
             "received": self.buffer.received,
             "reference_version": reset_step,
             **self.metrics.state_dict(),
@@ -99,5 +99,4 @@ class RunState:
         self.buffer.received = values["received"]
         self.metrics.load_state_dict(values)
         self.evaluations.load_state_dict(values, self.learner.step)
-        rng = load_arrays(directory, "torch")["rng"]
-        torch.set_rng_state(torch.from_numpy(rng))
+        torch.set_rng_state(torch.from_numpy(load_arrays(directory, "torch")["rng"]))

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runtime.checkpoints.checkpoint import KEPT, checksum, list_checkpoints
+from runtime.checkpoints.checkpoint import KEPT, Arrays, Tensors, checksum, list_checkpoints
 from runtime.child import NOT_SAVED
 from runtime.waiting import Waits
 
@@ -40,19 +40,22 @@ class CheckpointWriter:
     def __init__(self, run_dir: str, waits: Waits, say: Callable[[str], None]):
         self.run_dir, self.waits, self.say = run_dir, waits, say
         self.written_step = self.begun_step = -1
-        self.thread = ThreadPoolExecutor(1)
-        self.clock = self.thread.submit(give_way).result()
+        self.start_thread(NICENESS)
         self.under_way: Future | None = None
         # Kept from one checkpoint to the next: what the first one found room for, the others have.
         self.copies: dict[tuple[str, str], Tensor] = {}
 
+    def start_thread(self, niceness: int) -> None:
+        """Write in a new thread, at this priority or the process's where that is lower."""
+        self.thread = ThreadPoolExecutor(1)
+        self.clock = self.thread.submit(give_way, niceness).result()
+
+    def use_normal_priority(self) -> None:
+        """Write at normal priority from now on: the run ends, and waits for it."""
+        self.start_thread(niceness=-20)
+
     def begin(
-        self,
-        step: int,
-        tensors: dict[str, Iterable[tuple[str, Tensor]]],
-        arrays: dict[str, dict[str, np.ndarray]],
-        state: dict,
-        may_alias: bool = False,
+        self, step: int, tensors: Tensors, arrays: Arrays, state: dict, may_alias: bool = False
     ) -> None:
         """Copy the state, and write it in the background as the checkpoint of `step`.
 
@@ -65,9 +68,8 @@ class CheckpointWriter:
             for part, named in tensors.items()
         }
         self.begun_step = step
-        self.under_way = self.thread.submit(
-            write_checkpoint, self.run_dir, step, taken, arrays, json.dumps(state)
-        )
+        written = self.run_dir, step, taken, arrays, json.dumps(state)
+        self.under_way = self.thread.submit(write_checkpoint, *written)
 
     def take(self, part: str, name: str, tensor: Tensor, may_alias: bool) -> Tensor:
         """Copy a tensor into its buffer in host memory, which all checkpoints reuse.
@@ -81,45 +83,33 @@ class CheckpointWriter:
             self.copies[part, name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return self.copies[part, name].copy_(tensor)
 
-    def use_normal_priority(self) -> None:
-        """Write at normal priority from now on: the run ends, and waits for it."""
-        self.thread = ThreadPoolExecutor(1)
-        self.clock = self.thread.submit(clock_of_thread).result()
-
     def wait(self) -> None:
         """Wait for the write that is under way, if one is. A shutdown does not end this wait.
 
         Progress is the CPU time of the thread: syncs and checksums take some, and add no bytes.
         """
         unfinished = Path(self.run_dir, "checkpoints", "unfinished")
-
-        def awaited() -> str:
-            what = f"the checkpoint of step {self.begun_step} to be written"
-            seconds = time.clock_gettime(self.clock)
-            return f"{what}, {num_bytes(unfinished)} bytes are, after {seconds:.3f} s of CPU"
-
         wait = self.waits.begin(even_at_end=True)
-        while not self.note_written() and wait.goes_on(awaited()):
-            pass
+        while not self.note_written():
+            seconds = time.clock_gettime(self.clock)
+            written = f"{num_bytes(unfinished)} bytes are, after {seconds:.3f} s of CPU"
+            wait.goes_on(f"the checkpoint of step {self.begun_step} to be written, {written}")
 
     def note_written(self) -> bool:
         """Take note of a write that has ended. Returns whether none is under way.
 
         A full disk costs the checkpoint, not the run: the user is told.
         """
-        if self.under_way is None:
-            return True
-        if not self.under_way.done():
-            return False
-        ended, self.under_way, status = self.under_way, None, self.waits.status
-        try:
-            slowest = max(ended.result(), status.get("trainer", "save_seconds"))
-            status.set("trainer", "save_seconds", slowest)  # the grace period depends on it
-            self.written_step = self.begun_step
-        except OSError as error:
-            problem = f"no checkpoint was written, the one before stays: {error}"
-            self.say(f"step {self.begun_step}: {problem}")
-        return True
+        if self.under_way and self.under_way.done():
+            ended, self.under_way, status = self.under_way, None, self.waits.status
+            try:
+                slowest = max(ended.result(), status.get("trainer", "save_seconds"))
+                status.set("trainer", "save_seconds", slowest)  # the grace period depends on it
+                self.written_step = self.begun_step
+            except OSError as error:
+                problem = f"no checkpoint was written, the one before stays: {error}"
+                self.say(f"step {self.begun_step}: {problem}")
+        return self.under_way is None
 
     def save_model(self, save: Callable[[Path], None]) -> None:
         """Have the model saved. Where that fails the user is told, and the process ends."""
@@ -144,24 +134,15 @@ def num_bytes(directory: Path) -> int:
     return 0
 
 
-def give_way() -> int:
+def give_way(niceness: int) -> int:
     """Lower the priority of the calling thread. Returns the clock of its CPU time."""
-    niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0))  # only root may lower one
+    niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))  # only root may lower one
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-    return clock_of_thread()
-
-
-def clock_of_thread() -> int:
-    """Return the clock of the calling thread's CPU time."""
     return time.pthread_getcpuclockid(threading.get_ident())
 
 
 def write_checkpoint(
-    run_dir: str,
-    step: int,
-    tensors: dict[str, dict[str, Tensor]],
-    arrays: dict[str, dict[str, np.ndarray]],
-    state: str,
+    run_dir: str, step: int, tensors: dict[str, dict[str, Tensor]], arrays: Arrays, state: str
 ) -> float:
     """Write a checkpoint beside its place, rename it, and keep the latest KEPT.
 

@@ -35,13 +35,14 @@ class RewardScorer:
         """Give groups their rewards. Returns what score() raises, if it does."""
         queries = [group.query for group in groups for _ in group.texts]
         texts = [text for group in groups for text in group.texts]
-        finished = [is_finished for group in groups for is_finished in group.finished.tolist()]
+        finished = np.concatenate([group.finished for group in groups]).tolist()
         try:
-            rewards = iter(score(self.task, queries, texts, finished))
+            rewards = score(self.task, queries, texts, finished)
         except (Exception, SystemExit) as error:
             return error
-        for group in groups:
-            group.rewards = np.array([next(rewards) for _ in group.texts])
+        ends = np.cumsum([len(group.texts) for group in groups])
+        for group, own in zip(groups, np.split(rewards, ends)):
+            group.rewards = own
 
     def reply(self, query: Query, turns: list[str]) -> Future:
         """Ask the environment for its reply, which comes at once: score() runs here, too."""
@@ -78,10 +79,8 @@ def score(task: Task, queries: list[Query], texts: list[str], finished: list[boo
     """
     scores = np.array(task.score(queries, texts, finished), np.float32)
     if scores.shape != (len(texts),) or not np.isfinite(scores).all():
-        raise ValueError(
-            f"score() must give {len(texts)} finite numbers for as many responses, "
-            f"it gave {scores!r}"
-        )
+        wanted = f"{len(texts)} finite numbers for as many responses"
+        raise ValueError(f"score() must give {wanted}, it gave {scores!r}")
     return scores
 
 
@@ -98,12 +97,10 @@ class FailureLimit:
         It has an error if score() or reply() raised, took too long, or gave something else.
         """
         self.failures.append(group.error is not None)
-        if group.error is None:
-            return
-        self.status.add(self.name, "unscored_groups", 1)
-        query_id = group.query.id
-        logging.error("query %d is dropped, it got no scores", query_id, exc_info=group.error)
-        failed, watched = sum(self.failures), len(self.failures)
-        if failed > SCORES_WATCHED / 2:
-            logging.error("%d of the latest %d groups got no scores: the run ends", failed, watched)
+        if error := group.error:
+            self.status.add(self.name, "unscored_groups", 1)
+            logging.error("query %d is dropped, it got no scores", group.query.id, exc_info=error)
+        if (failed := sum(self.failures)) > SCORES_WATCHED / 2:
+            of = f"{failed} of the latest {len(self.failures)} groups"
+            logging.error("%s got no scores: the run ends", of)
             sys.exit(GIVE_UP)

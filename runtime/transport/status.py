@@ -33,17 +33,12 @@ class Watchdog:
         return self.seconds
 
 
-class Flag:
+def flag(number: int) -> property:
     """A flag of the status table, for all processes: False until one sets it."""
-
-    def __init__(self, number: int):
-        self.number = number
-
-    def __get__(self, status: "StatusTable", owner: type) -> bool:
-        return bool(status.flags[self.number])
-
-    def __set__(self, status: "StatusTable", value: bool) -> None:
-        status.flags[self.number] = int(value)
+    return property(
+        lambda status: bool(status.flags[number]),
+        lambda status, value: status.flags.__setitem__(number, int(value)),
+    )
 
 
 class StatusTable:
@@ -69,10 +64,10 @@ class StatusTable:
     )
     SAVED = ("evaluated", "cursor", "restarts", "long_prompts", "unscored_groups")
 
-    shutdown = Flag(0)  # the trainer is to save a checkpoint and end; searchers go on until `stop`
-    stop = Flag(1)  # all are to end
+    shutdown = flag(0)  # the trainer is to save a checkpoint and end; searchers go on until `stop`
+    stop = flag(1)  # all are to end
     # The trainer has made its last step: searchers only finish an evaluation that runs.
-    last_step_done = Flag(2)
+    last_step_done = flag(2)
 
     def __init__(self, names: list[str]):
         """names: of the processes (launch/places.py)."""
@@ -123,7 +118,6 @@ class StatusTable:
                 self.set(name, column, value)
 
     def beat(self, name: str) -> None:
-        """Send a heartbeat."""
         self.set(name, "beat", time.monotonic())
 
     def mark_ready(self, name: str) -> None:
@@ -141,7 +135,6 @@ class StatusTable:
             raise
 
     def last_heartbeat(self, name: str) -> str:
-        """The last heartbeat, in words."""
         if not self.get(name, "ready"):
             return f"{name} is loading"
         return f"{name} {time.monotonic() - self.get(name, 'beat'):.0f} s ago"

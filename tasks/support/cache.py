@@ -3,9 +3,10 @@
 import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from config import UserError
 
@@ -23,19 +24,14 @@ def cached(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
         return directory
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        place = tempfile.TemporaryDirectory(dir=cache)
+        place = TemporaryDirectory(dir=cache)
     except OSError as error:
         what = f"the cache {str(cache)!r} cannot be written: {error.strerror}"
         raise UserError(f"{what}; set XDG_CACHE_HOME to another directory") from error
-    print(
-        f"building the models of {name} (once, less than a minute) …", file=sys.stderr, flush=True
-    )
-    # Renamed when whole: two runs may build at once.
+    print(f"building the models of {name} (once, less than a minute) …", file=sys.stderr)
     with place as unfinished:
-        build(Path(unfinished) / "models")
-        try:
-            (Path(unfinished) / "models").rename(directory)
-        except OSError:
-            if not directory.is_dir():  # not just the other run being first
-                raise
+        made = Path(unfinished) / "models"
+        build(made)
+        with suppress(OSError):  # another run was first
+            made.rename(directory)
     return directory

@@ -9,7 +9,12 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 from config import UserError, first_line
 from models.device import device
@@ -30,47 +35,26 @@ def prepare_classifier(
     head. tokenizer: the model that has its tokenizer, "" for itself. Raises UserError if it cannot
     be had or is not as it must be.
     """
-    found = fetch_model(flag, model, weights=False)
+    name, found = f"{flag} {model!r}", fetch_model(flag, model, weights=False)
     try:
         config = AutoConfig.from_pretrained(found, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{flag} {model!r} cannot be used: {first_line(error)}") from error
-    if tokenizer:
-        fetch_model(flag, tokenizer, weights=False)
-    reader = read_tokenizer(flag, tokenizer or model)
+        raise UserError(f"{name} cannot be used: {first_line(error)}") from error
+    fetch_model(flag, tokenizer or model, weights=False)
+    reader, labels = read_tokenizer(flag, tokenizer or model), config.id2label.values()
+    if label is not None and label not in labels:
+        raise UserError(f"{name} has no label {label!r}: it has {', '.join(labels)}")
+    if label is None and len(labels) != 1:
+        raise UserError(f"{name} has {len(labels)} labels: it must have 1, a scalar score")
     if label is None:
-        if config.num_labels != 1:
-            raise UserError(
-                f"{flag} {model!r} has {config.num_labels} labels: it must have 1, a scalar score"
-            )
         with torch.device("meta"):
             has_head = hasattr(AutoModelForSequenceClassification.from_config(config), "score")
         if not has_head or reader.eos_token_id is None:
             raise UserError(
-                f"{flag} {model!r} is no causal model with a scalar head and an end-of-sequence "
-                "token: its reward is read there"
+                f"{name} is no causal model with a scalar head and an end-of-sequence token: its "
+                "reward is read there"
             )
-    elif label not in config.id2label.values():
-        raise UserError(
-            f"{flag} {model!r} has no label {label!r}: it has {', '.join(config.id2label.values())}"
-        )
     fetch_weights(flag, model, AutoModelForSequenceClassification)
-
-
-def embeddings(model: str, texts: list[str]) -> np.ndarray:
-    """Return (N, D) sentence embeddings: the mean over tokens of an encoder's last hidden state.
-
-    That is what sentence-transformers/all-MiniLM-L6-v2 is made for. The library of that name would
-    bring scikit-learn, which transformers then imports in every process.
-    """
-    encoder = load_model("the task's model", model, AutoModel).to(device())
-
-    def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        hidden = encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state  # (n, T, D)
-        return (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-
-    tokenizer = read_tokenizer("the task's model", model)
-    return in_batches(tokenizer(texts, truncation=True).input_ids, read)
 
 
 @torch.no_grad()
@@ -98,20 +82,49 @@ def last_states(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -
     return hidden[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
 
 
-def load_task_model(model: str, **how) -> torch.nn.Module:
-    """Load a task's model on this process's device. how: as of load_model."""
-    return load_model("the task's model", model, dtype="auto", **how).to(device())
-
-
-class Classifier:
-    """A sequence classifier: it reads text, whatever the policy's tokens.
+class TaskModel:
+    """A task's model on this process's device: it reads text, whatever the policy's tokens.
 
     tokenizer: the model that has its tokenizer, "" for itself.
     """
 
+    kind: type = AutoModelForCausalLM
+
     def __init__(self, model: str, tokenizer: str = ""):
         self.tokenizer = read_tokenizer("the task's model", tokenizer or model)
-        self.model = load_task_model(model, kind=AutoModelForSequenceClassification)
+        made = load_model("the task's model", model, self.kind, dtype="auto")
+        self.model = made.to(device())
+
+    @classmethod
+    def prepare(cls, flag: str, model: str) -> None:
+        """Fetch a model of this kind and check it, before anything starts. Raises UserError."""
+        fetch_weights(flag, model, cls.kind)
+        read_tokenizer(flag, model)
+
+
+class Encoder(TaskModel):
+    """An encoder of sentences, such as sentence-transformers/all-MiniLM-L6-v2.
+
+    The library of that name would bring scikit-learn, which transformers then imports in every
+    process.
+    """
+
+    kind = AutoModel
+
+    def embeddings(self, texts: list[str]) -> np.ndarray:
+        """Return (N, D) sentence embeddings: means over the tokens' last hidden states."""
+
+        def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            hidden = self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+            return (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)  # of (n, T, D)
+
+        return in_batches(self.tokenizer(texts, truncation=True).input_ids, read)
+
+
+class Classifier(TaskModel):
+    """A sequence classifier."""
+
+    kind = AutoModelForSequenceClassification
 
     def rewards(self, texts: list[str]) -> np.ndarray:
         """Score texts with a causal model of one label: (N,).
@@ -168,60 +181,44 @@ def judged_texts(tokenizer, prompts: list[str], answers: list[str]) -> list[str]
     return [text.rstrip("\n") + BEFORE_VERDICT for text in texts]
 
 
-class Judge:
+class Judge(TaskModel):
     """A language model as a judge of answers, such as Llama Guard 3."""
-
-    def __init__(self, model: str):
-        self.tokenizer = read_tokenizer("the task's model", model)
-        self.model = load_task_model(model)
-        self.verdict = self.tokenizer(VERDICT, add_special_tokens=False).input_ids[0]
 
     def probabilities(self, prompts: list[str], answers: list[str]) -> np.ndarray:
         """Probability that the verdict on each answer begins as "unsafe" does: (N,)."""
+        verdict = self.tokenizer(VERDICT, add_special_tokens=False).input_ids[0]
 
         def read(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             logits = self.model.get_output_embeddings()(last_states(self.model, ids, mask))
-            return logits.float().softmax(-1)[:, self.verdict]
+            return logits.float().softmax(-1)[:, verdict]
 
         texts = judged_texts(self.tokenizer, prompts, answers)
         # A template writes the special tokens itself.
         return in_batches(self.tokenizer(texts, add_special_tokens=False).input_ids, read)
 
 
-class Sampler:
+class Sampler(TaskModel):
     """A causal model that answers texts by sampling: the victim of red-teaming."""
 
-    def __init__(self, model: str):
-        self.tokenizer = read_tokenizer("the task's model", model)
-        self.tokenizer.padding_side = "left"
-        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        self.is_chat = self.tokenizer.chat_template is not None
-        self.model = load_task_model(model)
+    @property
+    def is_chat(self) -> bool:
+        return self.tokenizer.chat_template is not None
 
     @torch.no_grad()
-    def sample(
-        self, texts: list[str], per_text: int, temperature: float, top_p: float, max_tokens: int
-    ) -> list[str]:
+    def sample(self, texts: list[str], per_text: int, max_tokens: int, **sampling) -> list[str]:
         """Return `per_text` responses to each text, those of one text contiguous.
 
-        A chat model gets each text as a user's message.
+        A chat model gets each text as a user's message. sampling: as of generate().
         """
-        how = dict(padding=True, return_tensors="pt")
         if self.is_chat:
-            how |= dict(add_generation_prompt=True, return_dict=True)
             chats = [[{"role": "user", "content": text}] for text in texts]
-            inputs = self.tokenizer.apply_chat_template(chats, **how)
-        else:
-            inputs = self.tokenizer(texts, **how)
-        out = self.model.generate(
-            **inputs.to(self.model.device),
-            do_sample=True,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=0,
-            max_new_tokens=max_tokens,
-            num_return_sequences=per_text,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
-        prompt = inputs.input_ids.shape[1]
-        return self.tokenizer.batch_decode(out[:, prompt:], skip_special_tokens=True)
+            how = dict(add_generation_prompt=True, tokenize=False)
+            texts = self.tokenizer.apply_chat_template(chats, **how)
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        how = dict(padding=True, padding_side="left", add_special_tokens=not self.is_chat)
+        inputs = self.tokenizer(texts, return_tensors="pt", **how).to(self.model.device)
+        sampling |= dict(do_sample=True, top_k=0, num_return_sequences=per_text)
+        sampling |= dict(max_new_tokens=max_tokens, pad_token_id=self.tokenizer.pad_token_id)
+        out = self.model.generate(**inputs, **sampling)
+        responses = out[:, inputs.input_ids.shape[1] :]
+        return self.tokenizer.batch_decode(responses, skip_special_tokens=True)

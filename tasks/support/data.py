@@ -62,16 +62,17 @@ def _load_hub(
 
 
 def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
-    """Place and content of each line that is not blank. Raises UserError."""
+    """Place and content, without null, of each line that is not blank. Raises UserError."""
     rows, number = [], 0
     try:
         with open(path, "rb") as lines:  # decoded line by line: else the number is that of a block
             for number, line in enumerate(lines, start=1):
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    rows.append((f"{path} line {number}", json.loads(line.decode().strip())))
+                    row = json.loads(line.decode().strip(), object_hook=without_null)
+                    rows.append((f"{path} line {number}", row))
                     # An escape may be half of a character, as of an emoji, which nothing encodes.
-                    json.dumps(rows[-1][1], ensure_ascii=False).encode()
+                    json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} line {number} is not JSON in UTF-8: {error}") from error
     except OSError as error:
@@ -81,13 +82,17 @@ def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
     return rows
 
 
+def without_null(row: dict) -> dict:
+    """Leave out what is null: the library datasets fills up rows and messages with it."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
 def is_chat(prompt: object) -> bool:
     """Whether a prompt is a list of messages."""
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return all(
-        isinstance(message, dict)
-        and set(message) == {"role", "content"}
-        and all(isinstance(value, str) for value in message.values())
-        for message in prompt
-    )
+    return isinstance(prompt, list) and bool(prompt) and all(map(is_message, prompt))
+
+
+def is_message(message: object) -> bool:
+    """Whether this is {"role": …, "content": …} with texts."""
+    is_dict = isinstance(message, dict) and message.keys() == {"role", "content"}
+    return is_dict and all(isinstance(value, str) for value in message.values())

@@ -1,9 +1,10 @@
 r"""Numbers as models write them: 9{,}500, 12 000, 1e5, 1.5 \times 10^5, 3/4, \frac{3}{4}, –5.
 
-Exact, and linear in the text. GSM8K has a rule of its own (tasks/gsm8k.py).
+Exact, and linear in the text.
 """
 
 import re
+from decimal import Context, Inexact
 from fractions import Fraction
 
 MOST_DIGITS = 1000  # of a number or a power: more would take time, and answers nothing
@@ -52,6 +53,18 @@ def read_number(text: str) -> Fraction | None:
     text = re.sub(r"\\[()]", "", rewritten(text)).strip()
     match = NUMBER.fullmatch(text.lstrip(" $*").rstrip(" $%.\\*"))
     return value(match) if match and (match["plain"] or match["over"]) else None
+
+
+def plain(number: Fraction | None) -> str | None:
+    """Write a number as 1234.5, or as 1/3 if it has no end so; None for None.
+
+    Equal numbers, and only these, have equal texts.
+    """
+    if number is None:
+        return None
+    context = Context(prec=MOST_DIGITS)
+    decimal = context.divide(number.numerator, number.denominator)
+    return str(number) if context.flags[Inexact] else f"{decimal:f}"
 
 
 def rewritten(text: str) -> str:

@@ -1,6 +1,6 @@
 """Models of about 130,000 parameters, made in seconds by supervised training.
 
-A task gives texts to learn from, errors included.
+A task gives texts to learn from, errors included. Slow to import: import it where a model is made.
 """
 
 import re
@@ -17,8 +17,34 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-# So many rows (prompt, response, …); the response is what is learnt.
-Examples = Callable[[int, np.random.Generator], list[tuple]]
+from tasks import Query
+from tasks.support.cache import cached
+
+
+def pupil(
+    name: str,
+    queries: Sequence[Query],
+    homework: Callable[[Query, np.random.Generator], str],
+    steps: int = 400,
+    tokens: Sequence[str] = "0123456789+=",
+) -> str:
+    """Return the directory of a model that answers these queries as a pupil who makes mistakes.
+
+    What is left for reinforcement learning is to find out which of its habits are rewarded.
+    name: of the task; homework: the pupil's answer to a query; steps: of supervised training;
+    tokens: that prompts and answers consist of; one that others begin with comes after them.
+    """
+
+    def examples(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
+        chosen = [queries[i] for i in rng.integers(len(queries), size=count)]
+        return [(query.prompt, homework(query, rng)) for query in chosen]
+
+    def build(directory: Path) -> None:
+        tokenizer = word_tokenizer(tokens, phrases=tokens)
+        train_policy(examples, tokenizer, directory, steps, batch=256)
+
+    lesson = examples(1000, np.random.default_rng(0))
+    return str(cached(name, repr((lesson, steps)), build))
 
 
 def word_tokenizer(texts: Sequence[str], phrases: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -36,35 +62,13 @@ def word_tokenizer(texts: Sequence[str], phrases: Sequence[str]) -> PreTrainedTo
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
-def small_model(
-    kind: type[PreTrainedModel], tokenizer: PreTrainedTokenizerFast, **more
-) -> PreTrainedModel:
-    """Make a model with random weights; more: settings of its configuration."""
-    config = kind.config_class(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        # About 1/sqrt(hidden_size): the default 0.02 leaves so small a model on a plateau for long.
-        initializer_range=0.1,
-        **more,
-    )
-    return kind(config)
-
-
 def train_policy(
-    examples: Examples,
-    tokenizer: PreTrainedTokenizerFast,
-    directory: Path,
-    steps: int,
-    batch: int,
+    examples: Callable, tokenizer: PreTrainedTokenizerFast, directory: Path, steps: int, batch: int
 ) -> None:
-    """Train a causal language model from random weights; leave it in `directory`."""
+    """Train a causal language model; leave it in `directory`.
+
+    examples(batch, rng): so many rows (prompt, response, …); the response is what is learnt.
+    """
 
     def loss(model, rng: np.random.Generator) -> torch.Tensor:
         rows = examples(batch, rng)
@@ -87,14 +91,31 @@ def train(
     seed: int = 0,
     **more,
 ) -> None:
-    """Train a small_model for so many steps of loss(model, rng); leave it in `directory`."""
+    """Train a model for so many steps of loss(model, rng); leave it in `directory`.
+
+    more: settings of its configuration. With 0 steps its weights stay random.
+    """
+    config = kind.config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        # About 1/sqrt(hidden_size): the default 0.02 leaves so small a model on a plateau for long.
+        initializer_range=0.1,
+        **more,
+    )
     # So small a model gains nothing from a second thread, and loses minutes if another process has
     # that core.
     torch.set_num_threads(1)
     rng = np.random.default_rng(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = small_model(kind, tokenizer, **more)
+        model = kind(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
     for _ in range(steps):

@@ -12,7 +12,7 @@ import torch
 from transformers import BertForSequenceClassification, BertModel
 
 from tasks.support.cache import cached
-from tasks.support.pretraining import small_model, train, train_policy, word_tokenizer
+from tasks.support.pretraining import train, train_policy, word_tokenizer
 
 VERBS = ["Paint", "Fold", "Wash", "Draw", "Open", "Lift", "Count", "Move"]
 ADJECTIVES = ["red", "small", "old", "round", "heavy", "green"]
@@ -40,23 +40,10 @@ def stand_ins(attacker_prompt: str, victim_prompt: str) -> Path:
     victim_prompt: with a place for {instruction}.
     """
     recipe = Path(__file__).read_text(encoding="utf-8") + attacker_prompt + victim_prompt
-    return cached(
-        "tiny_redteam", recipe, lambda directory: build(directory, attacker_prompt, victim_prompt)
-    )
 
-
-def build(directory: Path, attacker_prompt: str, victim_prompt: str) -> None:
-    """Make the stand-ins."""
-    rng = np.random.default_rng(0)
-    samples = [
-        (instruction(thing, rng), answer(thing, rng)) for thing in THINGS for _ in range(100)
-    ]
-    texts = [
-        text for x, y in samples for text in (x, victim_prompt.format(instruction=x.strip()) + y)
-    ]
-    # Phrases as tokens: short sequences are learnt in seconds.
-    phrases = [attacker_prompt, *victim_prompt.split("{instruction}")]
-    tokenizer = word_tokenizer(texts, phrases)
+    def sample(thing: str, rng: np.random.Generator) -> tuple[str, str]:
+        asked = instruction(thing, rng)
+        return asked, victim_prompt.format(instruction=asked.strip())
 
     def lists(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
         return [(attacker_prompt, instruction(rng.choice(THINGS), rng)) for _ in range(count)]
@@ -64,25 +51,30 @@ def build(directory: Path, attacker_prompt: str, victim_prompt: str) -> None:
     def answers(count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
         # It fails as often as not.
         things = [rng.choice(WEAK if i % 2 else THINGS) for i in range(count)]
-        return [
-            (victim_prompt.format(instruction=instruction(thing, rng).strip()), answer(thing, rng))
-            for thing in things
-        ]
+        return [(sample(thing, rng)[1], answer(thing, rng)) for thing in things]
 
-    train_policy(lists, tokenizer, directory / "attacker", steps=60, batch=32)
-    train_policy(answers, tokenizer, directory / "victim", steps=120, batch=64)
+    def build(directory: Path) -> None:
+        rng, texts = np.random.default_rng(0), []
+        for thing in np.repeat(THINGS, 100):
+            asked, prompt = sample(thing, rng)
+            texts += [asked, prompt + answer(thing, rng)]
+        # Phrases as tokens: short sequences are learnt in seconds.
+        phrases = [attacker_prompt, *victim_prompt.split("{instruction}")]
+        tokenizer = word_tokenizer(texts, phrases)
 
-    def loss(model, rng: np.random.Generator):
-        failed = rng.integers(2, size=64)
-        texts = [
-            rng.choice(FAILURES if fail else POLITE).format(rng.choice(THINGS)) for fail in failed
-        ]
-        inputs = tokenizer(texts, padding=True, return_tensors="pt")
-        return model(**inputs, labels=torch.tensor(failed)).loss
+        def loss(model, rng: np.random.Generator) -> torch.Tensor:
+            failed = rng.integers(2, size=64)
+            kinds = [FAILURES if fail else POLITE for fail in failed]
+            texts = [rng.choice(kind).format(rng.choice(THINGS)) for kind in kinds]
+            inputs = tokenizer(texts, padding=True, return_tensors="pt")
+            return model(**inputs, labels=torch.tensor(failed)).loss
 
-    names = {"id2label": {0: "polite", 1: MARKED}, "label2id": {"polite": 0, MARKED: 1}}
-    classifier = directory / "classifier"
-    train(BertForSequenceClassification, loss, tokenizer, classifier, steps=60, **names)
-    # Random weights tell words apart well enough.
-    small_model(BertModel, tokenizer, **names).save_pretrained(directory / "embedding")
-    tokenizer.save_pretrained(directory / "embedding")
+        train_policy(lists, tokenizer, directory / "attacker", steps=60, batch=32)
+        train_policy(answers, tokenizer, directory / "victim", steps=120, batch=64)
+        names = {"id2label": {0: "polite", 1: MARKED}, "label2id": {"polite": 0, MARKED: 1}}
+        how = dict(steps=60, **names)
+        train(BertForSequenceClassification, loss, tokenizer, directory / "classifier", **how)
+        # Random weights tell words apart well enough.
+        train(BertModel, loss, tokenizer, directory / "embedding", steps=0, **names)
+
+    return cached("tiny_redteam", recipe, build)

@@ -17,19 +17,13 @@ from tasks.support.cache import cached
 from tasks.support.pretraining import train, train_policy, word_tokenizer
 
 ANIMALS = ["cat", "dog", "goat", "duck", "pony", "frog"]
-DEEDS = [
-    "ate my lunch",
-    "slept in my boat",
-    "sang at night",
-    "hid my keys",
-    "painted the barn",
-    "read my book",
-]
+DEEDS = (
+    "ate my lunch, slept in my boat, sang at night, hid my keys, painted the barn, read my book"
+).split(", ")
 ASIDES = ["it was a Monday", "I was tired", "nobody helped", "it rained again"]
 RAMBLE = ["well", "so", "anyway", "honestly", "basically"]
-
-TEST_POSTS = 36
 PAIRS = list(itertools.product(ANIMALS, DEEDS, ASIDES))
+TEST_POSTS = 36
 
 
 def post(animal: str, deed: str, aside: str) -> str:
@@ -57,13 +51,14 @@ def stand_ins() -> Path:
 
 
 def build(directory: Path) -> None:
-    """Make the stand-ins."""
     rng = np.random.default_rng(0)
     pairs = [PAIRS[i] for i in rng.permutation(len(PAIRS))]
     training = pairs[TEST_POSTS:]
     directory.mkdir()
-    write_rows(directory / "test.jsonl", pairs[:TEST_POSTS])
-    write_rows(directory / "train.jsonl", training)
+    for split, chosen in {"test": pairs[:TEST_POSTS], "train": training}.items():
+        rows = [(post(*pair), summary(*pair[:2], ["well"])) for pair in chosen]
+        lines = [json.dumps({"query": x, "reference_response": y}) for x, y in rows]
+        (directory / f"{split}.jsonl").write_text("\n".join(lines))
     # Phrases as tokens: short sequences are learnt in seconds.
     phrases = [*post("", "", "").split("  "), *(f" {text}" for text in [*DEEDS, *ASIDES])]
     texts = [post(*pair) + summary(*pair[:2], RAMBLE) for pair in PAIRS]
@@ -74,23 +69,12 @@ def build(directory: Path) -> None:
         return [(post(*pair), *pupils_summary(*pair[:2], rng)) for pair in chosen]
 
     def loss(model, rng: np.random.Generator) -> torch.Tensor:
-        """Of the score at the end of each summary, against what it is worth."""
-        scored = examples(64, rng)
-        ended = [prompt + text + tokenizer.eos_token for prompt, text, _ in scored]
+        prompts, texts, worth = zip(*examples(64, rng))
+        ended = [prompt + text + tokenizer.eos_token for prompt, text in zip(prompts, texts)]
         ids = tokenizer(ended, padding=True, return_tensors="pt").input_ids
-        worth = torch.tensor([worth for *_, worth in scored], dtype=torch.float32)
-        return model(input_ids=ids, labels=worth).loss
+        return model(input_ids=ids, labels=torch.tensor(worth, dtype=torch.float32)).loss
 
     train_policy(examples, tokenizer, directory / "policy", steps=150, batch=64)
-    kind, settings = LlamaForSequenceClassification, {"num_labels": 1}
-    train(kind, loss, tokenizer, directory / "reward", steps=300, seed=0, **settings)
-    train(kind, loss, tokenizer, directory / "gold", steps=300, seed=1, **settings)
-
-
-def write_rows(path: Path, pairs: list[tuple[str, str, str]]) -> None:
-    """Write posts and summaries in those columns of the real dataset that tasks/tldr.py reads."""
-    with open(path, "w") as file:
-        for animal, deed, aside in pairs:
-            reference = summary(animal, deed, ["well"])
-            row = {"query": post(animal, deed, aside), "reference_response": reference}
-            print(json.dumps(row), file=file)
+    for seed, name in enumerate(("reward", "gold")):
+        how = dict(steps=300, seed=seed, num_labels=1)
+        train(LlamaForSequenceClassification, loss, tokenizer, directory / name, **how)

@@ -15,8 +15,8 @@ from launch import children
 from launch.checks.preflight import load_data
 from launch.places import Place
 from tasks import LazyQueries, Query, Task, load_task
-from tasks.reasoning_gym import ANSWER_IN, ASKED
-from tasks.support.pupil import pupil
+from tasks.reasoning_gym import ANSWER_IN
+from tasks.support.pretraining import pupil
 
 gym = pytest.importorskip("reasoning_gym", reason="needs requirements-gym.txt")
 from reasoning_gym.factory import DATASETS  # noqa: E402 (only where it is installed)
@@ -24,7 +24,7 @@ from reasoning_gym.factory import DATASETS  # noqa: E402 (only where it is insta
 WITHOUT_AN_ANSWER = "boxnet graph_color propositional_logic rubiks_cube rush_hour".split()
 # What the model of a test reads and writes: the two halves around a word, the tags, letters.
 SPELL = "Spell this word backward (example: sun -> nus): {word}"
-QUESTION = ASKED.format(question=SPELL, answer_in=ANSWER_IN["tag"])
+QUESTION = f"{SPELL}\n\n{ANSWER_IN['tag']}\n"
 TOKENS = [*QUESTION.split("{word}"), "<answer>", "</answer>"]
 TOKENS += string.ascii_letters
 
@@ -71,7 +71,6 @@ def test_the_answer_stands_where_the_prompt_asks_for_it(answer_in, right, wrong)
         ({"settings": '{"min_word_len": 40, "max_word_len": 50}'}, "IndexError"),
         ({"train_queries": 0}, "the numbers of queries do not suit"),
         ({"dataset": "composite"}, "it is one of"),
-        ({"answer_in": "box"}, "--answer_in is 'box': it is one of tag, last_line, response"),
     ],
 )
 def test_what_cannot_be_made_is_one_line_that_says_why(options, says):
