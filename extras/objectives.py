@@ -33,9 +33,8 @@ def tb_anchored(x: LossInputs) -> tuple[Tensor, Metrics]:
 
     In tb that mean has l in place of b: where the l of all K rows fall together, log Z rises with
     them, no residual changes, and nothing holds the probability that they lose. Here they are
-    pulled back. Equal to tb where b = l, and only there: on stale rows pi* is not its minimum. b of
-    a token that was not sampled counts as l. b must be the very policy's: the sampling of
-    EXACT_SAMPLING.
+    pulled back. Equal to tb where b = l, and only there: on stale rows pi* is not its minimum. b is
+    the very policy's (EXACT_SAMPLING), and counts as l for a token that was not sampled.
     """
     log_pi = sequence_sum(x.logprobs, x.mask)  # (N,)
     log_b = sequence_sum(_sampler(x), x.mask)  # (N,)
@@ -49,8 +48,7 @@ def tba_prime(x: LossInputs) -> tuple[Tensor, Metrics]:
     """TBA' (section 6, Eq. 7): -A l / max_response_length, A = (r - mean r) - beta (KL - mean KL).
 
     KL = sum_t clamp(log pi - log pi_ref, -10, 10). A is detached, and its KL is the current
-    policy's whoever sampled. But for the clamp this is the gradient of trajectory balance times a
-    constant.
+    policy's whoever sampled. But for the clamp the gradient is that of tb, times a constant.
     """
     weighted = _tba_prime_advantage(x) * sequence_sum(x.logprobs, x.mask)  # (N,)
     return -weighted.mean() / x.max_response_length, {}
@@ -92,8 +90,7 @@ def tba_ema(x: LossInputs) -> tuple[Tensor, Metrics]:
     10), A detached, its KL not centred. log pi - log E of the average E, which takes 0.1 of the
     policy each step, is about c (log pi - log b), c = 9 / D, D the staleness, at least 4 (a floor
     that the authors suggest and did not try). rho of a token that was not sampled is 1. On stale
-    rows it pulls towards b, the less the older they are. b must be the very policy's: the sampling
-    of EXACT_SAMPLING.
+    rows it pulls towards b, the less the older they are. b is the very policy's (EXACT_SAMPLING).
     """
     sampler = _sampler(x)
     staleness = torch.zeros_like(x.rewards) if x.staleness is None else x.staleness
@@ -132,8 +129,7 @@ def kimi_k2(x: LossInputs) -> tuple[Tensor, Metrics]:
 def oapl(x: LossInputs) -> tuple[Tensor, Metrics]:
     """OAPL (arXiv 2602.19362, beta_1 = beta_2): D - r / beta - V, V = -log mean exp(r / beta).
 
-    D = l - b. As K grows V is the true -log Z, and the minimum b exp(r / beta) / Z. Made for stale
-    rows.
+    D = l - b, stale rows welcome. As K grows V is the true -log Z, the minimum b exp(r / beta) / Z.
     """
     target = (x.rewards / x.beta).view(-1, x.group_size)
     log_z = target.logsumexp(dim=1) - math.log(x.group_size)  # (N / K,)
@@ -232,8 +228,7 @@ def opmd(x: LossInputs) -> tuple[Tensor, Metrics]:
 def asymre(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Asymmetric REINFORCE (arXiv 2506.20520): -(r - (mean r - 0.1)) l.
 
-    The lowered baseline weighs what succeeded more than what failed, which is what stale rows are
-    safe for.
+    The lowered baseline weighs successes more than failures, which is safe on stale rows.
     """
     advantage = _centred(x.rewards, x.group_size) + 0.1
     return -(advantage * sequence_sum(x.logprobs, x.mask)).mean(), {}
@@ -242,8 +237,7 @@ def asymre(x: LossInputs) -> tuple[Tensor, Metrics]:
 def topr(x: LossInputs) -> tuple[Tensor, Metrics]:
     """TOPR (arXiv 2503.14286): -A l where A > 0, else -min(pi / b, 1) A l, A = r - mean r.
 
-    The ratio is that of whole responses, detached: what the policy has left behind is pushed away
-    no further.
+    The ratio is that of whole responses, detached: what the policy has left is pushed no further.
     """
     advantage = _centred(x.rewards, x.group_size)
     truncated = _log_ratio(x).detach().clamp(max=0.0).exp()
@@ -272,8 +266,7 @@ def cispo(x: LossInputs) -> tuple[Tensor, Metrics]:
 def tis(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Truncated importance sampling: -sum_t min(rho_t, 2) A log pi_t, A = r - mean r.
 
-    rho is detached. Used where sampler and trainer differ (vLLM and transformers), and on stale
-    rows.
+    rho is detached. For stale rows, and where vLLM and transformers differ.
     """
     return _weighted_tokens(x, _token_ratio(x).clamp(max=2.0)), {}
 

@@ -86,17 +86,17 @@ class Tracking:
                 table_version = version + settings["steps"] / TABLES
         tracker.close(self.exit_code)
 
-    def finish(self, exit_code: int) -> None:
-        """Wait until the tracker has what is left, FINISH_SECONDS at most. exit_code: the run's.
+    def finish(self, exit_code: int, seconds: float = FINISH_SECONDS) -> None:
+        """Wait until the tracker has what is left, so many seconds at most. exit_code: the run's.
 
         A tracker that hangs is cut off: this process ends here, before exit hooks of the tracker's
         library, which would wait too.
         """
         self.exit_code = exit_code
         self.is_over.set()
-        self.thread.join(FINISH_SECONDS)
+        self.thread.join(seconds)
         if self.thread.is_alive():
-            problem = f"it did not end within {FINISH_SECONDS:.0f} s and is cut off"
+            problem = f"it did not end within {seconds:.0f} s and is cut off"
             print(f"--track {self.name}: {problem}; metrics.jsonl has all", file=sys.stderr)
             unlink_semaphores()
             sys.stdout.flush()
@@ -108,16 +108,12 @@ def grouped(line: dict) -> dict[str, float]:
 
     A line without a loss is an evaluation: its `reward` is not that of the responses of a step.
     """
+    patterns = GROUPS if "loss" in line else {"evaluation": r""}
     return {
-        f"{group_of(name) if 'loss' in line else 'evaluation'}/{name}": value
+        f"{next(group for group in patterns if re.search(patterns[group], name))}/{name}": value
         for name, value in line.items()
         if name != "step" and isinstance(value, int | float)  # what can be drawn
     }
-
-
-def group_of(name: str) -> str:
-    """Return the group of a metric of a step."""
-    return next(group for group, pattern in GROUPS.items() if re.search(pattern, name))
 
 
 # The trackers. `where` tells the user where to look; log() takes figures against the trainer step,

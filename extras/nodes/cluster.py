@@ -25,7 +25,7 @@ from launch.supervisor import DEATHS, RunFailed, Supervisor
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable, Watchdog
 
-LOOK_SECONDS = 3.0  # between two looks at which nodes there are
+LOOK_SECONDS = 1.5  # between two looks at which nodes there are
 LOGS_SECONDS = 1.0  # for the logs of a node that has failed
 GOODBYE_SECONDS = 8.0  # for a node to end its searchers
 WAIT_SECONDS = 0.1  # for an answer, before it is looked whether the run is over
@@ -93,7 +93,6 @@ class Cluster(Supervisor):
         # The newest version whose evaluation has come; of a run that is resumed, before it.
         evaluated = self.status.COLUMNS.index("evaluated")
         self.evaluated = int(self.status.words[:, evaluated].max())
-        self.alone = Watchdog()  # no node is there
         self.failure: RunFailed | None = None  # of a thread
         self.start_thread(self.note_failure, self.watch_nodes)
 
@@ -113,24 +112,23 @@ class Cluster(Supervisor):
             self.failure = RunFailed(f"nodes cannot be attended to: {error!r}")
 
     def watch_nodes(self) -> None:
-        """Look for nodes until the run is over: in a thread, as Ray may not answer for a minute."""
-        while not self.status.stop:
-            self.look_for_nodes()
-            time.sleep(LOOK_SECONDS)
+        """Start an actor on each node that has none, until the run is over.
 
-    def look_for_nodes(self) -> None:
-        """Start an actor on each node that has none. Raises RunFailed where nobody searches."""
-        nodes, now = {node["NodeID"]: node for node in other_nodes()}, time.monotonic()
-        limit = max(self.config.searcher_timeout, LOAD_SECONDS)
-        if self.alone.look(now if nodes or self.places else None) > limit:
-            raise RunFailed(f"no node searches for {limit:.0f} s, and no searcher is here")
-        hopeful = [id for id in nodes if len(self.deaths_of[id]) < DEATHS]
-        if not self.places and nodes and not hopeful:
-            reasons = "\n".join(deaths[-1] for deaths in self.deaths_of.values() if deaths)
-            raise RunFailed(f"each node has failed {DEATHS} times in a row:\n{reasons}")
-        for id in hopeful:
-            if id not in self.far:
-                self.start_node(nodes[id])
+        In a thread, as Ray may not answer for a minute. Raises RunFailed where nobody searches.
+        """
+        limit, alone = max(self.config.searcher_timeout, LOAD_SECONDS), Watchdog()
+        while not self.status.stop:
+            nodes = {node["NodeID"]: node for node in other_nodes()}
+            if alone.look(time.monotonic() if nodes or self.places else None) > limit:
+                raise RunFailed(f"no node searches for {limit:.0f} s, and no searcher is here")
+            hopeful = [id for id in nodes if len(self.deaths_of[id]) < DEATHS]
+            if not self.places and nodes and not hopeful:
+                reasons = "\n".join(deaths[-1] for deaths in self.deaths_of.values() if deaths)
+                raise RunFailed(f"each node has failed {DEATHS} times in a row:\n{reasons}")
+            for id in hopeful:
+                if id not in self.far:
+                    self.start_node(nodes[id])
+            time.sleep(LOOK_SECONDS)
 
     def start_node(self, node: dict) -> None:
         """Start the actor of a node, whose searchers load from now on, and the node's thread."""
@@ -139,18 +137,14 @@ class Cluster(Supervisor):
             return
         row, id, number = free[0], node["NodeID"], self.status.nodes.index(free[0]) + 1
         options = dict(num_gpus=node["Resources"].get("GPU"), scheduling_strategy=on_node(node))
-        actor = (
-            ray.remote(Node)
-            .options(num_cpus=0, **options)
-            .remote(
-                self.given,
-                self.weights.shapes,
-                self.weights.slots[0].dtype,
-                seeds=(number, int(self.status.get(row, "tokens"))),
-                evaluates=not self.places and not self.far and self.evaluated < 0,
-                target=self.target,
-                environment=self.environment,
-            )
+        actor = ray.remote(num_cpus=0, **options)(Node).remote(
+            self.given,
+            self.weights.shapes,
+            self.weights.slots[0].dtype,
+            seeds=(number, int(self.status.get(row, "tokens"))),
+            evaluates=not self.places and not self.far and self.evaluated < 0,
+            target=self.target,
+            environment=self.environment,
         )
         name = f"node {number} ({node['NodeManagerAddress']}, {id[:6]})"
         earlier = {column: self.status.get(row, column) for column in COUNTED}

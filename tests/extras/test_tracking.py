@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,26 +286,31 @@ def test_a_tracker_that_raises_is_one_warning(tmp_path, monkeypatch, capfd):
 HANGING = """
 import multiprocessing, sys
 from config import Config
-from extras import tracking
-tracking.FINISH_SECONDS = 1.0
+from extras.tracking import Tracking
 semaphore = multiprocessing.get_context("spawn").Lock()
-tracker = tracking.Tracking(Config(track="wandb", output_dir=sys.argv[1]), print)
+tracker = Tracking(Config(track="wandb", output_dir=sys.argv[1]), print)
 sys.stdin.read()  # until wandb waits for an answer
-tracker.finish(7)
+tracker.finish(7, seconds=1.0)
 """
 
 
-@needs["wandb"]
-def test_a_tracker_that_hangs_is_cut_off_and_the_exit_code_is_the_runs(tmp_path, monkeypatch):
+@pytest.fixture
+def silent_server(monkeypatch):
+    """What wandb asks: it takes connections, and never answers."""
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, never answers
+    with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
-        command = [sys.executable, "-c", HANGING, str(make_run(tmp_path))]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        run = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
-        server.accept()
-        out, err = run.communicate(timeout=30)
+        yield server
+
+
+@needs["wandb"]
+def test_a_tracker_that_hangs_is_cut_off_and_the_exit_code_is_the_runs(silent_server, tmp_path):
+    command = [sys.executable, "-c", HANGING, str(make_run(tmp_path))]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+    silent_server.accept()
+    out, err = run.communicate(timeout=30)
     assert err == "--track wandb: it did not end within 1 s and is cut off; metrics.jsonl has all\n"
     assert (run.returncode, out) == (7, "")
 
@@ -335,3 +341,20 @@ def test_after_ctrl_c_and_resume_a_tracker_has_all_that_was_written_once(name, t
     else:
         assert f"--track tensorboard: tensorboard --logdir {tmp_path}" in result.stdout
         assert scalars(run_dir) == scalars_of_lines(run_dir)
+
+
+@pytest.mark.runs
+@needs["wandb"]
+def test_a_tracker_that_hangs_costs_no_step_and_a_second_ctrl_c_ends_at_once(
+    silent_server, tmp_path
+):
+    with Run(tmp_path / "run", *TINY, *flags(steps=60, track="wandb")) as run:
+        run.is_at(60)
+        run.until((tmp_path / "run" / "report.html").exists, "its report")
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)  # two at once would be one
+        start = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        _, err = run.ends_with(130)
+    assert time.monotonic() - start < 5
+    assert err.splitlines()[-1].endswith("within 0 s and is cut off; metrics.jsonl has all")
