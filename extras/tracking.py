@@ -38,9 +38,8 @@ def check(config: Config) -> None:
     spec = find_spec(config.track)
     # A directory that happens to have the name is found too, without an origin.
     if not (spec and spec.origin):
-        raise UserError(
-            f"--track {config.track}: it is not installed: pip install -r requirements-track.txt"
-        )
+        problem = f"--track {config.track}: it is not installed"
+        raise UserError(f"{problem}: pip install -r requirements-track.txt")
 
 
 class Tracking:

@@ -38,6 +38,7 @@ COUNTED = ("tokens", "busy", "restarts", "long_prompts", "unscored_groups")  # o
 COLLECT_SECONDS = 0.1  # that a call waits for groups: calls are dearer than groups
 # Weights travel as arrays of their bits, for numpy has no bf16.
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+Items = list[Group | Evaluation]
 
 
 def describe_environment() -> dict[str, str]:
@@ -107,12 +108,10 @@ class Node:
         arguments = self.weights, self.status, self.run_dir, target, self.notices.append
         self.supervisor = Supervisor(config, self.places, *arguments)
 
-    def collect(
-        self, room: int, last_step_done: bool
-    ) -> tuple[list[Group | Evaluation], list[str], dict[str, float]]:
-        """Return what there is since the last call, at most `room` groups: also notices, and row().
+    def collect(self, room: int, last_step_done: bool) -> tuple[Items, list[str], dict[str, float]]:
+        """Return what there is since the last call: `room` items at most, notices, and row().
 
-        Waits COLLECT_SECONDS for them. Raises RunFailed when a searcher dies again and again.
+        Waits COLLECT_SECONDS for items. Raises RunFailed when a searcher dies again and again.
         """
         self.status.last_step_done = last_step_done
         self.supervisor.check()
