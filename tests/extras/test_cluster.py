@@ -412,7 +412,7 @@ def test_a_run_with_no_searcher_or_failing_ones_ends_and_says_so(nodes, tmp_path
             driver.work(PATIENCE)
         assert [len(deaths) for deaths in driver.cluster.deaths_of.values()] == [3]
     (log,) = (tmp_path / "failing" / "logs").glob("node-*-searcher-0.log")
-    assert "searcher-0" in log.name and any(f"logs/{log.name[:12]}" in n for n in driver.notices)
+    assert driver.heard(f"its logs are logs/{log.name.removesuffix('searcher-0.log')}*")
 
 
 @pytest.mark.parametrize(

@@ -122,20 +122,18 @@ def logged_figures(file: Path) -> list[dict]:
     return [row for row in rows if "samples" not in row]
 
 
-def all_figures(run_dir: Path) -> list[dict]:
-    """What a run wrote, as logged_figures() has it."""
-    lines = read(run_dir, "metrics.jsonl")
-    return [{"trainer_step": line["step"], **grouped(line)} for line in lines]
-
-
-def scalars_of_lines(run_dir: Path) -> dict[str, list]:
-    """What a run wrote, as scalars() has it."""
+def check_all_is_there(name: str, run_dir: Path) -> None:
+    """The latest start of a run has given its tracker all that was written, once."""
+    lines = [(line["step"], grouped(line)) for line in read(run_dir, "metrics.jsonl")]
+    if name == "wandb":
+        file = max(wandb_files(run_dir), key=lambda file: file.stat().st_mtime)
+        assert [(row.pop("trainer_step"), row) for row in logged_figures(file)] == lines
+        return
     expected = {}
-    for figures in all_figures(run_dir):
-        step = figures.pop("trainer_step")
+    for step, figures in lines:
         for metric, value in figures.items():
             expected.setdefault(metric, []).append((step, pytest.approx(value)))
-    return expected
+    assert scalars(run_dir) == expected
 
 
 def go_on(run_dir: Path) -> None:
@@ -326,21 +324,14 @@ def test_after_ctrl_c_and_resume_a_tracker_has_all_that_was_written_once(name, t
         assert "--track" not in err, err
         assert "it failed" not in out, out
     run.nothing_is_left()
-    if name == "wandb":
-        (first,) = wandb_files(run_dir)
-        assert logged_figures(first) == all_figures(run_dir)
-    else:
-        assert scalars(run_dir) == scalars_of_lines(run_dir)
+    check_all_is_there(name, run_dir)
     num_steps = run.step() + 20
     result = tba("--resume", run_dir, "--steps", num_steps)
     assert result.stderr == ""
     assert [line["step"] for line in steps_of(run_dir)] == list(range(1, num_steps + 1))
-    if name == "wandb":
-        file = max(wandb_files(run_dir), key=lambda file: file.stat().st_mtime)
-        assert logged_figures(file) == all_figures(run_dir)
-    else:
+    check_all_is_there(name, run_dir)
+    if name == "tensorboard":
         assert f"--track tensorboard: tensorboard --logdir {tmp_path}" in result.stdout
-        assert scalars(run_dir) == scalars_of_lines(run_dir)
 
 
 @pytest.mark.runs
