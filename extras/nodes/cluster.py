@@ -22,6 +22,7 @@ from config import LOAD_SECONDS, Config
 from extras.nodes.joining import last_line, on_node, other_nodes
 from extras.nodes.node import BITS, COUNTED, Items, Node, describe_environment
 from launch.supervisor import DEATHS, RunFailed, Supervisor
+from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable, Watchdog
 
 LOOK_SECONDS = 1.5  # between two looks at which nodes there are
@@ -40,11 +41,6 @@ class ClusterStatus(StatusTable):
         self.nodes = [f"searchers of node {number}" for number in range(1, MAX_NODES + 1)]
         super().__init__([*names, *self.nodes])
         self.words[-MAX_NODES:, self.COLUMNS.index("beat")] = 0  # nobody is there
-
-    @property
-    def evaluated(self) -> int:
-        """The newest version whose evaluation has come, also before a run was resumed."""
-        return int(self.words[:, self.COLUMNS.index("evaluated")].max())
 
     @property
     def searchers(self) -> list[str]:
@@ -94,6 +90,8 @@ class Cluster(Supervisor):
         self.deaths_of: dict[str, list[str]] = defaultdict(list)  # why, since a node's last group
         self.stored: tuple[int, ray.ObjectRef | None] = -1, None  # the version in Ray's store
         self.storing = threading.Lock()  # the threads have one pin
+        # The newest version whose evaluation has come; of a run that is resumed, before it.
+        self.evaluated = max(self.status.get(name, "evaluated") for name in self.status.searchers)
         self.failure: RunFailed | None = None  # of a thread
         self.start_thread(self.note_failure, self.watch_nodes)
 
@@ -143,7 +141,7 @@ class Cluster(Supervisor):
             self.weights.shapes,
             self.weights.slots[0].dtype,
             seeds=(number, int(self.status.get(row, "tokens"))),
-            evaluates=not self.places and not self.far and self.status.evaluated < 0,
+            evaluates=not self.places and not self.far and self.evaluated < 0,
             target=self.target,
             environment=self.environment,
         )
@@ -189,7 +187,7 @@ class Cluster(Supervisor):
         """Send a node the newest version, if it has not got that, and have it evaluated."""
         newest, asked = self.weights.version, max(0, self.weights.evaluation_version)
         evaluates = not self.places and far.id == list(self.far)[0]
-        is_asked = evaluates and asked > max(self.status.evaluated, far.asked_version)
+        is_asked = evaluates and asked > max(self.evaluated, far.asked_version)
         if newest > far.version or (is_asked and newest >= 0):
             version, stored = self.store_weights()
             call = far.actor.take_weights.remote(version, stored, is_asked)
@@ -213,6 +211,8 @@ class Cluster(Supervisor):
             self.status.set(far.row, column, far.earlier.get(column, 0.0) + value)
         for item in items:
             self.deaths_of[far.id].clear()
+            if isinstance(item, Evaluation):
+                self.evaluated = item.version
             self.put(item)
         for text in notices:
             self.say(f"{far.name}: {text}")
