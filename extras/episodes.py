@@ -64,16 +64,15 @@ class Episodes(Generation):
         their replies come.
         """
         has_come = [episode.reply.done() for episode in self.replying]
-        if self.config.lockstep and not all(has_come):
-            return True
-        return not self.engine.rows and not any(has_come)
+        waits_for_all = self.config.lockstep and not all(has_come)
+        return waits_for_all or not (self.engine.rows or any(has_come))
 
     def start(self, group: Group) -> None:
         """Begin S episodes, each a request of its own: one of S would end with the slowest turn."""
         group.version, group.temperature = self.engine.version, group.sampling["temperature"]
-        responses = [Episode(group, number) for number in range(group.sampling["n"])]
-        self.unfinished[group.request] = responses
-        for episode in responses:
+        episodes = [Episode(group, number) for number in range(group.sampling["n"])]
+        self.unfinished[group.request] = episodes
+        for episode in episodes:
             self.begin_turn(episode)
 
     def begin_turn(self, episode: Episode) -> None:
@@ -131,8 +130,7 @@ class Episodes(Generation):
                 return
             if not isinstance(reply, str):
                 raise TypeError(f"reply() must give a string or None, it gave {reply!r}")
-            end = episode.ids[-1]
-            tokens = encode_reply(self.tokenizer, group.query.prompt, reply, end)
+            tokens = encode_reply(self.tokenizer, group.query.prompt, reply, episode.ids[-1])
         except Exception as error:  # a user's code: it costs the group, and is counted
             group.error = error
             del self.unfinished[group.request]
@@ -148,10 +146,10 @@ class Episodes(Generation):
     def end(self, episode: Episode, is_finished: bool) -> None:
         """End an episode, and its group with the last. is_finished: no limit has cut it off."""
         episode.is_finished, group = is_finished, episode.group
-        responses = self.unfinished[group.request]
-        if all(each.is_finished is not None for each in responses):
+        episodes = self.unfinished[group.request]
+        finished = [each.is_finished for each in episodes]
+        if None not in finished:
             del self.unfinished[group.request]
-            tokens = [join_tokens(each.pieces) for each in responses]
-            finished = [each.is_finished for each in responses]
-            group.end([each.turns for each in responses], tokens, finished)
+            tokens = [join_tokens(each.pieces) for each in episodes]
+            group.end([each.turns for each in episodes], tokens, finished)
             self.ended.append(group)

@@ -6,10 +6,9 @@ obey one rule, batches_of_version. Everything arrives and nothing is drawn by ch
 that was killed and resumed gives the metrics and weights of one that was not.
 
 TBA' resets the reference policy too (--reference_reset_period): every rho steps the policy of that
-moment becomes the reference. Groups carry the version of the reference that gave their
-log-probabilities. A reset has a slot of its own, in fp32: searchers may compute in bf16, and right
-after it log pi minus log pi_ref is to be 0. The trainer writes that slot only while all searchers
-have the newest version and none reads it: so one is enough.
+moment becomes the reference. It has a slot of its own, in fp32: searchers may compute in bf16, and
+right after a reset log pi minus log pi_ref is to be 0. The trainer writes that slot only while all
+searchers have the newest version and none reads it: so one is enough.
 """
 
 from collections import defaultdict
@@ -47,7 +46,7 @@ class LockstepTrainer(Trainer):
         return Arrived()
 
     def add(self, groups: list[Group]) -> None:
-        self.buffer.add(groups)
+        self.buffer.groups += groups
 
     def draw(self) -> list[Response]:
         """Return the batch of this step, or [] if not all of it has arrived."""
@@ -60,7 +59,7 @@ class LockstepTrainer(Trainer):
         """Take the batch of this step, with log pi_ref under the present reference."""
         if rows := super().sample():
             self.metrics.figures |= describe(self.drawn)
-            self.measure_mismatch_if_due([*self.drawn, *self.buffer.groups()])
+            self.measure_mismatch_if_due([*self.drawn, *self.buffer.groups])
             self.renew(self.drawn)
         return rows
 
@@ -81,7 +80,7 @@ class LockstepTrainer(Trainer):
 
     def num_missing(self, step: int) -> int:
         """Count the groups that a step still lacks."""
-        return self.config.queries_per_batch - len(self.buffer.of_step[step])
+        return self.config.queries_per_batch - len(self.buffer.of_step(step))
 
     def awaited(self) -> str:
         return f"{self.num_missing(self.step)} more groups for step {self.step}"
@@ -121,30 +120,27 @@ class LockstepTrainer(Trainer):
 
 
 class Arrived:
-    """The groups that have arrived, by the step that they are for: what a buffer is elsewhere."""
+    """The groups that have arrived for steps to come: what a buffer is elsewhere."""
 
     received = responses = queries = 0  # of a buffer: there is none
 
     def __init__(self):
-        self.of_step: dict[int, list[Group]] = defaultdict(list)
+        self.groups: list[Group] = []
 
-    def add(self, groups: list[Group]) -> None:
-        for group in groups:
-            self.of_step[group.batch].append(group)
+    def of_step(self, step: int) -> list[Group]:
+        return [group for group in self.groups if group.batch == step]
 
     def take(self, step: int) -> list[Group]:
         """Take out a step's groups, in an order that does not depend on which came first."""
-        groups = self.of_step.pop(step)
-        return sorted(groups, key=lambda group: (group.query_id, group.tokens["token"].tobytes()))
-
-    def groups(self) -> list[Group]:
-        return [group for groups in self.of_step.values() for group in groups]
+        taken = self.of_step(step)
+        self.groups = [group for group in self.groups if group.batch != step]
+        return sorted(taken, key=lambda group: (group.query_id, group.tokens["token"].tobytes()))
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the groups as plain arrays, fit for np.savez without pickle."""
         return {
             f"{i}.{name}": np.array(value)
-            for i, group in enumerate(self.groups())
+            for i, group in enumerate(self.groups)
             for name, value in group.__getstate__().items()
         }
 
@@ -153,4 +149,4 @@ class Arrived:
         for key, value in state.items():
             i, name = key.split(".")
             fields[i][name] = value if value.ndim else value.item()
-        self.add([Group(**values) for values in fields.values()])
+        self.groups = [Group(**values) for values in fields.values()]

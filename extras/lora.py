@@ -66,9 +66,8 @@ class LoraLearner(Learner):
 def check(config: Config) -> None:
     """Raise UserError where peft is not installed."""
     if not find_spec("peft"):
-        raise UserError(
-            f"--lora_rank {config.lora_rank} needs peft: pip install -r requirements-lora.txt"
-        )
+        problem = f"--lora_rank {config.lora_rank} needs peft"
+        raise UserError(f"{problem}: pip install -r requirements-lora.txt")
 
 
 def add_adapters(policy: torch.nn.Module, config: Config) -> "PeftModel":

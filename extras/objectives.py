@@ -3,7 +3,8 @@
 In their formulas l, b, f are the log-probability of a response (a sum over its tokens) under
 policy, behaviour policy, reference policy; r is its reward; rho_t = pi / b of a token. mean is over
 the K responses of a query. All are means over the N rows, or over the N / K queries where a query
-gives one term: so the gradient does not depend on the micro-batch.
+gives one term: so the gradient does not depend on the micro-batch. Where b or rho is in a formula,
+behaviour log-probabilities are needed: ValueError. Where beta is in none, it is not used.
 
 Several papers are one regression with two switches. With D = l - anchor, residual D - r / beta - V,
 V detached, the loss is the mean of squared residuals:
@@ -18,6 +19,7 @@ GVPO's loss is beta^2 / 2 times that of tb. tba_prime is tb's gradient, but for 
 
 import math
 from dataclasses import replace
+from inspect import isfunction
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +33,8 @@ def tb_anchored(x: LossInputs) -> tuple[Tensor, Metrics]:
 
     In tb that mean has l in place of b: where the l of all K rows fall together, log Z rises with
     them, no residual changes, and nothing holds the probability that they lose. Here they are
-    pulled back. Equal to tb where b = l, and only there: on stale rows pi* is not its minimum.
-    b of a token that was not sampled counts as l. Needs behaviour log-probabilities, of the very
-    policy: the sampling of EXACT_SAMPLING.
+    pulled back. Equal to tb where b = l, and only there: on stale rows pi* is not its minimum. b is
+    the very policy's (EXACT_SAMPLING), and counts as l for a token that was not sampled.
     """
     log_pi = sequence_sum(x.logprobs, x.mask)  # (N,)
     log_b = sequence_sum(_sampler(x), x.mask)  # (N,)
@@ -47,8 +48,7 @@ def tba_prime(x: LossInputs) -> tuple[Tensor, Metrics]:
     """TBA' (section 6, Eq. 7): -A l / max_response_length, A = (r - mean r) - beta (KL - mean KL).
 
     KL = sum_t clamp(log pi - log pi_ref, -10, 10). A is detached, and its KL is the current
-    policy's whoever sampled. But for the clamp this is the gradient of trajectory balance times a
-    constant. Needs no behaviour log-probabilities.
+    policy's whoever sampled. But for the clamp the gradient is that of tb, times a constant.
     """
     weighted = _tba_prime_advantage(x) * sequence_sum(x.logprobs, x.mask)  # (N,)
     return -weighted.mean() / x.max_response_length, {}
@@ -57,8 +57,8 @@ def tba_prime(x: LossInputs) -> tuple[Tensor, Metrics]:
 def tba_prime_ratio(x: LossInputs) -> tuple[Tensor, Metrics]:
     """TBA' with importance sampling: tokens are weighted with clamp(pi / pi_behaviour, 0, 8).
 
-    That is, in the sum l of tba_prime, and detached. Needs behaviour log-probabilities. Off-policy
-    rows count by how likely the policy is to sample them now.
+    That is, in the sum l of tba_prime, and detached. Off-policy rows count by how likely the policy
+    is to sample them now.
     """
     ratio = _token_ratio(x).detach().clamp(0.0, 8.0)  # (N, T)
     weighted = _tba_prime_advantage(x) * sequence_sum(ratio * x.logprobs, x.mask)  # (N,)
@@ -68,13 +68,13 @@ def tba_prime_ratio(x: LossInputs) -> tuple[Tensor, Metrics]:
 def tba_prime_released(x: LossInputs) -> tuple[Tensor, Metrics]:
     """TBA' as its authors released it: -sum_t clamp(rho_t, 0, 8) A / (P + T), rho = pi / pi_b.
 
-    Unlike Eq. 7, each row is divided by its own length, prompt P and response T; the
-    clamped ratio carries the gradient; and A = (r - mean r) - beta (KL - mean KL_b), detached, is
-    centred with the KL of the behaviour policy, both KLs clamped as in tba_prime. Needs behaviour
-    log-probabilities (recomputed by the trainer there, vLLM's here). On stale rows the gradient of
-    a token fades as its ratio nears 0, and is 0 where the ratio is over 8. That centre kept stale
-    runs from collapse: with the mean of the current policy's KL, as in Eq. 7 and tb, the authors
-    saw 0.122 at the end in place of 0.836, 10 steps stale (docs/experiments.md).
+    Unlike Eq. 7, each row is divided by its own length, prompt P and response T; the clamped ratio
+    carries the gradient; and A = (r - mean r) - beta (KL - mean KL_b), detached, is centred with
+    the KL of the behaviour policy, both KLs clamped as in tba_prime. b is vLLM's here; there the
+    trainer recomputes it. On stale rows the gradient of a token fades as its ratio nears 0, and is
+    0 where the ratio is over 8. That centre kept stale runs from collapse: with the mean of the
+    current policy's KL, as in Eq. 7 and tb, the authors saw 0.122 at the end in place of 0.836, 10
+    steps stale (docs/experiments.md).
     """
     kl = sequence_sum((x.logprobs - x.ref_logprobs).detach().clamp(-10.0, 10.0), x.mask)
     behavior_kl = sequence_sum((_behavior(x) - x.ref_logprobs).clamp(-10.0, 10.0), x.mask)
@@ -90,13 +90,12 @@ def tba_ema(x: LossInputs) -> tuple[Tensor, Metrics]:
     10), A detached, its KL not centred. log pi - log E of the average E, which takes 0.1 of the
     policy each step, is about c (log pi - log b), c = 9 / D, D the staleness, at least 4 (a floor
     that the authors suggest and did not try). rho of a token that was not sampled is 1. On stale
-    rows it pulls towards b, the less the older they are. Needs behaviour log-probabilities, of the
-    very policy: the sampling of EXACT_SAMPLING.
+    rows it pulls towards b, the less the older they are. b is the very policy's (EXACT_SAMPLING).
     """
     sampler = _sampler(x)
     staleness = torch.zeros_like(x.rewards) if x.staleness is None else x.staleness
     log_ratio = (x.logprobs.detach() - sampler).clamp(-10.0, 10.0)  # (N, T)
-    c = EMA_DECAY / (1 - EMA_DECAY) / staleness.clamp(min=4).to(x.rewards)  # (N,)
+    c = 9 / staleness.clamp(min=4).to(x.rewards)  # (N,)
     distance = c * sequence_sum(log_ratio, x.mask)  # (N,)
     advantage = _centred(x.rewards, x.group_size) - x.beta * distance
     return _bounded_ratio_loss(replace(x, behavior_logprobs=sampler), advantage), {}
@@ -112,7 +111,7 @@ def tb_behavior(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Trajectory balance against the behaviour policy: D - r / beta - V, V = mean(D - r / beta).
 
     D = l - b. Its minimum is b exp(r / beta) / Z, whoever b is: on-policy a step of policy
-    improvement, off-policy one from stale data. Needs behaviour log-probabilities.
+    improvement, off-policy one from stale data.
     """
     residual = _log_ratio(x) - x.rewards / x.beta  # less its mean, through which no gradient comes
     return _centred(residual, x.group_size).square().mean(), {}
@@ -121,9 +120,8 @@ def tb_behavior(x: LossInputs) -> tuple[Tensor, Metrics]:
 def kimi_k2(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Kimi K2's objective (arXiv 2507.20534), "PMD-mean": D - r / beta - V, V = -mean r / beta.
 
-    D = l - b, so it is (r - mean r - beta D)^2 / beta^2. Needs behaviour log-probabilities. On
-    fresh rows it is tb_behavior; on stale ones mean D, which that leaves out, stays in the residual
-    and pulls the whole group back to b.
+    D = l - b, so it is (r - mean r - beta D)^2 / beta^2. On fresh rows it is tb_behavior; on stale
+    ones mean D, which that leaves out, stays in the residual and pulls the whole group back to b.
     """
     return (_log_ratio(x) - _centred(x.rewards, x.group_size) / x.beta).square().mean(), {}
 
@@ -131,8 +129,7 @@ def kimi_k2(x: LossInputs) -> tuple[Tensor, Metrics]:
 def oapl(x: LossInputs) -> tuple[Tensor, Metrics]:
     """OAPL (arXiv 2602.19362, beta_1 = beta_2): D - r / beta - V, V = -log mean exp(r / beta).
 
-    D = l - b. As K grows V is the true -log Z, and the minimum b exp(r / beta) / Z. Needs behaviour
-    log-probabilities; made for stale rows.
+    D = l - b, stale rows welcome. As K grows V is the true -log Z, the minimum b exp(r / beta) / Z.
     """
     target = (x.rewards / x.beta).view(-1, x.group_size)
     log_z = target.logsumexp(dim=1) - math.log(x.group_size)  # (N / K,)
@@ -143,8 +140,8 @@ def oapl(x: LossInputs) -> tuple[Tensor, Metrics]:
 def reinforce(x: LossInputs) -> tuple[Tensor, Metrics]:
     """REINFORCE (Williams 1992) without a baseline: -R l, R = r - beta (b - f).
 
-    R is the KL-regularised reward of the policy that sampled. Needs behaviour log-probabilities.
-    Takes rows for on-policy ones: on stale data its fixed point is not pi*.
+    R is the KL-regularised reward of the policy that sampled. Takes rows for on-policy ones: on
+    stale data its fixed point is not pi*.
     """
     return -(_regularised_reward(x) * sequence_sum(x.logprobs, x.mask)).mean(), {}
 
@@ -152,7 +149,7 @@ def reinforce(x: LossInputs) -> tuple[Tensor, Metrics]:
 def rloo(x: LossInputs) -> tuple[Tensor, Metrics]:
     """REINFORCE leave-one-out (arXiv 2402.14740): -A l, A_i = R_i - mean_{j != i} R_j.
 
-    R and stale rows as in reinforce. Needs behaviour log-probabilities.
+    R and stale rows as in reinforce.
     """
     return -(_leave_one_out(x) * sequence_sum(x.logprobs, x.mask)).mean(), {}
 
@@ -160,8 +157,8 @@ def rloo(x: LossInputs) -> tuple[Tensor, Metrics]:
 def proximal_rloo(x: LossInputs) -> tuple[Tensor, Metrics]:
     """RLOO with PPO's clip (arXiv 1707.06347): max(-A rho, -A clip(rho, 0.8, 1.2)), A as in rloo.
 
-    rho = exp(l - b), the ratio of whole responses (Eq. 6). Needs behaviour log-probabilities. A row
-    that the policy has moved more than 20 % from, in the direction of A, has no gradient any more.
+    rho = exp(l - b), the ratio of whole responses (Eq. 6). A row that the policy has moved more
+    than 20 % from, in the direction of A, has no gradient any more.
     """
     return _clipped(_ratio(_log_ratio(x)), _leave_one_out(x)).mean(), {}
 
@@ -169,10 +166,9 @@ def proximal_rloo(x: LossInputs) -> tuple[Tensor, Metrics]:
 def grpo(x: LossInputs) -> tuple[Tensor, Metrics]:
     """GRPO (arXiv 2402.03300): A = (r - mean r) / (std r + 1e-4), the clipped ratio token by token.
 
-    The std is that with K - 1. + 0.04 k3 against the reference,
-    k3 = exp(log pi_ref - log pi) - (log pi_ref - log pi) - 1, estimated as if rows were on-policy.
-    Mean over the tokens of a row, then over rows. beta is not used. Needs behaviour
-    log-probabilities. Clips like proximal_rloo, but each token by itself.
+    The std is that with K - 1. + 0.04 k3 against the reference, k3 = exp(log pi_ref - log pi) -
+    (log pi_ref - log pi) - 1, estimated as if rows were on-policy. Mean over the tokens of a row,
+    then over rows. Clips like proximal_rloo, but each token by itself.
     """
     log_ratio = torch.where(x.mask.bool(), x.ref_logprobs - x.logprobs, 0.0)
     k3 = log_ratio.exp() - log_ratio - 1  # (N, T)
@@ -183,8 +179,7 @@ def grpo(x: LossInputs) -> tuple[Tensor, Metrics]:
 def dr_grpo(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Dr. GRPO (arXiv 2503.20783): GRPO with A = r - mean r, no KL, and a constant length.
 
-    Each row's sum over tokens is divided by max_response_length. beta is not used. Needs behaviour
-    log-probabilities. Clips stale tokens as grpo does.
+    Each row's sum over tokens is divided by max_response_length. Clips stale tokens as grpo does.
     """
     per_token = _clipped(_token_ratio(x), _centred(x.rewards, x.group_size)[:, None])
     return sequence_sum(per_token, x.mask).mean() / x.max_response_length, {}
@@ -194,7 +189,7 @@ def dr_grpo_ratio(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Dr. GRPO as TBA's authors released it, the baseline of Figure 6; no PPO clip.
 
     -sum_t clamp(rho_t, 0, 8) A / (P + T), A = r - mean r, rho and lengths as in tba_prime_released.
-    beta is not used. Needs behaviour log-probabilities. Treats stale rows as that does.
+    Treats stale rows as that does.
     """
     return _bounded_ratio_loss(x, _centred(x.rewards, x.group_size)), {}
 
@@ -202,9 +197,8 @@ def dr_grpo_ratio(x: LossInputs) -> tuple[Tensor, Metrics]:
 def online_dpo(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Online DPO (arXiv 2402.04792) on the best and the worst of K.
 
-    -log sigmoid(0.1 ((l_w - l_l) - (f_w - f_l))), a mean over queries. Needs no behaviour
-    log-probabilities: a preference holds whoever sampled. Ties go to the lowest index; a group of
-    equal rewards adds 0.
+    -log sigmoid(0.1 ((l_w - l_l) - (f_w - f_l))), a mean over queries. A preference holds whoever
+    sampled. Ties go to the lowest index; a group of equal rewards adds 0.
     """
     best, worst, differ = _best_and_worst(x)
     margin = sequence_sum(x.logprobs, x.mask) - sequence_sum(x.ref_logprobs, x.mask)  # (N,)
@@ -215,8 +209,7 @@ def online_dpo(x: LossInputs) -> tuple[Tensor, Metrics]:
 def raft(x: LossInputs) -> tuple[Tensor, Metrics]:
     """RAFT (arXiv 2304.06767): -l of the best of K, not normalised by length; a mean over queries.
 
-    Needs no behaviour log-probabilities: it imitates, whoever sampled. Ties go to the lowest index;
-    a group of equal rewards adds 0. beta is not used.
+    It imitates, whoever sampled. Ties go to the lowest index; a group of equal rewards adds 0.
     """
     best, _, differ = _best_and_worst(x)
     loss = -sequence_sum(x.logprobs, x.mask)[best]  # (N / K,)
@@ -226,7 +219,7 @@ def raft(x: LossInputs) -> tuple[Tensor, Metrics]:
 def opmd(x: LossInputs) -> tuple[Tensor, Metrics]:
     """OPMD as Trinity-RFT has it (arXiv 2509.24203): -A l / (1 + beta), A = r - mean r.
 
-    Needs no behaviour log-probabilities: stale rows are taken as they are.
+    Stale rows are taken as they are.
     """
     weighted = _centred(x.rewards, x.group_size) * sequence_sum(x.logprobs, x.mask)
     return -weighted.mean() / (1 + x.beta), {}
@@ -235,18 +228,16 @@ def opmd(x: LossInputs) -> tuple[Tensor, Metrics]:
 def asymre(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Asymmetric REINFORCE (arXiv 2506.20520): -(r - (mean r - 0.1)) l.
 
-    The lowered baseline weighs what succeeded more than what failed, which is what stale rows are
-    safe for. beta is not used. Needs no behaviour log-probabilities.
+    The lowered baseline weighs successes more than failures, which is safe on stale rows.
     """
-    advantage = _centred(x.rewards, x.group_size) + ASYMMETRY
+    advantage = _centred(x.rewards, x.group_size) + 0.1
     return -(advantage * sequence_sum(x.logprobs, x.mask)).mean(), {}
 
 
 def topr(x: LossInputs) -> tuple[Tensor, Metrics]:
     """TOPR (arXiv 2503.14286): -A l where A > 0, else -min(pi / b, 1) A l, A = r - mean r.
 
-    The ratio is that of whole responses, detached: what the policy has left behind is pushed away
-    no further. beta is not used. Needs behaviour log-probabilities.
+    The ratio is that of whole responses, detached: what the policy has left is pushed no further.
     """
     advantage = _centred(x.rewards, x.group_size)
     truncated = _log_ratio(x).detach().clamp(max=0.0).exp()
@@ -257,8 +248,7 @@ def topr(x: LossInputs) -> tuple[Tensor, Metrics]:
 def gspo(x: LossInputs) -> tuple[Tensor, Metrics]:
     """GSPO (arXiv 2507.18071): PPO's clip, 3e-4 below and 4e-4 above, on s = exp(mean_t log rho_t).
 
-    A is grpo's, without its KL; beta is not used. Needs behaviour log-probabilities. Stale rows are
-    clipped whole.
+    A is grpo's, without its KL. Stale rows are clipped whole.
     """
     log_s = _log_ratio(x) / _lengths(x)  # (N,)
     return _clipped(_ratio(log_s), _standardised(x), 3e-4, 4e-4).mean(), {}
@@ -268,8 +258,7 @@ def cispo(x: LossInputs) -> tuple[Tensor, Metrics]:
     """CISPO (arXiv 2506.13585): -sum_t min(rho_t, 1.2) A log pi_t, A = r - mean r, rho detached.
 
     The paper divides A by the group's standard deviation, and has a mean over the group's tokens,
-    not its rows. beta is not used. Needs behaviour log-probabilities. No stale token loses its
-    gradient, as PPO's clip would have it.
+    not its rows. No stale token loses its gradient, as PPO's clip would have it.
     """
     return _weighted_tokens(x, _token_ratio(x).clamp(max=1 + CLIP)), {}
 
@@ -277,8 +266,7 @@ def cispo(x: LossInputs) -> tuple[Tensor, Metrics]:
 def tis(x: LossInputs) -> tuple[Tensor, Metrics]:
     """Truncated importance sampling: -sum_t min(rho_t, 2) A log pi_t, A = r - mean r.
 
-    rho is detached. beta is not used. Needs behaviour log-probabilities. Used where sampler and
-    trainer differ (vLLM and transformers), and on stale rows.
+    rho is detached. For stale rows, and where vLLM and transformers differ.
     """
     return _weighted_tokens(x, _token_ratio(x).clamp(max=2.0)), {}
 
@@ -286,7 +274,7 @@ def tis(x: LossInputs) -> tuple[Tensor, Metrics]:
 def icepop(x: LossInputs) -> tuple[Tensor, Metrics]:
     """IcePop: as tis without its bound, but 0 for tokens whose rho is outside 0.5 to 5.
 
-    beta is not used. Needs behaviour log-probabilities. Tokens that are too stale are left out.
+    Tokens that are too stale are left out.
     """
     ratio = _token_ratio(x)
     return _weighted_tokens(x, torch.where((ratio >= 0.5) & (ratio <= 5.0), ratio, 0.0)), {}
@@ -296,44 +284,14 @@ def dppo(x: LossInputs) -> tuple[Tensor, Metrics]:
     """DPPO (arXiv 2602.04879, binary TV), prime-rl's form: sum_t (1e-3 log^2 rho_t - m_t rho_t A).
 
     A = r - mean r; rho carries the gradient. m_t is 0 where pi_t - b_t is over 0.2 and A > 0, or
-    under -0.2 and A < 0. prime-rl averages over the batch's tokens. beta is not used. Needs
-    behaviour log-probabilities. What masks a stale token is how far its probability has moved, not
-    by what ratio.
+    under -0.2 and A < 0. prime-rl averages over the batch's tokens. What masks a stale token is how
+    far its probability has moved, not by what ratio.
     """
     advantage = _centred(x.rewards, x.group_size)[:, None]
     log_ratio = torch.where(x.mask.bool(), x.logprobs - _behavior(x), 0.0)  # (N, T)
     moved = (x.logprobs.detach().exp() - _behavior(x).exp()) * advantage.sign()
     gain = torch.where(moved <= 0.2, _ratio(log_ratio) * advantage, 0.0)
     return sequence_sum(1e-3 * log_ratio.square() - gain, x.mask).mean(), {}
-
-
-LOSSES: dict[str, Objective] = {
-    "tb": trajectory_balance,
-    "tb_anchored": tb_anchored,
-    "tba_prime": tba_prime,
-    "tba_prime_ratio": tba_prime_ratio,
-    "tba_prime_released": tba_prime_released,
-    "tba_ema": tba_ema,
-    "tb_behavior": tb_behavior,
-    "kimi_k2": kimi_k2,
-    "oapl": oapl,
-    "reinforce": reinforce,
-    "rloo": rloo,
-    "proximal_rloo": proximal_rloo,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "dr_grpo_ratio": dr_grpo_ratio,
-    "online_dpo": online_dpo,
-    "raft": raft,
-    "opmd": opmd,
-    "asymre": asymre,
-    "topr": topr,
-    "gspo": gspo,
-    "cispo": cispo,
-    "tis": tis,
-    "icepop": icepop,
-    "dppo": dppo,
-}
 
 
 # These read no reference log-probabilities: no searcher loads a reference policy for them.
@@ -346,8 +304,6 @@ WITHOUT_REFERENCE = frozenset(
 EXACT_SAMPLING = frozenset(("tb_anchored", "tba_ema"))
 
 CLIP = 0.2  # PPO's epsilon
-ASYMMETRY = 0.1  # of asymre's baseline
-EMA_DECAY = 0.9  # alpha of tba_ema's average
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, below: float = CLIP, above: float = CLIP) -> Tensor:
@@ -387,9 +343,8 @@ def _standardised(x: LossInputs) -> Tensor:
 
 def _regularised_reward(x: LossInputs) -> Tensor:
     """R = r - beta (b - f), (N,)."""
-    return x.rewards - x.beta * (
-        sequence_sum(_behavior(x), x.mask) - sequence_sum(x.ref_logprobs, x.mask)
-    )
+    kl = sequence_sum(_behavior(x), x.mask) - sequence_sum(x.ref_logprobs, x.mask)
+    return x.rewards - x.beta * kl
 
 
 def _leave_one_out(x: LossInputs) -> Tensor:
@@ -439,3 +394,11 @@ def _behavior(x: LossInputs) -> Tensor:
             "sampled, and they are None"
         )
     return x.behavior_logprobs
+
+
+# The public functions of this file, by name.
+LOSSES: dict[str, Objective] = {"tb": trajectory_balance} | {
+    name: function
+    for name, function in globals().items()
+    if isfunction(function) and function.__module__ == __name__ and name[0] != "_"
+}

@@ -36,10 +36,8 @@ class ScoreWorkers(RewardScorer):
 
     def add(self, groups: list[Group]) -> None:
         for group in groups:
-            futures = [
-                self._schedule(_score, group.query, *response)
-                for response in zip(group.texts, group.finished.tolist())
-            ]
+            responses = zip(group.texts, group.finished.tolist())
+            futures = [self._schedule(_score, group.query, *each) for each in responses]
             self.waiting.append((group, futures))
 
     def _schedule(self, function, *arguments) -> Future:

@@ -7,6 +7,7 @@ weights are gathered while it is computed, so every forward pass is made by all 
 
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -88,8 +89,7 @@ class Rank:
                 return
             result = getattr(learner, name)(*arguments)
             if isinstance(result, GeneratorType):
-                for _ in result:
-                    pass
+                deque(result, maxlen=0)  # to its end
 
     def share(self, rows: list, group_size: int) -> list:
         """Return the rows of this rank: whole groups of so many."""
@@ -215,9 +215,8 @@ class ShardedLearner(Learner):
         """
         counts, sizes = zip(*self.rank.gather((len(parts), sum(map(len, parts)))))
         dummies = [parts[-1][: self.config.responses_per_query]] * (max(counts) - len(parts))
-        return [(part, len(part) / sum(sizes)) for part in parts] + [
-            (each, 0.0) for each in dummies
-        ]
+        shares = [len(part) / sum(sizes) for part in parts] + [0.0] * len(dummies)
+        return list(zip([*parts, *dummies], shares))
 
     def fits(self, rows: list[Response]) -> bool:
         """Return whether the step fits on all ranks. They make the same passes on equal devices.

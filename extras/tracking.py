@@ -1,37 +1,32 @@
-"""Tracking (--track): a process of its own follows the run's files and feeds a tracker.
+"""Tracking (--track): a thread of the launcher follows the run's files and feeds a tracker.
 
-Searchers and trainer know nothing of it. A tracker that raises, hangs or is killed costs a warning.
+Searchers and trainer know nothing of it. A tracker that raises or hangs costs a line on the screen.
 """
 
 import json
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from importlib.util import find_spec
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.util import _exit_function as unlink_semaphores
 from pathlib import Path
 
-from config import Config, UserError
-from launch import children
+from config import Config, UserError, first_line
 from launch.files import is_metrics, new_lines
-from launch.places import Place
 from runtime.child import log_path
 
 PERIOD = 1.0  # seconds between two looks at the files
-QUIET_SECONDS = 2.0  # of the wait at the end of a run, before it is mentioned
-FINISH_SECONDS = 30.0  # for a tracker to send what is left, at the end of a run
-EXIT_SECONDS = 1.0  # for its process to end once it has said that it failed
-NICENESS = 10  # what else runs comes first
+FINISH_SECONDS = 10.0  # for a tracker to send what is left, at the end of a run
 TABLES = 100  # of samples that a run shows, at most
 SAMPLES = 8  # in a table
 FIELDS = ("version", "query_id", "prompt", "answer", "response", "extracted", "reward")  # of each
 # The first pattern that is found in the name of a metric of a step decides.
 GROUPS = {
     "staleness": r"staleness|^ess_|^log_w_",
-    "speed": r"busy|second|queue|buffer|received|restarts|publishes|silence|prompts|unscored",
+    "speed": r"busy|second|queue|buffer|received|restarts|publishes|prompts|unscored",
     "reward": r"reward|score|finished",
     "policy": r"kl|entropy|tokens|mismatch",
     "loss": r"",
@@ -43,92 +38,68 @@ def check(config: Config) -> None:
     spec = find_spec(config.track)
     # A directory that happens to have the name is found too, without an origin.
     if not (spec and spec.origin):
-        raise UserError(
-            f"--track {config.track}: it is not installed: pip install -r requirements-track.txt"
-        )
+        problem = f"--track {config.track}: it is not installed"
+        raise UserError(f"{problem}: pip install -r requirements-track.txt")
 
 
 class Tracking:
-    """The process that feeds the tracker, as the run sees it. Made before the trainer starts."""
+    """The thread that feeds the tracker. say: shows the user a line, from any thread."""
 
-    def __init__(self, config: Config):
-        self.name = config.track
-        self.has_ended = False  # and what there is to say of it was said
-        self.connection, other_end = Pipe()
-        place = Place("tracker", None, sorted(os.sched_getaffinity(0)), threads=1)
-        target = "extras.tracking:run"
-        arguments = self.name, config.output_dir, other_end
-        self.process = children.start(place, target, arguments, config.output_dir)
-        other_end.close()
+    def __init__(self, config: Config, say: Callable[[str], None]):
+        self.name, self.run_dir, self.say = config.track, config.output_dir, say
+        self.exit_code, self.is_over = 0, threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
 
-    def check(self, say: Callable[[str], None]) -> None:
-        """Say what the process reports: where to look, or that it failed."""
-        while not self.has_ended and self.connection.poll():
-            try:
-                say(f"--track {self.name}: {self.connection.recv()}")
-            except (EOFError, OSError):
-                self.has_ended = True
-                self.process.join(EXIT_SECONDS)
-                if self.process.exitcode:
-                    say(
-                        f"--track {self.name}: its process ended with exit code "
-                        f"{self.process.exitcode}; the run does without it"
-                    )
+    def run(self) -> None:
+        """Feed the tracker until the run is over, or until the tracker raises."""
+        try:
+            self.follow()
+        except BaseException as error:
+            log = log_path(self.run_dir, "tracker")
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            problem = f"it failed, and the run does without it: {reason}; see {log}"
+            self.say(f"--track {self.name}: {problem}")
+            log.write_text(traceback.format_exc())
 
-    def finish(self, exit_code: int) -> None:
-        """Have the tracker sent what is left, for a bounded time. exit_code: the run's."""
-        self.check(print)
-        if not self.has_ended:
-            with suppress(OSError):  # it ends just now
-                self.connection.send(exit_code)
-            self.process.join(QUIET_SECONDS)
-            limit = f"{FINISH_SECONDS:.0f} s"
-            if self.process.exitcode is None:
-                print(f"--track {self.name}: sending what is left, for {limit} at most")
-                self.process.join(FINISH_SECONDS)
-            if self.process.exitcode is None:
-                problem = f"it did not end within {limit} and is killed; metrics.jsonl has all"
-                print(f"--track {self.name}: {problem}", file=sys.stderr)
-            else:
-                self.check(print)
-        children.kill(self.process)
+    def follow(self) -> None:
+        """Feed the tracker what there is, again and again, until the run is over.
 
+        From the first line on, also in a resumed run: what an earlier tracker was given, and in
+        what order, need not be known.
+        """
+        settings = json.loads(Path(self.run_dir, "config.json").read_text())
+        tracker = TRACKERS[self.name](self.run_dir, settings)
+        self.say(f"--track {self.name}: {tracker.where}")
+        metrics = new_lines(Path(self.run_dir, "metrics.jsonl"))
+        samples = new_lines(Path(self.run_dir, "samples.jsonl"))
+        is_over, table_version = False, 0  # from which another table is due
+        while not is_over:
+            is_over = self.is_over.wait(PERIOD)  # what is there by then is sent below
+            for line in filter(is_metrics, next(metrics)):
+                tracker.log(line["step"], grouped(line))
+            newest = next(samples)[-SAMPLES:]
+            if newest and newest[-1]["version"] >= table_version:
+                version = newest[-1]["version"]
+                tracker.show(version, newest)
+                table_version = version + settings["steps"] / TABLES
+        tracker.close(self.exit_code)
 
-def run(name: str, run_dir: str, connection: Connection) -> None:
-    """The tracker's process."""
-    os.nice(NICENESS)
-    sys.argv = sys.argv[:1]  # wandb would send the command line, and with it a task's secrets
-    try:
-        follow(name, run_dir, connection)
-    except BaseException as error:
-        traceback.print_exc()
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        log = log_path(run_dir, "tracker")
-        connection.send(f"it failed, and the run does without it: {reason}; see {log}")
+    def finish(self, exit_code: int, seconds: float = FINISH_SECONDS) -> None:
+        """Wait until the tracker has what is left, so many seconds at most. exit_code: the run's.
 
-
-def follow(name: str, run_dir: str, connection: Connection) -> None:
-    """Feed the tracker until the run's exit code arrives, and what is there by then.
-
-    From the first line on, also in a resumed run: what an earlier tracker was given, and in what
-    order, need not be known.
-    """
-    settings = json.loads(Path(run_dir, "config.json").read_text())
-    tracker = TRACKERS[name](run_dir, settings)
-    connection.send(tracker.where)
-    metrics = new_lines(Path(run_dir, "metrics.jsonl"))
-    samples = new_lines(Path(run_dir, "samples.jsonl"))
-    is_over, table_version = False, 0  # from which another table is due
-    while not is_over:
-        is_over = connection.poll(PERIOD)  # what is there by then is sent below
-        for line in filter(is_metrics, next(metrics)):
-            tracker.log(line["step"], grouped(line))
-        newest = next(samples)[-SAMPLES:]
-        if newest and newest[-1]["version"] >= table_version:
-            version = newest[-1]["version"]
-            tracker.show(version, newest)
-            table_version = version + settings["steps"] / TABLES
-    tracker.close(connection.recv())
+        A tracker that hangs is cut off: this process ends here, before exit hooks of the tracker's
+        library, which would wait too.
+        """
+        self.exit_code = exit_code
+        self.is_over.set()
+        self.thread.join(seconds)
+        if self.thread.is_alive():
+            problem = f"it did not end within {seconds:.0f} s and is cut off"
+            print(f"--track {self.name}: {problem}; metrics.jsonl has all", file=sys.stderr)
+            unlink_semaphores()
+            sys.stdout.flush()
+            os._exit(exit_code)
 
 
 def grouped(line: dict) -> dict[str, float]:
@@ -136,21 +107,17 @@ def grouped(line: dict) -> dict[str, float]:
 
     A line without a loss is an evaluation: its `reward` is not that of the responses of a step.
     """
+    patterns = GROUPS if "loss" in line else {"evaluation": r""}
     return {
-        f"{group_of(name) if 'loss' in line else 'evaluation'}/{name}": value
+        f"{next(group for group in patterns if re.search(patterns[group], name))}/{name}": value
         for name, value in line.items()
         if name != "step" and isinstance(value, int | float)  # what can be drawn
     }
 
 
-def group_of(name: str) -> str:
-    """Return the group of a metric of a step."""
-    return next(group for group, pattern in GROUPS.items() if re.search(pattern, name))
-
-
 # The trackers. `where` tells the user where to look; log() takes figures against the trainer step,
 # show() a few lines of samples.jsonl, close() the run's exit code. Any of them may raise, or never
-# return. A library is imported where its tracker is made: in the tracker's process alone.
+# return. A library is imported where its tracker is made: in the thread, as it may take seconds.
 
 
 class Wandb:
@@ -164,16 +131,13 @@ class Wandb:
         import wandb
 
         self.wandb, name = wandb, Path(run_dir).resolve().name
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "tba"),
-            group=name,
-            name=name,
-            dir=run_dir,
-            config=settings,
-            # This process prints nothing of the run. A kill -9 may cost a second of what was sent:
-            # wandb would keep 15 s in memory.
-            settings=wandb.Settings(console="off", x_transaction_log_flush_interval=1.0),
+        # It neither prints, asks for a key nor takes over the terminal, which is the run's. A
+        # kill -9 may cost a second of what was sent: wandb would keep 15 s in memory.
+        wandb.setup(
+            wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
         )
+        project = os.environ.get("WANDB_PROJECT", "tba")
+        self.run = wandb.init(project=project, group=name, name=name, dir=run_dir, config=settings)
         self.run.define_metric("trainer_step", hidden=True)
         self.run.define_metric("*", step_metric="trainer_step")
         directory = Path(self.run.dir).parent

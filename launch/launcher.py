@@ -28,7 +28,13 @@ def launch(given: Config) -> int:
     checked = check_run(given)
     describe(checked)
     open_run_dir(checked)
-    return supervise(Run(checked))
+    run = Run(checked)
+    try:
+        return supervise(run)
+    except SystemExit as ended:  # by a second signal: nothing is waited for
+        if run.tracking:
+            run.tracking.finish(ended.code, seconds=0.0)
+        raise
 
 
 def describe(checked: CheckedRun) -> None:

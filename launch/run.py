@@ -94,7 +94,7 @@ class Run:
         if config.track:
             from extras.tracking import Tracking
 
-            self.tracking = Tracking(config)
+            self.tracking = Tracking(config, say)
 
     def train(self) -> None:
         """Start the trainer, and watch over all until it has ended. Raises RunFailed."""
@@ -139,8 +139,6 @@ class Run:
             self.check_trainer()
             self.first_look.say_if_due()
             self.terminal.look()
-            if self.tracking:
-                self.tracking.check(self.terminal.say)
 
     def check_trainer(self) -> None:
         """Raise RunFailed when a trainer process has died, or sends no heartbeat."""

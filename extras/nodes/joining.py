@@ -49,9 +49,8 @@ def check_address(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except OSError as error:
-        raise UserError(
-            f"--ray {address}: nobody answers there ({error}): see `ray status` on that machine"
-        ) from error
+        problem = f"nobody answers there ({error}): see `ray status` on that machine"
+        raise UserError(f"--ray {address}: {problem}") from error
     # Unset is disabled: for "auto" Ray would else take up a token that it finds.
     mode = os.environ.setdefault("RAY_AUTH_MODE", "disabled").lower()
     answers = {each: ask(address, each) for each in {mode, "disabled"}}
@@ -70,8 +69,7 @@ def ask(address: str, mode: str) -> str:
     In a process of its own: there Ray prints, and aborts where it finds no token.
     """
     code = f"from ray._raylet import GcsClient; GcsClient(address={address!r})"
-    environment = os.environ | {"RAY_AUTH_MODE": mode}
-    command = [sys.executable, "-Pc", code]
+    command, environment = [sys.executable, "-Pc", code], os.environ | {"RAY_AUTH_MODE": mode}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     return result.stderr if result.returncode else ""
 

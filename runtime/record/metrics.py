@@ -111,7 +111,6 @@ class StepMetrics:
             "trainer_busy": 1.0 - waiting,
             "searcher_busy": working / len(status.searchers),
             "searcher_tokens_per_second": tokens_per_second,
-            **status.figures(self.weights.version),
         }
 
 

@@ -98,13 +98,6 @@ class StatusTable:
         """Sum a column over all searchers."""
         return float(self.words[self.searching, self.COLUMNS.index(column)].sum())
 
-    def figures(self, version: int) -> dict[str, float]:
-        """What metrics.jsonl says of further nodes (extras/nodes/cluster.py): here are none.
-
-        version: the newest.
-        """
-        return {}
-
     def state_dict(self) -> dict[str, dict[str, float]]:
         """What a run that is resumed must know of each searcher."""
         return {
