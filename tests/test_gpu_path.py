@@ -15,7 +15,7 @@ from conftest import ROOT, WHOLE_RUN, flags, python, read, steps_of
 
 from config import Config, UserError
 from launch import children
-from launch.places import Place, find_places, resolve
+from launch.places import Place, find_places, resolve, why_no_gpu
 from runtime.transport.status import StatusTable
 from searcher import Searcher
 from weights import SharedWeights
@@ -26,6 +26,32 @@ def test_gpus_that_are_counted_and_cannot_be_used_are_refused_in_one_line(gpus):
     with pytest.raises(UserError, match=r"there are 4 GPUs, but CUDA .* driver 580") as caught:
         find_places(Config())
     assert "\n" not in str(caught.value)
+
+
+FAILS = "echo NVIDIA-SMI has failed because it cannot reach the driver.; exit 9"
+LISTS = "echo GPU 0: NVIDIA H200"
+REASONS = [
+    (None, None, "this machine has no GPU"),
+    (FAILS, None, "the GPU's driver does not work (nvidia-smi: NVIDIA-SMI has failed because it "
+     "cannot reach the driver.)"),
+    (LISTS, "", "CUDA_VISIBLE_DEVICES= hides the GPUs"),
+    (LISTS, None, f"torch {torch.__version__} sees none of the GPUs that nvidia-smi lists: run "
+     "make setup"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("nvidia_smi, visible, reason", REASONS)
+def test_a_gpu_that_is_missing_hidden_or_without_a_driver_is_named(
+    nvidia_smi, visible, reason, tmp_path, monkeypatch
+):
+    if nvidia_smi:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert why_no_gpu() == reason
 
 
 def test_each_process_gets_its_part_of_the_cores(gpus, monkeypatch):

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet, finalize
 
 import numpy as np
@@ -74,6 +74,8 @@ def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
             "output embedding: use another architecture"
         )
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    cached_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(policy)]
     return PolicySize(
@@ -86,21 +88,8 @@ def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
         layer=max(layers, default=0),
         outside=parameters - sum(layers),
         layer_values_per_token=4 * text.hidden_size + 3 * inner,
-        cached_per_token=cached_per_token(policy),
+        cached_per_token=2 * text.num_hidden_layers * cached_heads * head_size,
     )
-
-
-def cached_per_token(policy: torch.nn.Module) -> int:
-    """Count the keys and values that all layers keep of a token."""
-    try:
-        token = torch.zeros(1, 1, dtype=torch.long, device="meta")
-        layers = policy.base_model(input_ids=token, use_cache=True).past_key_values.layers
-        return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
-    except Exception:  # the model looks at numbers, and here are none
-        text = policy.config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * text.num_hidden_layers * heads * size
 
 
 def vllm_bytes(size: PolicySize, dtype: torch.dtype, card: float = 0) -> int:
@@ -146,10 +135,9 @@ def pass_bytes(
     if not has_gradient:
         config = replace(config, lora_rank=0)
     size = policy_size(config.model, config.trust_remote_code)
-    settings = tuple((name, getattr(config, name)) for name in DECISIVE)
     is_counted = True
     try:
-        kept, beyond = _count(settings, one, dtype, has_gradient, on_gpu)
+        kept, beyond = _count(config, one, dtype, has_gradient, on_gpu)
     except Exception:  # a model may look at numbers, and here are none: that must not stop a run
         is_counted = False
         tokens = one.rows * one.response + one.queries * one.prompt
@@ -161,24 +149,14 @@ def pass_bytes(
     return PassBytes(kept, beyond, is_counted)
 
 
-# The settings that decide what is counted.
-DECISIVE = "model", "trust_remote_code", "master_dtype", "lora_rank"
-
-
-@cache
 def _count(
-    settings: tuple[tuple[str, Any], ...],
-    one: Pass,
-    dtype: torch.dtype,
-    has_gradient: bool,
-    on_gpu: bool,
+    config: Config, one: Pass, dtype: torch.dtype, has_gradient: bool, on_gpu: bool
 ) -> tuple[int, int]:
     """Run a pass on fake tensors, which have shapes and storages and no numbers.
 
     Returns the bytes that it keeps, without autocast's copies of a layer's weights, and what its
     peak is beyond that.
     """
-    config = Config(**dict(settings))
     policy, masters = policy_without_weights(config).eval(), getattr(torch, config.master_dtype)
     policy.to(masters)
     packed = on_gpu and dtype == torch.bfloat16
