@@ -278,6 +278,7 @@ def test_a_preset_with_a_large_model_of_its_own_names_the_missing_gpu_first(
 ):
     byte_tokenizer().save_pretrained(shapes["rho"])
     monkeypatch.setitem(find_presets("gsm8k")["figure1"], "model", shapes["rho"])
+    monkeypatch.setenv("PATH", str(tmp_path))  # a GPU machine has nvidia-smi
     run = ["gsm8k", flag.format(data=gsm8k_data), *flags(output_dir=tmp_path / "run")]
     capfd.readouterr()
     assert main(run) == 2 and not (tmp_path / "run").exists()
