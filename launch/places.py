@@ -59,13 +59,14 @@ def why_no_gpu() -> str:
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     except OSError:
-        return "this machine has no GPU"
+        return "this machine has no GPU (no nvidia-smi)"
     if listed.returncode or not listed.stdout.strip():
         said = " ".join((listed.stdout + listed.stderr).split())
         return f"the GPU's driver does not work (nvidia-smi: {said or 'no GPU'})"
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} hides the GPUs"
-    return f"torch {torch.__version__} sees none of the GPUs that nvidia-smi lists: run make setup"
+    why = "CUDA_VISIBLE_DEVICES hides them, or their driver is older than 580"
+    if torch.version.cuda is None:
+        why = "it is the build for CPUs, run make setup for the other"
+    return f"torch {torch.__version__} sees none of the GPUs that nvidia-smi lists ({why})"
 
 
 def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:

@@ -57,7 +57,7 @@ def time_step(learner: Learner, rows: list[Response]) -> float | None:
         return None
     start = time.monotonic()
     it_fits = learner.fits(rows)
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.monotonic() - start if it_fits else None
 

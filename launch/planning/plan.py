@@ -85,7 +85,7 @@ def show_plan(config: Config) -> int:
     print_plan(needs)
     check_needs(needs)
     unknown = [place for place in (MEMORY, SHARED, DISK) if place not in available]
-    print(f"fits{', if there is as much ' * bool(unknown)}{', '.join(unknown)}")
+    print(f"fits, if there is as much {', '.join(unknown)}" if unknown else "fits")
     return 0
 
 
