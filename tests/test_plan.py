@@ -192,7 +192,7 @@ def test_the_plan_counts_the_share_of_each_trainer_process_and_what_it_gathers(s
     whole, _ = plan_on("4x80", **settings)
     made, problem = plan_on("4x80", **settings, trainer_processes=2, checkpoint_every=0)
     assert problem is None
-    size = sizes.policy_size(shapes["four"], False)
+    size = sizes.PolicySize(shapes["four"], False)
     parameters, layer = size.parameters, (size.parameters - size.outside) // 4
     shares = {"weights, float32": 2, "gradients": 2, "AdamW's two moments": 4}
     for name in ("trainer", "trainer 1"):

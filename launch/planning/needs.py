@@ -35,6 +35,10 @@ MEMORY, SHARED, DISK = "host memory", "shared memory", "disk"
 # Estimated: a process on a GPU (context, kernels, fragments); one in host memory (Python and its
 # libraries) without a GPU and with one.
 CUDA_BYTES, PROCESS_BYTES, GPU_PROCESS_BYTES = 1.5 * GIB, 0.7 * GIB, 3 * GIB
+# Estimated: fp32 copies of a step's logits, while vLLM samples; what it captures on a GPU; what it
+# reads at a time there, and on a large one.
+VLLM_LOGITS, CUDA_GRAPHS, VLLM_TOKENS, VLLM_TOKENS_LARGE = 4, GIB // 2, 8192, 16384
+LARGE_GPU = 70 * GIB
 
 Part = tuple[str, float]  # purpose and bytes of what a process needs at its place
 
@@ -65,7 +69,7 @@ class Needs:
     ):
         self.config, self.places, self.available = config, places, available
         self.models, self.ranks = models, config.trainer_processes
-        self.size = size = sizes.policy_size(config.model, config.trust_remote_code)
+        self.size = size = sizes.PolicySize(config.model, config.trust_remote_code)
         self.on_gpu = places[0].gpu is not None
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
         self.dtype = compute_dtype(config, self.device)
@@ -235,13 +239,15 @@ class Needs:
 
         On a GPU it takes its share, whatever it needs of that.
         """
+        size, logits = self.size, VLLM_LOGITS * ENGINE_ROWS * torch.float32.itemsize
+        fixed = self.published + logits * size.vocabulary
         if place.gpu is None:
-            room = float(environment(place)["VLLM_CPU_KVCACHE_SPACE"]) * GIB
-            return sizes.vllm_bytes(self.size, self.dtype), room
+            return fixed, float(environment(place)["VLLM_CPU_KVCACHE_SPACE"]) * GIB
         card = self.available[place_of(place)]
+        tokens = VLLM_TOKENS_LARGE if card >= LARGE_GPU else VLLM_TOKENS
+        fixed += tokens * size.layer_values_per_token * self.dtype.itemsize + CUDA_GRAPHS
         share = self.config.gpu_memory_utilization * card
-        fixed = min(share, sizes.vllm_bytes(self.size, self.dtype, card))
-        return fixed, share - fixed
+        return min(share, fixed), max(0, share - fixed)
 
     def responses_in(self, room: float) -> int:
         """How many responses of full length have their keys and values in so many bytes."""

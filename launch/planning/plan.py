@@ -22,7 +22,7 @@ from launch.places import (
     why_no_gpu,
 )
 from launch.planning.needs import DISK, GIB, MEMORY, SHARED, Needs, place_of
-from launch.planning.sizes import policy_size
+from launch.planning.sizes import PolicySize
 from models.architecture import weight_shapes
 from models.hub import fetch_model, find_model
 from tasks import Task, load_task
@@ -96,7 +96,7 @@ def check_gpu(config: Config, places: list[Place]) -> None:
     name = config.model.partition("@")[0]
     if places[0].gpu is not None or name not in own:
         return
-    parameters = policy_size(config.model, config.trust_remote_code).parameters
+    parameters = PolicySize(config.model, config.trust_remote_code).parameters
     if parameters >= LARGE:
         raise UserError(
             f"preset {config.preset!r} of {config.task} is made for GPUs ({name} has "
