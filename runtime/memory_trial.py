@@ -36,7 +36,7 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
             check_inputs(learner, rows[:1])
         share = math.ceil(config.queries_per_batch / config.trainer_processes)
         minutes = config.steps * math.ceil(share / config.full_queries) * seconds / 60
-        longest = f"{minutes:.0f} minutes" if minutes < 100 else f"{minutes / 60:.0f} hours"
+        longest = f"{math.ceil(minutes)} min" if minutes < 100 else f"{minutes / 60:.0f} h"
         say(f"it takes {seconds:.1f} s: all {config.steps} steps take {longest} at most")
         return
     length = "--max_episode_tokens" if config.max_episode_tokens else "--max_response_tokens"
