@@ -259,7 +259,7 @@ def test_the_command_prints_the_plan_for_given_cards_or_this_machine(shapes, tmp
     # 6 x 307,251,200 parameters x 7 x (512 + 20 x 512) tokens.
     last = "700 steps of 139 TFLOP, each response of full length, at 100 TFLOP/s: 16 minutes, "
     last += "calculated and never measured on a GPU\n"
-    assert out.endswith(last + "fits, if there is as much host memory, shared memory, disk\n")
+    assert out.endswith(last + "fits, if there is as much host memory, shared memory and disk\n")
     assert main([*command, "1x6"]) == 2, "the table, and the error"
     out, err = capfd.readouterr()
     assert "GPU 0 is short" in err and "AdamW's two moments" in out and "fits" not in out

@@ -84,8 +84,8 @@ def show_plan(config: Config) -> int:
     needs = make_plan(resolve(config, places), task, places, available)
     print_plan(needs)
     check_needs(needs)
-    unknown = [place for place in (MEMORY, SHARED, DISK) if place not in available]
-    print(f"fits, if there is as much {', '.join(unknown)}" if unknown else "fits")
+    unknown = f", if there is as much {MEMORY}, {SHARED} and {DISK}" if config.plan_gpus else ""
+    print(f"fits{unknown}")
     return 0
 
 
