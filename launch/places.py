@@ -34,21 +34,16 @@ class Place:
 def find_gpus() -> list[str]:
     """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, as it names them.
 
-    Raises UserError for GPUs that CUDA cannot use, and for none with a vLLM that needs one.
+    Raises UserError for none that CUDA can use, where vLLM needs one.
     """
-    count = torch.cuda.device_count()
-    if count and not torch.cuda.is_available():  # the one asks the driver, the other CUDA
-        raise UserError(
-            f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, but CUDA "
-            f"{torch.version.cuda} cannot use them: see nvidia-smi (CUDA 13 needs driver 580 or "
-            "newer), or hide them with CUDA_VISIBLE_DEVICES="
-        )
+    # The first asks CUDA, the other the driver, which may be too old for CUDA.
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     all_gpus = ",".join(map(str, range(count)))
     named = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
     gpus = [gpu.strip() for gpu in named][:count]
     if not gpus and any(package.name == "vllm" for package in importlib.metadata.distributions()):
         raise UserError(
-            f"{why_no_gpu()}, but the vLLM that is installed is the one for GPUs: "
+            f"{why_no_gpu()}, but the vLLM that is installed is the one for GPUs: mend that, or "
             "install requirements-cpu.txt instead"
         )
     return gpus
