@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import os
+import subprocess
 from dataclasses import dataclass
 
 import torch
@@ -33,24 +34,34 @@ class Place:
 def find_gpus() -> list[str]:
     """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, as it names them.
 
-    Raises UserError for GPUs that CUDA cannot use, and for none with a vLLM that needs one.
+    Raises UserError for none that CUDA can use, where vLLM needs one.
     """
-    count = torch.cuda.device_count()
-    if count and not torch.cuda.is_available():  # the one asks the driver, the other CUDA
-        raise UserError(
-            f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, but CUDA "
-            f"{torch.version.cuda} cannot use them: see nvidia-smi (CUDA 13 needs driver 580 or "
-            "newer), or hide them with CUDA_VISIBLE_DEVICES="
-        )
+    # The first asks CUDA, the other the driver, which may be too old for CUDA.
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     all_gpus = ",".join(map(str, range(count)))
     named = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
     gpus = [gpu.strip() for gpu in named][:count]
     if not gpus and any(package.name == "vllm" for package in importlib.metadata.distributions()):
         raise UserError(
-            "no GPU is visible, but the vLLM that is installed is the one for GPUs: "
+            f"{why_no_gpu()}, but the vLLM that is installed is the one for GPUs: mend that, or "
             "install requirements-cpu.txt instead"
         )
     return gpus
+
+
+def why_no_gpu() -> str:
+    """Say why torch finds no GPU: there is none, its driver fails, or torch does not see it."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    except OSError:
+        return "this machine has no GPU (no nvidia-smi)"
+    if listed.returncode or not listed.stdout.strip():
+        said = " ".join((listed.stdout + listed.stderr).split())
+        return f"the GPU's driver does not work (nvidia-smi: {said or 'no GPU'})"
+    why = "CUDA_VISIBLE_DEVICES hides them, or their driver is older than 580"
+    if torch.version.cuda is None:
+        why = "it is the build for CPUs, run make setup for the other"
+    return f"torch {torch.__version__} sees none of the GPUs that nvidia-smi lists ({why})"
 
 
 def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
@@ -61,8 +72,7 @@ def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
     """
     gpus = find_gpus() if gpus is None else gpus
     cores = sorted(os.sched_getaffinity(0))
-    trainers = config.trainer_processes
-    searchers = config.searchers
+    trainers, searchers = config.trainer_processes, config.searchers
     if searchers is None:  # on a cluster others search: none here shares the trainer's GPU
         searchers = max(0 if gpus and config.ray else 1, len(gpus) - trainers)
     names = [f"trainer {rank}" if rank else "trainer" for rank in range(trainers)]
@@ -70,23 +80,21 @@ def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
     if not gpus:
         split = split_cores(cores, trainers, searchers)
         return [Place(name, None, own) for name, own in zip(names, split)]
-    check_gpus(len(gpus), trainers, searchers, may_share=not config.ray)
+    check_gpus(config, len(gpus), searchers)
     threads = max(1, len(cores) // len(names))
     return [Place(name, gpus[i % len(gpus)], cores, threads) for i, name in enumerate(names)]
 
 
-def check_gpus(gpus: int, trainers: int, searchers: int, may_share: bool) -> None:
-    """Raise UserError where so many GPUs do not hold so many processes.
-
-    may_share: whether a searcher may be on the one GPU beside the trainer.
-    """
+def check_gpus(config: Config, gpus: int, searchers: int) -> None:
+    """Raise UserError where so many GPUs do not hold the processes. One may hold two of them."""
+    trainers = config.trainer_processes
     there_are = "there is one GPU" if gpus == 1 else f"there are {gpus} GPUs"
-    if trainers > 1 and trainers >= gpus:
+    if trainers > max(1, gpus - 1):
         raise UserError(
             f"--trainer_processes is {trainers}, but {there_are}: each takes one, a searcher "
             f"another; give at most {max(1, gpus - 1)}"
         )
-    room = max(1 if may_share else 0, gpus - trainers)
+    room = max(0 if config.ray else 1, gpus - trainers)
     if searchers > room:
         beside = "the trainer" if trainers == 1 else f"{trainers} trainer processes"
         raise UserError(
@@ -97,11 +105,8 @@ def check_gpus(gpus: int, trainers: int, searchers: int, may_share: bool) -> Non
 def split_cores(cores: list[int], trainers: int, searchers: int) -> list[list[int]]:
     """Half of the cores for the trainer, the rest dealt out; with too few, some share one."""
     half = max(1, len(cores) // 2) if searchers else len(cores)
-    return deal(cores[:half], trainers) + deal(cores[half:] or cores, searchers)
-
-
-def deal(cores: list[int], processes: int) -> list[list[int]]:
-    return [cores[i::processes] or [cores[i % len(cores)]] for i in range(processes)]
+    parts = (cores[:half], trainers), (cores[half:] or cores, searchers)
+    return [own[i::count] or [own[i % len(own)]] for own, count in parts for i in range(count)]
 
 
 def searchers_of(places: list[Place]) -> list[Place]:

@@ -1,8 +1,12 @@
 """The largest-batch trial: what does not fit into memory shows in the first minute."""
 
+import math
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from config import Config, UserError
 from learner import Learner
@@ -13,19 +17,27 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
     """Run forward, backward and AdamW on the longest micro-batch that can come, to no effect.
 
     With --low_memory auto a batch that does not fit makes the learner take two passes. say: shows
-    the user a line. Raises MemoryError that says what to lower.
+    the user a line: what is tried, and from its time how long the steps may take. Raises
+    MemoryError that says what to lower.
     """
     rows = largest_micro_batch(config, learner.policy.get_input_embeddings().num_embeddings)
-    it_fits = learner.fits(rows)
-    if config.low_memory == "auto" and not it_fits:
+    prompt, response = config.longest_row
+    prompts = "a prompt" if config.full_queries == 1 else f"{config.full_queries} prompts"
+    what = f"{len(rows)} responses of {response} tokens to {prompts} of {prompt}"
+    say(f"trying the largest batch: {what}")
+    seconds = time_step(learner, rows)
+    if config.low_memory == "auto" and not seconds:
         learner.low_memory = True
-        it_fits = learner.fits(rows)
-        if it_fits:
-            what = "the largest batch does not fit into memory"
-            say(f"{what}: a step takes two passes (--low_memory)")
-    if it_fits:
+        seconds = time_step(learner, rows)
+        if seconds:
+            say("it does not fit into memory: a step takes two passes (--low_memory)")
+    if seconds:
         if learner.low_memory:
             check_inputs(learner, rows[:1])
+        share = math.ceil(config.queries_per_batch / config.trainer_processes)
+        minutes = config.steps * math.ceil(share / config.full_queries) * seconds / 60
+        longest = f"{math.ceil(minutes)} min" if minutes < 100 else f"{minutes / 60:.0f} h"
+        say(f"it takes {seconds:.1f} s: all {config.steps} steps take {longest} at most")
         return
     length = "--max_episode_tokens" if config.max_episode_tokens else "--max_response_tokens"
     smaller = f"{length} or --responses_per_query"
@@ -36,6 +48,18 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
         f"{len(rows)} responses of {len(rows[0].prompt)} + {len(rows[0].tokens)} tokens do not fit "
         f"into memory in one forward and backward pass: lower {smaller}{also}"
     )
+
+
+def time_step(learner: Learner, rows: list[Response]) -> float | None:
+    """Return the seconds of a step on these rows; None if it does not fit into memory."""
+    # The first pass of all takes longer: it is a small one.
+    if not learner.fits([replace(row, tokens=row.tokens[:2]) for row in rows]):
+        return None
+    start = time.monotonic()
+    it_fits = learner.fits(rows)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.monotonic() - start if it_fits else None
 
 
 def largest_micro_batch(config: Config, vocabulary: int) -> list[Response]:

@@ -1,5 +1,6 @@
 """What only a GPU machine does: the number of GPUs, and whether CUDA can use them, is a mock."""
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,17 +17,41 @@ from conftest import ROOT, WHOLE_RUN, flags, python, read, steps_of
 
 from config import Config, UserError
 from launch import children
-from launch.places import Place, find_places, resolve
+from launch.places import Place, find_places, resolve, why_no_gpu
 from runtime.transport.status import StatusTable
 from searcher import Searcher
 from weights import SharedWeights
 
 
-def test_gpus_that_are_counted_and_cannot_be_used_are_refused_in_one_line(gpus):
+def test_gpus_that_cuda_cannot_use_are_refused_in_one_line(gpus, monkeypatch):
     gpus(4, usable=False)
-    with pytest.raises(UserError, match=r"there are 4 GPUs, but CUDA .* driver 580") as caught:
+    assert all(place.gpu is None for place in find_places(Config())), "with vLLM's build for CPUs"
+    installed = [SimpleNamespace(name="vllm")]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: installed)
+    with pytest.raises(UserError, match=r"^[^\n]*: mend that, or install requirements-cpu.txt"):
         find_places(Config())
-    assert "\n" not in str(caught.value)
+
+
+FAILS = "echo NVIDIA-SMI has failed because it cannot reach the driver.; exit 9"
+LISTS = "echo GPU 0: NVIDIA H200"
+REASONS = [
+    (None, None, "this machine has no GPU (no nvidia-smi)"),
+    (FAILS, None, "(nvidia-smi: NVIDIA-SMI has failed because it cannot reach the driver.)"),
+    (LISTS, None, "nvidia-smi lists (it is the build for CPUs, run make setup for the other)"),
+    (LISTS, "13.0", "(CUDA_VISIBLE_DEVICES hides them, or their driver is older than 580)"),
+]
+
+
+@pytest.mark.parametrize("nvidia_smi, cuda, reason", REASONS)
+def test_a_gpu_that_is_missing_hidden_or_without_a_driver_is_named(
+    nvidia_smi, cuda, reason, tmp_path, monkeypatch
+):
+    if nvidia_smi:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert why_no_gpu().endswith(reason)
 
 
 def test_each_process_gets_its_part_of_the_cores(gpus, monkeypatch):

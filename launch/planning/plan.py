@@ -1,11 +1,8 @@
-"""The plan of a run: what it needs of memory and disk, what there is, and what would help."""
+"""The plan of a run: what it needs of memory and disk, what there is, and what is short."""
 
 import dataclasses
-import math
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -13,55 +10,50 @@ import torch
 
 from config import Config, UserError
 from launch.checks.objective import check_objective
-from launch.checks.settings import check_scorer, find_lacking_extra
-from launch.places import Place, evaluation_place, find_gpus, find_places, is_gpu_shared, resolve
-from launch.planning.needs import DISK, GIB, MEMORY, SHARED, Need, Needs, place_of
+from launch.checks.settings import check_scorer
+from launch.command_line import find_presets
+from launch.places import (
+    Place,
+    evaluation_place,
+    find_gpus,
+    find_places,
+    is_gpu_shared,
+    resolve,
+    why_no_gpu,
+)
+from launch.planning.needs import DISK, GIB, MEMORY, SHARED, Needs, place_of
+from launch.planning.sizes import PolicySize
 from models.architecture import weight_shapes
 from models.hub import fetch_model, find_model
 from tasks import Task, load_task
 from weights import SHARED_MEMORY
 
 USABLE = 0.985  # of the GiB by which a card is called; its driver keeps the rest
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The needs of a run, and what there is.
-
-    config: with --low_memory auto decided. available: bytes by place; of a place that is not in
-    there it is not known. responses: of full length that a searcher's vLLM runs at once.
-    """
-
-    config: Config
-    needs: list[Need]
-    available: dict[str, float]
-    responses: int
-
-    def total(self, place: str) -> float:
-        """Bytes needed there."""
-        return sum(need.bytes for need in self.needs if need.place == place)
-
-    def is_short(self, place: str) -> bool:
-        """Whether more is needed there than there is."""
-        return self.total(place) > self.available.get(place, math.inf)
-
-    def places(self) -> list[str]:
-        """Where anything is needed: GPUs, then the rest."""
-        return sorted({need.place for need in self.needs}, key=lambda name: (name[0] != "G", name))
+LARGE = 1e9  # parameters of a policy from which on a preset that names it is for GPUs
+# Assumed of a GPU in a step, in floating-point operations a second. Of an A100's highest rates it
+# is a third and a half; an H100 made 9e13 in bf16, before prompts and responses were one flat pass.
+RATES = {torch.bfloat16: 1e14, torch.float32: 1e13}
+HINTS = {
+    "GPU": "--low_memory on, --lora_rank 32, more --trainer_processes, a smaller "
+    "--gpu_memory_utilization or --max_response_tokens take less",
+    MEMORY: "--low_memory on, --checkpoint_every 0, fewer --searchers or a smaller --model take "
+    "less",
+    SHARED: f"enlarge it (mount -o remount,size=… {SHARED_MEMORY}, docker run --shm-size=…)",
+    DISK: "give an --output_dir on a larger disk; --checkpoint_every 0 takes less",
+}
 
 
 def check_plan(config: Config, task: Task, places: list[Place]) -> Config:
     """Check a run against this machine. Returns its settings, with --low_memory auto decided.
 
-    Raises UserError that says what is short, and what would help.
+    Raises UserError that says what is short, and what takes less.
     """
-    plan = make_plan(config, task, places, this_machine(config, places))
-    if problem := find_problem(plan, task, places):
-        raise UserError(problem)
+    check_gpu(config, places)
+    needs = make_plan(config, task, places, this_machine(config, places))
+    check_needs(needs)
     if not is_gpu_shared(places):
-        return plan.config
-    _, room = Needs(plan.config, places, plan.available).vllm(evaluation_place(places))
-    return dataclasses.replace(plan.config, kv_cache_bytes=int(room))
+        return needs.config
+    return dataclasses.replace(needs.config, kv_cache_bytes=int(needs.room))
 
 
 def show_plan(config: Config) -> int:
@@ -75,7 +67,11 @@ def show_plan(config: Config) -> int:
     check_scorer(config, task)
     model = find_model("--model", config.model or task.base_model())
     config = dataclasses.replace(config, model=model)
-    fetch_model("--model", model, weights=False)
+    try:
+        fetch_model("--model", model, weights=False)
+    except UserError as error:
+        hint = "a directory with its config.json, and nothing else, is enough as --model here"
+        raise UserError(f"{error}; {hint}") from error
     weight_shapes(config)  # raises UserError for a model that cannot be used
     if config.plan_gpus:
         count, gib = map(int, config.plan_gpus.split("x"))
@@ -83,12 +79,30 @@ def show_plan(config: Config) -> int:
         available = {f"GPU {gpu}": USABLE * gib * GIB for gpu in range(count)}
     else:
         places = find_places(config)
+        check_gpu(config, places)
         available = this_machine(config, places)
-    plan = make_plan(resolve(config, places), task, places, available)
-    print_plan(plan)
-    if problem := find_problem(plan, task, places):
-        raise UserError(problem)
+    needs = make_plan(resolve(config, places), task, places, available)
+    print_plan(needs)
+    check_needs(needs)
+    unknown = f", if there is as much {MEMORY}, {SHARED} and {DISK}" if config.plan_gpus else ""
+    print(f"fits{unknown}")
     return 0
+
+
+def check_gpu(config: Config, places: list[Place]) -> None:
+    """Raise UserError where a preset's own large model is to be trained without a GPU."""
+    preset = find_presets(config.task).get(config.preset, {})
+    own = [preset.get("model"), *preset.get("options", {}).values()]
+    name = config.model.partition("@")[0]
+    if places[0].gpu is not None or name not in own:
+        return
+    parameters = PolicySize(config.model, config.trust_remote_code).parameters
+    if parameters >= LARGE:
+        raise UserError(
+            f"preset {config.preset!r} of {config.task} is made for GPUs ({name} has "
+            f"{parameters / 1e9:.1f} B parameters), and {why_no_gpu()}: what runs here is `python "
+            "tba.py arithmetic` or `python tba.py sums`; --plan_gpus 4x80 plans for other machines"
+        )
 
 
 def this_machine(config: Config, places: list[Place]) -> dict[str, float]:
@@ -112,92 +126,66 @@ def this_machine(config: Config, places: list[Place]) -> dict[str, float]:
     }
 
 
-def make_plan(config: Config, task: Task, places: list[Place], available: dict[str, float]) -> Plan:
+def make_plan(
+    config: Config, task: Task, places: list[Place], available: dict[str, float]
+) -> Needs:
     """Plan a run. --low_memory auto: on if the trainer fits only then."""
-    needs = Needs(config, places, available)
-    responses = needs.responses(evaluation_place(places))
-    plan = Plan(config, [*needs.count(task.models())], available, responses)
-    if config.low_memory == "auto" and plan.is_short(place_of(places[0])):
+    needs = Needs(config, places, available, task.models())
+    if config.low_memory == "auto" and needs.is_short(place_of(places[0])):
         two_passes = dataclasses.replace(config, low_memory="on")
         return make_plan(two_passes, task, places, available)
-    return plan
+    return needs
 
 
-def find_problem(plan: Plan, task: Task, places: list[Place]) -> str | None:
-    """Say what is short, and what would help; None if nothing is short."""
-    short = [place for place in plan.places() if plan.is_short(place)]
-    if short:
-        place = short[0]
-        has, needed = plan.available[place] / GIB, plan.total(place) / GIB
-        problem = f"{place} is short: the run needs {needed:.2f} GiB, there are {has:.2f}"
-        advice = LAST_RESORTS.get(place, LAST_RESORTS[MEMORY])
-    elif not plan.responses:
-        place = place_of(evaluation_place(places))
-        problem = f"vLLM's share of {place} has no room for a response of full length"
-        advice = "raise VLLM_CPU_KVCACHE_SPACE, a number of GiB, in the environment"
-    else:
-        return None
-    gpus = [name.removeprefix("GPU ") for name in plan.available if name.startswith("GPU ")]
-    for settings, note in remedies(plan, place, len(gpus)):
-        config = dataclasses.replace(plan.config, **settings)
-        if find_lacking_extra(config):
-            continue
-        changed = make_plan(config, task, find_places(config, gpus), plan.available)
-        if changed.responses and not changed.is_short(place):
-            flags = " ".join(f"--{name} {value}" for name, value in settings.items())
-            advice = f"{flags}{note} would do"
-            break
-    return f"{problem}; {advice} (--plan shows all)"
+def check_needs(needs: Needs) -> None:
+    """Raise UserError that says what is short, and what takes less; not if nothing is short."""
+    for place in needs.places_in_use:
+        if needs.is_short(place):
+            has, needed = needs.available[place] / GIB, needs.total(place) / GIB
+            what = f"{place} is short: the run needs {needed:.2f} GiB, there are {has:.2f}"
+            hint = HINTS[place if place in HINTS else "GPU"]
+            if place == MEMORY and not needs.on_gpu:
+                hint += f"; {why_no_gpu()}"
+            raise UserError(f"{what}; {hint} (--plan shows all)")
+    if not needs.responses:
+        place = place_of(evaluation_place(needs.places))
+        larger = "a larger --gpu_memory_utilization"
+        if not needs.on_gpu:
+            larger = "a larger VLLM_CPU_KVCACHE_SPACE, a number of GiB, in the environment"
+        raise UserError(
+            f"vLLM's share of {place} has no room for a response of full length; give {larger} "
+            "(--plan shows all)"
+        )
 
 
-LAST_RESORTS = {
-    SHARED: f"enlarge it (mount -o remount,size=… {SHARED_MEMORY}, docker run --shm-size=…)",
-    DISK: "give an --output_dir on a larger disk",
-    MEMORY: "no one setting is enough: take a smaller --model, or a larger machine",
-}
-
-
-def remedies(plan: Plan, place: str, gpus: int) -> Iterator[tuple[dict, str]]:
-    """Yield settings that may need less there, and a note; those that change the result last.
-
-    gpus: how many there are.
-    """
-    config, on_gpu = plan.config, place.startswith("GPU")
-    yield dict(low_memory="on"), ""
-    yield dict(tokens_per_micro_batch=0), ""
-    yield dict(checkpoint_every=0), " (one comes at the end, or at an interrupt)"
-    if on_gpu:
-        spare = 1 - plan.total(place) / plan.available[place]
-        share = int(20 * (config.gpu_memory_utilization + spare)) / 20
-        yield dict(gpu_memory_utilization=share), ""
-    if config.resume:  # what follows changes what is learnt, or who learns it
-        return
-    is_trainers = any(need.place == place and need.process == "trainer" for need in plan.needs)
-    if on_gpu and is_trainers and not config.lora_rank:
-        for more in range(config.trainer_processes + 1, min(gpus, config.queries_per_batch + 1)):
-            yield dict(trainer_processes=more, searchers=gpus - more), ""
-    if config.searchers > 1:
-        yield dict(searchers=1), ""
-    length, least = "max_response_tokens", 1
-    if config.max_episode_tokens:
-        length, least = "max_episode_tokens", config.max_prompt_tokens + 1
-    for part in (2, 4):
-        yield {length: max(least, getattr(config, length) // part)}, ""
-    bfloat16 = dict(dtype="bfloat16", master_dtype="bfloat16")
-    yield bfloat16, " (steps below a weight's precision are lost then)"
-    if on_gpu and not config.lora_rank and find_spec("peft"):
-        alone = dict(trainer_processes=1) if config.trainer_processes > 1 else {}
-        yield dict(lora_rank=32) | alone, " (adapters are trained then, not all weights)"
-
-
-def print_plan(plan: Plan) -> None:
-    """Print the plan as a table: of each place what it needs, and for what."""
-    config, passes = plan.config, "two passes" if plan.config.low_memory == "on" else "one pass"
+def print_plan(needs: Needs) -> None:
+    """Print what each place needs, and for what, equal GPUs once; then how long the steps take."""
+    config, available = needs.config, needs.available
+    passes = "two passes" if config.low_memory == "on" else "one pass"
     print(f"task {config.task}, model {config.model}; a step takes {passes} (--low_memory)")
-    for place in plan.places():
-        has = f"of {plan.available[place] / GIB:.2f}" if place in plan.available else ""
-        print(f"{place:<26} {has:<58} {plan.total(place) / GIB:9.2f} GiB")
-        for need in plan.needs:
+
+    def amounts(place: str) -> tuple[float | None, dict[tuple[str, str], list[float]]]:
+        """What there is, and what each kind of process needs of it for each purpose."""
+        found: dict[tuple[str, str], list[float]] = {}
+        for need in needs.needs:
             if need.place == place:
-                print(f"{'':<14}{need.process:<12} {need.purpose:<58} {need.bytes / GIB:9.2f}")
+                found.setdefault((need.process.split()[0], need.purpose), []).append(need.bytes)
+        return available.get(place), found
+
+    for (has, found), equal in groupby(needs.places_in_use, key=amounts):
+        first, *others = equal
+        name = f"{first} to {others[-1].removeprefix('GPU ')}, each" if others else first
+        there_is = f"of {has / GIB:.2f}" if has else ""
+        print(f"{name:<26} {there_is:<58} {needs.total(first) / GIB:9.2f} GiB")
+        for (kind, purpose), sizes in found.items():
+            who = f"{len(sizes)} {kind}s" if len(sizes) > 1 else kind
+            print(f"{'':<14}{who:<12} {purpose:<58} {sum(sizes) / GIB:9.2f}")
     print("activations: counted; CUDA, kernels and vLLM's work: estimated, not measured on a GPU")
+    if needs.on_gpu:
+        rate = RATES[needs.dtype]
+        minutes = config.steps * needs.step_operations / rate / 60
+        print(
+            f"{config.steps} steps of {needs.step_operations / 1e12:.0f} TFLOP, each response of "
+            f"full length, at {rate / 1e12:.0f} TFLOP/s: {minutes:.0f} minutes, calculated and "
+            "never measured on a GPU"
+        )

@@ -1,9 +1,9 @@
 """How much memory a model takes, from its architecture alone: nothing is loaded or computed."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet, finalize
 
 import numpy as np
@@ -16,16 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoConfig, AutoModel
 
-from config import ENGINE_ROWS, Config, UserError, first_line
+from config import Config, UserError, first_line
 from models.architecture import policy_without_weights
 from models.hub import fetch_model
 from models.logprobs import response_states
 from models.policy import cast_linear_layers, decoder_layers, linear_layers, trained_parameters
-
-# Estimated: fp32 copies of a step's logits, while vLLM samples; what it captures on a GPU; what it
-# reads at a time there, and on a large one.
-VLLM_LOGITS, CUDA_GRAPHS, VLLM_TOKENS, VLLM_TOKENS_LARGE = 4, 2**29, 8192, 16384
-LARGE_GPU = 70 * 2**30
 
 
 class Pass(NamedTuple):
@@ -37,22 +32,6 @@ class Pass(NamedTuple):
     response: int
 
 
-@dataclass(frozen=True)
-class PolicySize:
-    """How many numbers the parts of a policy have."""
-
-    parameters: int
-    linear: int  # of the linear layers, a tied output embedding aside
-    output_embedding: int
-    is_tied: bool  # the output embedding is the input's
-    vocabulary: int
-    layers: int
-    layer: int  # of the largest layer
-    outside: int  # of what is in no layer: embeddings and head, mostly
-    layer_values_per_token: int  # states on the way through a layer, and inside its MLP
-    cached_per_token: int  # keys and values of all layers
-
-
 class PassBytes(NamedTuple):
     """What a forward and a backward pass take, beside weights and gradients, in bytes."""
 
@@ -62,54 +41,34 @@ class PassBytes(NamedTuple):
 
 
 @cache
-def policy_size(model: str, trust_remote_code: bool) -> PolicySize:
-    """Return the size of a policy. Raises UserError for a model without attention."""
-    policy = policy_without_weights(Config(model=model, trust_remote_code=trust_remote_code))
-    text = policy.config.get_text_config()
-    head, embedding = policy.get_output_embeddings(), policy.get_input_embeddings()
-    heads = getattr(text, "num_attention_heads", None)
-    if head is None or heads is None:
-        raise UserError(
-            f"--model {model!r} is a {type(policy).__name__}, without attention or without an "
-            "output embedding: use another architecture"
-        )
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(policy)]
-    return PolicySize(
-        parameters=parameters,
-        linear=sum(layer.weight.numel() for layer in linear_layers(policy)),
-        output_embedding=head.weight.numel(),
-        is_tied=head.weight is embedding.weight,
-        vocabulary=embedding.num_embeddings,
-        layers=text.num_hidden_layers,
-        layer=max(layers, default=0),
-        outside=parameters - sum(layers),
-        layer_values_per_token=4 * text.hidden_size + 3 * inner,
-        cached_per_token=cached_per_token(policy),
-    )
+class PolicySize:
+    """How many numbers the parts of a policy have. Raises UserError for one without attention."""
 
-
-def cached_per_token(policy: torch.nn.Module) -> int:
-    """Count the keys and values that all layers keep of a token."""
-    try:
-        token = torch.zeros(1, 1, dtype=torch.long, device="meta")
-        layers = policy.base_model(input_ids=token, use_cache=True).past_key_values.layers
-        return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
-    except Exception:  # the model looks at numbers, and here are none
+    def __init__(self, model: str, trust_remote_code: bool):
+        policy = policy_without_weights(Config(model=model, trust_remote_code=trust_remote_code))
         text = policy.config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * text.num_hidden_layers * heads * size
-
-
-def vllm_bytes(size: PolicySize, dtype: torch.dtype, card: float = 0) -> int:
-    """Count what vLLM takes beside keys and values: weights, temporary memory. card: of its GPU."""
-    taken = VLLM_LOGITS * ENGINE_ROWS * size.vocabulary * torch.float32.itemsize
-    if card:
-        tokens = VLLM_TOKENS_LARGE if card >= LARGE_GPU else VLLM_TOKENS
-        taken += tokens * size.layer_values_per_token * dtype.itemsize + CUDA_GRAPHS
-    return size.parameters * dtype.itemsize + taken
+        head, embedding = policy.get_output_embeddings(), policy.get_input_embeddings()
+        heads = getattr(text, "num_attention_heads", None)
+        if head is None or heads is None:
+            raise UserError(
+                f"--model {model!r} is a {type(policy).__name__}, without attention or without an "
+                "output embedding: use another architecture"
+            )
+        self.parameters = sum(parameter.numel() for parameter in policy.parameters())
+        # Of the linear layers, a tied output embedding aside.
+        self.linear = sum(layer.weight.numel() for layer in linear_layers(policy))
+        self.output_embedding, self.vocabulary = head.weight.numel(), embedding.num_embeddings
+        self.is_tied = head.weight is embedding.weight  # the output embedding is the input's
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(policy)]
+        self.layers, self.layer = text.num_hidden_layers, max(layers, default=0)  # the largest one
+        self.outside = self.parameters - sum(layers)  # of all layers: embeddings and head, mostly
+        # States on the way through a layer, and inside its MLP.
+        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        self.layer_values_per_token = 4 * text.hidden_size + 3 * inner
+        # Keys and values of all layers.
+        cached_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        self.cached_per_token = 2 * self.layers * cached_heads * head_size
 
 
 @cache
@@ -130,11 +89,7 @@ def loaded_bytes(model: str) -> int:
 
 
 def pass_bytes(
-    config: Config,
-    one: Pass,
-    dtype: torch.dtype,
-    has_gradient: bool,
-    on_gpu: bool = False,
+    config: Config, one: Pass, dtype: torch.dtype, has_gradient: bool, on_gpu: bool = False
 ) -> PassBytes:
     """Count what response_logprobs keeps and needs, up to the last hidden states.
 
@@ -145,11 +100,10 @@ def pass_bytes(
     """
     if not has_gradient:
         config = replace(config, lora_rank=0)
-    size = policy_size(config.model, config.trust_remote_code)
-    settings = tuple((name, getattr(config, name)) for name in DECISIVE)
+    size = PolicySize(config.model, config.trust_remote_code)
     is_counted = True
     try:
-        kept, beyond = _count(settings, one, dtype, has_gradient, on_gpu)
+        kept, beyond = _count(config, one, dtype, has_gradient, on_gpu)
     except Exception:  # a model may look at numbers, and here are none: that must not stop a run
         is_counted = False
         tokens = one.rows * one.response + one.queries * one.prompt
@@ -161,24 +115,14 @@ def pass_bytes(
     return PassBytes(kept, beyond, is_counted)
 
 
-# The settings that decide what is counted.
-DECISIVE = "model", "trust_remote_code", "master_dtype", "lora_rank"
-
-
-@cache
 def _count(
-    settings: tuple[tuple[str, Any], ...],
-    one: Pass,
-    dtype: torch.dtype,
-    has_gradient: bool,
-    on_gpu: bool,
+    config: Config, one: Pass, dtype: torch.dtype, has_gradient: bool, on_gpu: bool
 ) -> tuple[int, int]:
     """Run a pass on fake tensors, which have shapes and storages and no numbers.
 
     Returns the bytes that it keeps, without autocast's copies of a layer's weights, and what its
     peak is beyond that.
     """
-    config = Config(**dict(settings))
     policy, masters = policy_without_weights(config).eval(), getattr(torch, config.master_dtype)
     policy.to(masters)
     packed = on_gpu and dtype == torch.bfloat16

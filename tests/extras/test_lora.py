@@ -150,7 +150,7 @@ def test_the_largest_batch_trial_gives_the_base_no_gradient(tied_model, tmp_path
 
     learner.backward = backward
     try_largest_batch(learner.config, learner, print)
-    assert seen == [set(learner.trained)]
+    assert seen == [set(learner.trained)] * 2, "a small pass for the clock, and the largest"
 
 
 @pytest.mark.runs

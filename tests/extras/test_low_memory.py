@@ -1,5 +1,7 @@
 """--low_memory: a step in two passes has the gradient of the usual one, for every objective."""
 
+import re
+
 import pytest
 import torch
 from test_trainer import SHORT, gradient, make_rows, make_trainer
@@ -74,8 +76,12 @@ def test_a_batch_that_does_not_fit_makes_the_learner_take_two_passes(tied_model)
     learner, said = Learner(config, print), []
     put_on_a_small_card(learner, fits=True)
     try_largest_batch(config, learner, said.append)
-    (line,) = said
-    assert learner.low_memory and "a step takes two passes (--low_memory)" in line
+    assert learner.low_memory and said[:2] == [
+        "trying the largest batch: 12 responses of 8 tokens to 4 prompts of 8",
+        "it does not fit into memory: a step takes two passes (--low_memory)",
+    ]
+    words = r"it takes \d+\.\d s: all 1000 steps take \d+ (min|h) at most"
+    assert re.fullmatch(words, said[2]) and len(said) == 3
     put_on_a_small_card(learner, fits=False)
     with pytest.raises(MemoryError, match="12 responses of 8 . 8 tokens do not fit"):
         try_largest_batch(config, learner, said.append)
