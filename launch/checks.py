@@ -105,6 +105,7 @@ def check_for_plan(config: Config) -> tuple[Config, Task]:
         from extras import lora
 
         lora.check(config)
+    check_objective(config)
     task = make_task(config)
     config = find_policy(config, task)
     weight_shapes(config)  # raises UserError for a model that cannot be used
@@ -257,6 +258,7 @@ def check_model(config: Config, task: Task, revision: str | None = None) -> Conf
 
     revision: of the hub, that a run to resume began with: its branch may have moved.
     """
+    check_objective(config)
     check_sampling(config, task)
     config = find_policy(config, task, revision)
     task.prepare()
@@ -264,8 +266,7 @@ def check_model(config: Config, task: Task, revision: str | None = None) -> Conf
 
 
 def find_policy(config: Config, task: Task, revision: str | None = None) -> Config:
-    """Check the objective, and find the policy without its weights; the settings with its name."""
-    check_objective(config)
+    """Find the policy without its weights; the settings with its name or path."""
     model = find_model("--model", config.model or task.base_model())
     if revision and not Path(model).is_dir():
         model = f"{model.partition('@')[0]}@{revision}"

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
 
 import pytest
-from conftest import flags, python, tba
+from conftest import ROOT, flags, python, tba
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import Config
@@ -57,7 +59,6 @@ def files(tmp_path, gsm8k_data, untied_model, chat_model):
         "no_run/README.md": "",
         "empty_model/README.md": "",
         "a_file": "",
-        "list.json": "[]",
         "empty.json": "{}",
         "saved.json": '{"task": "arithmetic", "steps": 5}',
         "other.json": '{"task": "arithmetic", "paces": 5}',
@@ -130,7 +131,6 @@ BAD_INPUT = [
     ("--config {tmp}/absent.json", "absent.json' holds no settings of a run: No such file"),
     ("--config {tmp}/a_file", "a_file' holds no settings of a run: Expecting value"),
     ("--config {tmp}/other.json", "other.json' holds …: this version has no setting 'paces'"),
-    ("--config {tmp}/list.json", "list.json' holds no settings of a run: it names no task"),
     ("--config {tmp}/empty.json", "empty.json' holds no settings of a run: it names no task"),
     ("--config {tmp}/words.json", "--steps is 'many': its type is int"),
     ("--config {tmp}/option.json", "task 'arithmetic' has no setting 'colour'"),
@@ -250,6 +250,26 @@ def test_an_integer_is_a_number_and_a_setting_of_no_plain_type_is_left_alone(tmp
 def test_an_error_reaches_the_shell():
     result = tba("--steps", 0, code=2)
     assert (result.stdout, result.stderr) == ("", "error: --steps is 0: it must be positive\n")
+
+
+def test_the_set_up_says_in_one_line_what_it_installs(tmp_path):
+    for file in "Makefile", "requirements-cpu.txt":
+        shutil.copy(ROOT / file, tmp_path)
+    stub = tmp_path / "stub"  # of Python: its venv has itself as Python and uv
+    stub.write_text(
+        """#!/bin/sh
+        [ "$2" = venv ] && mkdir -p $3/bin && cp $0 $3/bin/python && cp $0 $3/bin/uv
+        [ "$2" = install ] && echo "$UV_FIND_LINKS $*" > uv.txt
+        exit 0"""
+    )
+    stub.chmod(0o755)
+    environment = os.environ | {"PIP_FIND_LINKS": "some/wheels"}
+    command = ["make", "setup", f"PYTHON={stub}", "GPU="]
+    made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    line = "installing what requirements-cpu.txt asks for into .venv\n"
+    assert (made.returncode, made.stdout, made.stderr) == (0, line, "")
+    asked = (tmp_path / "uv.txt").read_text()
+    assert asked.startswith("some/wheels pip install --quiet "), "stderr is no terminal"
 
 
 def test_a_start_on_another_kind_of_processor_says_that_it_was_never_tried(monkeypatch, capfd):

@@ -7,7 +7,6 @@ import sys
 import pytest
 from conftest import ROOT, SMALL, flags, python
 from test_command_line import refused
-from test_plan import make_shapes, plan_on
 
 from config import Config, UserError
 from extras.objectives import EXACT_SAMPLING
@@ -96,16 +95,6 @@ def test_without_extras_what_wants_one_is_refused_by_name(wanted, tmp_path, monk
         arguments.split(), f"needs extras/{name}.py, which this copy of the project lacks", capfd
     )
     assert build_config(["arithmetic"]).loss == "tb"
-
-
-def test_without_extras_a_plan_advises_nothing_of_them(tmp_path, monkeypatch):
-    model = make_shapes(tmp_path)["four"]
-    for has_extras in True, False:
-        if not has_extras:
-            monkeypatch.setattr("launch.settings.EXTRAS", tmp_path / "extras")
-        _, problem = plan_on("4x7", model=model)
-        assert ("; --trainer_processes 3" in problem) == has_extras
-        assert ("; --dtype bfloat16" in problem) != has_extras
 
 
 @pytest.mark.runs
