@@ -101,10 +101,7 @@ def check_for_plan(config: Config) -> tuple[Config, Task]:
 
     Returns its settings with the model's name or path, and its task.
     """
-    if config.lora_rank:
-        from extras import lora
-
-        lora.check(config)
+    check_extras(replace(config, track="", ray=""))  # a plan needs no tracker and no cluster
     check_objective(config)
     task = make_task(config)
     config = find_policy(config, task)
@@ -172,7 +169,7 @@ def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
             "its config.json: no response could end; use a model that has one"
         )
     kinds: dict[tuple[str, ...], str | Messages] = {}
-    texts: list[str] = []
+    texts = []
     for prompt in prompts:
         messages = [] if isinstance(prompt, str) else prompt
         kinds.setdefault(tuple(message["role"] for message in messages), prompt)
@@ -183,13 +180,13 @@ def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
             f"the prompts of task {config.task!r} are chat messages, but the tokenizer of --model "
             f"{config.model!r} has no chat template: use a model that has one"
         )
-    has_replies = config.max_episode_tokens is not None
-    if has_replies:
-        from extras.replies import encode_reply
     try:
         read = [encode_prompt(tokenizer, prompt) for prompt in kinds.values()]
-        for messages in chats if has_replies else ():
-            encode_reply(tokenizer, messages, "?", last_token=0)
+        if config.max_episode_tokens is not None:
+            from extras.replies import encode_reply
+
+            for messages in chats:
+                encode_reply(tokenizer, messages, "?", last_token=0)
     except Exception as error:  # a template may refuse in words of its own
         raise UserError(
             f"the chat template of --model {config.model!r} does not take the prompts of task "
@@ -367,7 +364,7 @@ def find_run_dir(config: Config) -> str:
             f"--output_dir {str(directory)!r} already holds a run: give another one, or remove it"
         )
     ancestors = [directory, *directory.absolute().parents]
-    existing = next(ancestor for ancestor in ancestors if ancestor.exists())
+    existing = next(filter(Path.exists, ancestors))
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
@@ -386,5 +383,6 @@ def lock(run_dir: str) -> None:
     try:
         fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        message = f"--resume {run_dir!r}: this run has not ended, its processes are alive"
-        raise UserError(message) from None
+        raise UserError(
+            f"--resume {run_dir!r}: this run has not ended, its processes are alive"
+        ) from None
