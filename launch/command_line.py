@@ -57,7 +57,7 @@ def usage() -> str:
     """Say how to begin: what a command line without arguments shows."""
     lines = []
     for name in task_names():
-        summary = re.split(r"\. | \(|\.?$|\n", import_task(name).__doc__ or "")[0]
+        summary = re.split(r"\. | \(|\.?(?:\n|$)", import_task(name).__doc__ or "")[0]
         lines.append(f"  {name:<16}  {shorten(summary, 80, placeholder=' …')}")
     return USAGE.format(tasks="\n".join(lines))
 
