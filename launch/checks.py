@@ -286,7 +286,7 @@ def check_objective(config: Config) -> None:
             f"{name}: {problem} (it must return a loss and a dict of metrics)"
         ) from error
     if loss.shape or not loss.isfinite():
-        what = f"of shape {tuple(loss.shape)}" if loss.shape else float(loss)
+        what = f"of shape {tuple(loss.shape)}" if loss.shape else loss.item()
         raise UserError(f"{name}: its loss must be one finite number; of an example it is {what}")
     for metric, value in metrics.items():
         if value.numel() != 1 or metric in COLUMNS:

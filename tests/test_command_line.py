@@ -197,7 +197,7 @@ BAD_OBJECTIVES = [
     ("def _helper(x): pass", "defines 0 functions: it must define one"),
     ("def one(x): pass\ndef two(x): pass", "defines 2 functions: it must define one"),
     ("def own(x): return x.lengths.sum(), {}", "fails on an example: AttributeError"),
-    ("def own(x): return x.logprobs.sum()", "own.py: it must return a loss and a dict"),
+    ("def own(x): return x.logprobs.sum()", "(it must return a loss and a dict of metrics)"),
     ("def own(x): return x.logprobs, {}", "its loss must be one finite number; of an example"),
     ("def own(x): return x.logprobs.sum() / 0, {}", "one finite number; of an example it is"),
     ("def own(x): return 1.0, {}", "has no gradient with respect to logprobs"),
