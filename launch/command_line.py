@@ -145,9 +145,9 @@ def resumed(arguments: list[str], directory: str) -> Config:
 
 def read_config(flag: str, path: str) -> Config:
     """Make a Config of the file of --config, or of the run of --resume. Raises UserError."""
-    file, what = Path(path), "settings of a run: "
+    file, what, advice = Path(path), "settings of a run", "the config.json of one"
     if flag == "--resume":
-        file, what = file / "config.json", "run that can be resumed: config.json: "
+        file, what, advice = file / "config.json", "run that can be resumed", "the directory of one"
     try:
         settings = json.loads(file.read_text())
         if not isinstance(settings, dict) or not isinstance(settings.get("task"), str):
@@ -159,7 +159,8 @@ def read_config(flag: str, path: str) -> Config:
             raise ValueError(f"this version has no setting {min(unknown)!r}")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error  # of an OSError without its number
-        raise UserError(f"{flag} {path!r} holds no {what}{reason}") from error
+        problem = f"holds no {what}: {file.name}: {reason}"
+        raise UserError(f"{flag} {path!r} {problem}; give {advice}") from error
     return Config(**settings)
 
 
