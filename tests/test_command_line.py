@@ -127,13 +127,11 @@ BAD_INPUT = [
     ("{tmp}/refused.py --model {chat}", "the chat template of --model '{chat}' does not take"),
     ("--model {tmp}/no_end", "knows 257 tokens, and its tokenizer's '<end>' is none of them"),
     ("--config {tmp}/absent.json", "holds no settings of a run: absent.json: No such file"),
-    ("--config {tmp}/a_file", "holds no settings of a run: a_file: Expecting value"),
     ("--config {tmp}/other.json", "other.json' holds …: this version has no setting 'paces'"),
     ("--config {tmp}/empty.json", "holds no settings of a run: empty.json: it names no task"),
     ("--config {tmp}/option.json", "task 'arithmetic' has no setting 'colour'"),
     ("gsm8k --config {tmp}/saved.json", "task is 'gsm8k', but the settings are for 'arithmetic'"),
     ("--config {tmp}/saved.json gsm8k", "task is 'gsm8k', but the settings are for 'arithmetic'"),
-    ("--config {tmp}/saved.json --preset demo", "--config and --preset are both given"),
     ("tldr --config {tmp}/saved.json --tiny", "--config and --tiny are both given"),
     ("--config {tmp}/saved.json --resume {tmp}", "--resume and --config are both given"),
     ("--lr_schedule warmup_stable_decay", "needs --decay_steps"),
@@ -144,7 +142,6 @@ BAD_INPUT = [
     ("{plan} 4x80 --searchers 4", "is 4, but there are 4 GPUs: room for 3 beside the trainer"),
     ("--master_dtype bfloat16", "needs --dtype bfloat16, and that is auto"),
     ("--searchers 0", "--searchers is 0: that is for --ray, where other nodes search"),
-    ("--searchers_per_node 2", "--searchers_per_node is 2, which does nothing without --ray"),
     ("--plan --model {tmp}/absent", "absent' does not exist"),
     ("--eval_only --model {tmp}/absent", "absent' does not exist"),
     ("tldr --preset 1b --tiny", "--preset and --tiny are both given: give one of the two"),
@@ -152,7 +149,6 @@ BAD_INPUT = [
     ("{tldr} --reference_model {model} --reward_model {model}", "has 2 labels: it must have 1"),
     ("{redteam} --lora_rank 0 --lora_alpha None --toxic_label bad", "label 'bad'…LABEL_0, LABEL_1"),
     ("--reward_temperature 2", "is 2.0, which does nothing without --reward_temperature_steps: "),
-    ("--reference_temperature 2", "does nothing without --reference_temperature_steps: give that"),
     ("jsonl --preset k40", "--preset is 'k40': this task has none"),
     ("--resume {tmp}/absent", "absent' holds no run that can be resumed: config.json: No such"),
     ("--resume {tmp}/empty_model", "holds no run that can be resumed: config.json: No such"),
@@ -164,7 +160,6 @@ BAD_INPUT = [
     ("--report {tmp}/absent", "absent' is no run's directory: it has no config.json of one"),
     ("--report {tmp}/used", "is no run's directory"),
     ("--report {tmp} --plan", "--report and --plan are both given: give one of the two"),
-    ("--report {tmp} --eval_only", "--report and --eval_only are both given"),
     ("tldr --data_dir {tmp}/bad_row", "train.jsonl line 1…has no 'reference_response'"),
 ]
 
@@ -184,7 +179,6 @@ BAD_TASKS = [
     (OWN.replace("return []", "return [].split"), "its queries('train') fail: AttributeError"),
     (OWN + "PRESETS = {'a': dict(paces=3)}", "preset 'a' of task '{file}'"),
     (asking("0, 7"), "train query 0: its prompt is 7: it must be a string, or a list of"),
-    (asking("'a', 'Hi'"), f"train query 'a': {IDS}"),
     (asking("__import__('numpy').int64(3), 'Hi'"), f"train query np.int64(3): {IDS}"),
     (asking("True, 'Hi'"), f"train query True: {IDS}"),
     (asking(f"{2**63}, 'Hi'"), f"train query {2**63}: {IDS}"),
@@ -223,7 +217,6 @@ def test_a_task_or_objective_of_no_use_is_refused(arguments, source, expected, t
 OF_ANOTHER_TYPE = [
     ({"steps": 10.5}, "--steps is 10.5: its type is int"),
     ({"steps": True}, "--steps is True: its type is int"),
-    ({"seed": None}, "--seed is None: its type is int"),
     ({"searchers": "2"}, "--searchers is '2': its type is int or NoneType"),
     ({"options": {"data_dir": 7}}, "--data_dir is 7: its type is str"),
 ]
