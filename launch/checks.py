@@ -104,7 +104,11 @@ def check_for_plan(config: Config) -> tuple[Config, Task]:
     check_extras(replace(config, track="", ray=""))  # a plan needs no tracker and no cluster
     check_objective(config)
     task = make_task(config)
-    config = find_policy(config, task)
+    try:
+        config = find_policy(config, task)
+    except UserError as error:
+        hint = "a directory with its config.json, and nothing else, is enough as --model here"
+        raise UserError(f"{error}; {hint}") from error
     weight_shapes(config)  # raises UserError for a model that cannot be used
     return config, task
 

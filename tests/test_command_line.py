@@ -142,7 +142,7 @@ BAD_INPUT = [
     ("{plan} 4x80 --searchers 4", "is 4, but there are 4 GPUs: room for 3 beside the trainer"),
     ("--master_dtype bfloat16", "needs --dtype bfloat16, and that is auto"),
     ("--searchers 0", "--searchers is 0: that is for --ray, where other nodes search"),
-    ("--plan --model {tmp}/absent", "absent' does not exist"),
+    ("--plan --model {tmp}/absent", "absent' does not exist…; a directory with its config.json"),
     ("--eval_only --model {tmp}/absent", "absent' does not exist"),
     ("tldr --preset 1b --tiny", "--preset and --tiny are both given: give one of the two"),
     ("{tldr} --reference_model {tmp}/absent", "--reference_model"),
