@@ -68,14 +68,16 @@ setup-tests: $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora track g
 .venv/requirements-smollm.txt.installed: | $(INSTALLED)
 $(TEST_VENV)/requirements-smollm.txt.installed: | $(TEST_VENV)/requirements-cpu.txt.installed
 .venv/requirements-smollm.txt.installed .venv-cpu/requirements-smollm.txt.installed: requirements-smollm.txt
-	$(uv_install) --no-deps
-	touch $@
+	$(say)
+	@$(uv_install) --no-deps
+	@touch $@
 
 # What is optional, for the tests.
 OPTIONAL := $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora ray track gym mutants)
 $(OPTIONAL): $(TEST_VENV)/%.installed: % $(TEST_VENV)/requirements-cpu.txt.installed
-	$(uv_install)
-	touch $@
+	$(say)
+	@$(uv_install)
+	@touch $@
 
 .venv/%.installed: %
 	$(install)
@@ -99,16 +101,19 @@ endef
 # uv does not read pip's configuration: the find-links that pip knows are passed on, so that local
 # wheels are found. On a CPU, torchvision, torchaudio and torchcodec would come as CUDA builds, which
 # break `import transformers`; text models need none of them. If the index offers no CPU build of
-# torch, uv fetches it from PyTorch's own (--torch-backend).
+# torch, uv fetches it from PyTorch's own (--torch-backend). pip is asked to be quiet twice: once, it
+# still warns of each index that has no uv. uv shows on a terminal how far it is.
 define install
 	$(if $(findstring cpu,$<),,$(check_gpu))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …"; exit 1; }
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec > $(@D)/overrides.txt
-	$(if $(findstring cpu,$<),cpu="--overrides $(@D)/overrides.txt"; $(uv_install) $$cpu || $(uv_install) $$cpu --torch-backend=cpu,$(uv_install))
-	touch $@
+	$(say)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check uv
+	@printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec > $(@D)/overrides.txt
+	@$(if $(findstring cpu,$<),cpu="--overrides $(@D)/overrides.txt"; $(uv_install) $$cpu || $(uv_install) $$cpu --torch-backend=cpu,$(uv_install))
+	@touch $@
 endef
 
+say = @echo "installing what $< asks for into $(@D)"
 uv_install = UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(@D)/bin/python -m pip config get global.find-links 2>/dev/null)}" \
-	$(@D)/bin/uv pip install --quiet --compile-bytecode --system-certs --python $(@D)/bin/python -r $<
+	$(@D)/bin/uv pip install $$([ -t 2 ] || echo --quiet) --compile-bytecode --system-certs --python $(@D)/bin/python -r $<

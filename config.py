@@ -2,7 +2,7 @@
 
 A field is a flag (`--queries_per_batch 7`), the string under it is its help text, and its type says
 which values it takes. A class is a group of flags; Config is all of them together.
-`launch/command_line.py` makes a Config of a command line, `launch/checks/settings.py` checks it.
+`launch/command_line.py` makes a Config of a command line, `launch/settings.py` checks it.
 """
 
 import importlib.util

@@ -1,6 +1,7 @@
 """Trajectory Balance with Asynchrony, on one machine: the command line.
 
-python tba.py                       # the arithmetic demo, no GPU needed
+python tba.py                       # the tasks, and how to begin
+python tba.py arithmetic            # the demo, no GPU needed
 python tba.py gsm8k                 # RhoMath-1B: the trainer on GPU 0, searchers on others
 python tba.py gsm8k --eval_only --model runs/…/model
 python tba.py --report runs/…
@@ -22,19 +23,22 @@ gc.set_threshold(100_000)
 def main(arguments: list[str]) -> int:
     """Parse, check, launch. Returns the exit code."""
     # Here and not at the top: children import this file too, and torch not before their target.
-    from launch.command_line import build_config
+    from launch.command_line import build_config, usage
 
+    if not arguments:
+        print(usage(), file=sys.stderr)
+        return 2
     try:
         config = build_config(arguments)
         if config.report:
             from launch.display import html_report  # without all that a run imports
 
             return html_report.show(config.report)
-        from launch import evaluate, launcher
+        from launch import checks, evaluate, launcher
         from launch.planning import plan
 
         if config.plan:
-            return plan.show_plan(config)
+            return plan.show_plan(*checks.check_for_plan(config))
         return evaluate.evaluate_only(config) if config.eval_only else launcher.launch(config)
     except SystemExit as end:  # tyro has shown help, or what is wrong with a flag
         return end.code

@@ -39,7 +39,7 @@ from common import arguments, as_flags, make_group, mean_and_each, reached, save
 
 import tba
 from config import Config
-from launch import checked, children
+from launch import checks, children
 from launch.command_line import build_config
 from launch.files import read_spans, trainer_busy
 from launch.places import Place, find_places
@@ -166,7 +166,7 @@ def record(config: Config, run_dir: Path, count: int) -> tuple[list[Group], floa
 def overlap(quick: bool) -> None:
     """Compare the runs, and save the results."""
     seeds, steps, few = ((0,), 300, 80) if quick else ((0, 1, 2), 600, 80)
-    split, beside, alone = checked.find_places, [], []
+    split, beside, alone = checks.find_places, [], []
     results = defaultdict(lambda: defaultdict(list))  # mode -> figure -> a value of each seed
 
     def on_all_cores(config: Config) -> list[Place]:
@@ -183,10 +183,10 @@ def overlap(quick: bool) -> None:
                 ("synchronous", split, synchronous),
                 ("synchronous, all cores", on_all_cores, synchronous),
             ):
-                checked.find_places = find
+                checks.find_places = find
                 for figure, value in measure(run(directory, f"{mode} {seed}", *settings)).items():
                     results[mode][figure].append(value)
-            checked.find_places = split
+            checks.find_places = split
             longer = [*flags, *as_flags(steps=1200)]
             beside.append(beside_a_searcher(directory / f"beside {seed}", *longer))
             config = build_config(["arithmetic", *as_flags(seed=seed)])

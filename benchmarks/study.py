@@ -26,8 +26,8 @@ from common import processor
 
 from config import Config, settle
 from extras.lockstep import LockstepTrainer, batches_of_version
-from launch.checks.settings import check
 from launch.files import read_lines
+from launch.settings import check
 from models.architecture import weight_shapes
 from models.hub import identify_weights
 from models.logprobs import response_logprobs

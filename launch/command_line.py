@@ -5,91 +5,89 @@ under those Config's defaults.
 """
 
 import json
-import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated
 
 import tyro
 
 from config import Config, UserError, settle
-from launch.checks.settings import check, check_types
+from launch.settings import check, check_task_settings, check_types, field_names
 from runtime.checkpoints import FORMAT
 from tasks import Task, find_task, import_task, task_names
 
 # What a run that is resumed may change: how long, how often, how fast. Everything else is part of
 # what has been learnt.
 CHANGEABLE = (
-    "steps",
-    "learning_rate",
-    "max_grad_norm",
-    "eval_every",
-    "evaluation_samples",
-    "evaluation_temperature",
-    "checkpoint_every",
-    "track",
-    "output_dir",
-    "searcher_timeout",
-    "gpu_memory_utilization",
-    "tokens_per_micro_batch",
-    "trainer_processes",
-    "low_memory",
-    "plan",
-    "plan_gpus",
-)
-# A text among a task's settings whose name has such a word is not written down: MASK is instead.
-SECRET = re.compile(r"(key|token|secret|password)s?(_|$)", re.IGNORECASE)
-MASK = "***"
+    "steps learning_rate max_grad_norm eval_every evaluation_samples evaluation_temperature "
+    "checkpoint_every track output_dir searcher_timeout gpu_memory_utilization "
+    "tokens_per_micro_batch trainer_processes low_memory plan plan_gpus"
+).split()
+# Flags of which a command line may have one.
+ALTERNATIVES = [
+    ("report", "plan", "eval_only"),
+    ("resume", "config"),
+    ("config", "preset", "tiny"),
+    ("synchronous", "constant_staleness"),
+]
 DESCRIPTION = "Trajectory Balance with Asynchrony on one machine. TASK comes first."
 TASK_HELP = f"One of {', '.join(task_names())}, or the path of a .py file with a task of your own."
 TASK = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TASK", help=TASK_HELP)]
+USAGE = """\
+usage: python tba.py TASK [--flag value …]
+
+Tasks, or the path of a .py file with a task of your own:
+{tasks}
+
+To begin with:
+  python tba.py arithmetic      # a tiny model learns sums in minutes, without a GPU
+  python tba.py gsm8k --plan    # what RhoMath-1B needs, and whether it is there
+  python tba.py jsonl --data rows.jsonl --match number --chat --model DIR_OR_HUB_ID
+
+python tba.py TASK --help lists all flags"""
+
+
+def usage() -> str:
+    """Say how to begin: what a command line without arguments shows."""
+    lines = []
+    for name in task_names():
+        summary = re.split(r"\. | \(|\.?(?:\n|$)", import_task(name).__doc__ or "")[0]
+        lines.append(f"  {name:<16}  {shorten(summary, 80, placeholder=' …')}")
+    return USAGE.format(tasks="\n".join(lines))
 
 
 def build_config(arguments: list[str]) -> Config:
     """Make a checked Config of a command line. Raises UserError.
 
-    What tyro finds itself (an unknown flag, a wrong type, --help) it prints, and raises SystemExit.
+    What tyro finds itself (a wrong type, --help) it prints, and raises SystemExit.
     """
+    for names in ALTERNATIVES:
+        given = [f"--{name}" for name in names if is_given(arguments, name)]
+        if len(given) > 1:
+            raise UserError(f"{given[0]} and {given[1]} are both given: give one of the two")
     first = parse_first(arguments)
-    if first.resume and first.config:
-        raise UserError("--resume and --config are both given: give one of the two")
     if first.resume:
         return resumed(arguments, first.resume)
-    base = earlier_config(arguments, first) if first.config else preset_config(arguments, first)
-    config = parse(arguments, base)
-    is_stale = config.constant_staleness and is_given(arguments, "constant_staleness")
-    if config.synchronous and is_stale:  # a preset's staleness gives way
-        raise UserError(
-            f"--constant_staleness is {config.constant_staleness}, but --synchronous makes it 0: "
-            "give one of the two"
-        )
-    config = settle(config)
+    if first.config:
+        base = replace(read_config("--config", first.config), output_dir="", resume="")
+    else:
+        base = preset_config(arguments, first)
+    config = settle(parse(arguments, base))
     check(config)
     return config
 
 
-def earlier_config(arguments: list[str], first: Config) -> Config:
-    """The settings in the config.json of --config. Raises UserError."""
-    for name in ("preset", "tiny"):
-        if is_given(arguments, name):
-            raise UserError(f"--{name} and --config are both given: give one of the two")
-    return replace(read_config("--config", first.config), output_dir="", resume="")
-
-
 def preset_config(arguments: list[str], first: Config) -> Config:
     """The settings of the task's preset: --preset, --tiny, or the first of its file."""
-    presets, preset = find_presets(first.task), first.preset
-    if is_given(arguments, "tiny"):
-        if preset not in ("", "tiny"):
-            raise UserError(
-                f"--preset is {preset!r}, but --tiny is a preset of its own: give one of the two"
-            )
-        preset = "tiny" if "tiny" in presets else preset
-    preset = preset or next(iter(presets))
+    presets = find_presets(first.task)
+    is_tiny = is_given(arguments, "tiny") and "tiny" in presets
+    preset = "tiny" if is_tiny else first.preset or next(iter(presets))
     if preset not in presets:
         choices = "this task has none" if "" in presets else f"it is one of {', '.join(presets)}"
         raise UserError(f"--preset is {preset!r}: {choices}")
@@ -117,12 +115,12 @@ def check_format(directory: str) -> None:
 def resumed(arguments: list[str], directory: str) -> Config:
     """The settings of the run in that directory, changed by the flags. Raises UserError."""
     check_format(directory)
-    saved = read_config("--resume", directory, "config.json")
+    saved = read_config("--resume", directory)
     saved = replace(saved, output_dir=directory, resume=directory)
     config = parse(arguments, saved)
     if config.model and Path(config.model).is_dir():
         config = replace(config, model=str(Path(config.model).resolve()))
-    before, after = (asdict(c) | mask(c.options) for c in (saved, config))
+    before, after = (asdict(c) | c.options for c in (saved, config))
     for name, value in after.items():
         # On a cluster a run goes on with as many searchers as there are.
         is_moved = name in ("ray", "searchers", "searchers_per_node") and saved.ray and config.ray
@@ -145,22 +143,25 @@ def resumed(arguments: list[str], directory: str) -> Config:
     return config
 
 
-def read_config(flag: str, path: str, file: str = "") -> Config:
-    """Make a Config of a config.json: the path, or that file in it. Raises UserError."""
+def read_config(flag: str, path: str) -> Config:
+    """Make a Config of the file of --config, or of the run of --resume. Raises UserError."""
+    file, what, advice = Path(path), "settings of a run", "the config.json of one"
+    if flag == "--resume":
+        file, what, advice = file / "config.json", "run that can be resumed", "the directory of one"
     try:
-        settings = json.loads(Path(path, file).read_text())
-        if not isinstance(settings, dict):
-            raise ValueError("it is no object")
-        if flag == "--config" and not isinstance(settings.get("task"), str):
+        settings = json.loads(file.read_text())
+        if not isinstance(settings, dict) or not isinstance(settings.get("task"), str):
             raise ValueError("it names no task")
         # Earlier versions had such flags.
         for name in ("json", "search_ahead", "shares_gpu", "queries_per_micro_batch"):
             settings.pop(name, None)
-        return Config(**settings)
-    except (OSError, ValueError, TypeError) as error:  # TypeError: a field that Config has not
-        purpose = "no run that can be resumed" if flag == "--resume" else "no settings of a run"
-        problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"{flag} {path!r} holds {purpose}: {problem}") from error
+        if unknown := settings.keys() - set(field_names(Config)):
+            raise ValueError(f"this version has no setting {min(unknown)!r}")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error  # of an OSError without its number
+        problem = f"holds no {what}: {file.name}: {reason}"
+        raise UserError(f"{flag} {path!r} {problem}; give {advice}") from error
+    return Config(**settings)
 
 
 def is_given(arguments: list[str], name: str) -> bool:
@@ -189,29 +190,22 @@ def parse(arguments: list[str], base: Config) -> Config:
     """Read the flags of Config and of the task over the settings in `base`. Raises UserError."""
     check_types(vars(base), Config)
     task = find_task(base.task)
-    if clash := set(field_names(task)) & set(field_names(Config)):
-        raise UserError(
-            f"task {base.task!r} has a setting {min(clash)!r}, which is one of every run: "
-            "give it another name"
-        )
+    check_task_settings(base.task, task)
     if unknown := set(base.options) - set(field_names(task)):
         raise UserError(f"task {base.task!r} has no setting {min(unknown)!r}")
     check_types(base.options, task)
-    config, _ = run_tyro(arguments, base, task)
+    config, unknown = run_tyro(arguments, base, task)
+    if unknown:
+        flag = unknown[0].partition("=")[0]  # without its value
+        sections = (*Config.__bases__, task)
+        flags = [f"--{name}" for section in sections for name in field_names(section)]
+        close = get_close_matches(flag, flags)
+        advice = f"did you mean {' or '.join(close)}? " if close else ""
+        problem = f"unknown argument {flag}: {advice}"
+        raise UserError(f"{problem}python tba.py {base.task} --help lists all flags")
     if config.task != base.task and not base.resume:  # resumed() has its own words for that
         raise UserError(f"the task is {config.task!r}, but the settings are for {base.task!r}")
-    masked = [name for name, value in config.options.items() if value == MASK]
-    secrets = {name: os.environ.get(name.upper()) for name in masked}
-    for name, value in secrets.items():
-        if not value:
-            raise UserError(f"--{name} is not written down: give it, or set {name.upper()}")
-    return replace(config, options=config.options | secrets)
-
-
-def mask(options: dict[str, object]) -> dict[str, object]:
-    """Replace what looks like a secret among a task's settings. A number of tokens is none."""
-    texts = {name for name, value in options.items() if value and isinstance(value, str)}
-    return options | {name: MASK for name in texts if SECRET.search(name)}
+    return config
 
 
 def run_tyro(
@@ -219,8 +213,8 @@ def run_tyro(
 ) -> tuple[Config, list[str]]:
     """Have tyro read the command line. Returns the settings, and the arguments it does not know.
 
-    For tyro each section of Config is a group of flags, and so are the task's own. An argument that
-    it does not know ends the program, unless the task is None: its flags are still to come.
+    For tyro each section of Config is a group of flags, and so are the task's own. The task is None
+    where its flags are still to come.
     """
     groups: dict[str, object] = {}
     # ObjectiveSettings is the group "objective"; reversed, they are in the order of --help.
@@ -232,17 +226,20 @@ def run_tyro(
         groups["task"] = own(**base.options)
     types = [(name, type(group)) for name, group in groups.items()]
     wrapper = make_dataclass("CommandLine", [("name", TASK), *types])
-    parsed = tyro.cli(
+    description = DESCRIPTION
+    if task:
+        presets = ", ".join(filter(None, find_presets(base.task))) or "none"
+        description += f" Presets of {base.task}: {presets}."
+    parsed, unknown = tyro.cli(
         wrapper,
         args=arguments,
         default=wrapper(base.task, **groups),
         prog="python tba.py",
-        description=DESCRIPTION + (f" Presets of {base.task}: {presets_of(base)}." if task else ""),
+        description=description,
         use_underscores=True,
-        return_unknown_args=task is None,
+        return_unknown_args=True,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    parsed, unknown = (parsed, []) if task else parsed
     settings, options = {"task": parsed.name}, dict(base.options)
     for name in groups.keys() - {"task"}:
         settings |= vars(getattr(parsed, name))
@@ -250,16 +247,6 @@ def run_tyro(
         plain, given = vars(own()), vars(parsed.task)
         options |= {name: v for name, v in given.items() if name in options or v != plain[name]}
     return replace(base, **settings, options=options), unknown
-
-
-def presets_of(config: Config) -> str:
-    """The names of the presets of its task, for --help."""
-    return ", ".join(filter(None, find_presets(config.task))) or "none"
-
-
-def field_names(settings: type | None) -> list[str]:
-    """The fields of a dataclass, [] of anything else."""
-    return [field.name for field in fields(settings)] if is_dataclass(settings) else []
 
 
 def own_settings(task: type[Task]) -> Callable[..., object]:

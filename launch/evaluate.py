@@ -16,8 +16,7 @@ import numpy as np
 import torch.multiprocessing
 
 from config import Config
-from launch import children
-from launch.checks import preflight
+from launch import checks, children
 from launch.places import MEMORY_ALONE, Place, evaluation_place, find_places
 from launch.run import Interrupt
 from launch.supervisor import STOP_SECONDS, RunFailed
@@ -40,11 +39,11 @@ POLL_SECONDS = 0.005  # while only workers are busy
 
 def evaluate_only(config: Config) -> int:
     """Evaluate --model without a run (--eval_only). Returns the exit code; raises UserError."""
-    task, _, prompts, _ = preflight.load_data(config)
-    config = preflight.check_model(config, task)
+    task, _, prompts, _ = checks.load_data(config)
+    config = checks.check_model(config, task)
     weight_shapes(config)  # raises UserError for a model that cannot be used
-    preflight.check_tokenizer(config, prompts)
-    name, config = config.model, preflight.fetch(config, task)
+    checks.check_tokenizer(config, prompts)
+    name, config = config.model, checks.fetch(config, task)
     interrupt = Interrupt()
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "logs").mkdir()

@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 
 from config import Config, UserError
-from launch import resuming
-from launch.checked import CheckedRun, check_run
-from launch.checks import preflight
-from launch.command_line import mask
+from launch.checks import CheckedRun, check_run, lock
 from launch.evaluate import final_evaluation
 from launch.files import rewind, trainer_busy
 from launch.places import evaluation_place
-from launch.provenance import write_start
+from launch.resume import drop_newer, has_begun, write_start
 from launch.run import Run
 from launch.supervisor import RunFailed
 from runtime.checkpoints import checkpoint
@@ -40,7 +37,7 @@ def launch(given: Config) -> int:
 def describe(checked: CheckedRun) -> None:
     """Say what is about to happen, before it happens."""
     config, sizes, prompt = checked.config, checked.sizes, checked.prompt
-    options = "".join(f", {name} {value}" for name, value in mask(config.options).items())
+    options = "".join(f", {name} {value}" for name, value in config.options.items())
     queries = f"{sizes['train']} queries to train on, {sizes['test']} to test on"
     print(f"task {config.task}{options}: {queries}")
     print(f"model {config.model}, {num_elements(checked.shapes) / 1e6:.1f} M parameters")
@@ -74,15 +71,14 @@ def open_run_dir(checked: CheckedRun) -> None:
             print(f"going on from {resume}")
         if resume and checked.config.output_dir == checked.config.resume:
             rewind(str(run_dir), checkpoint.load_state(resume)["step"])
-            resuming.drop_newer(resume)
+            drop_newer(resume)
         else:
             make_run_dir(run_dir)
         settings = dataclasses.asdict(checked.asked) | {"resume": "", "config": ""}
-        settings["options"] = mask(checked.asked.options)
         unfinished = run_dir / "config.json.unfinished"
         unfinished.write_text(json.dumps(settings, indent=2))
         unfinished.rename(run_dir / "config.json")
-        write_start(str(run_dir), checked.given)
+        write_start(str(run_dir), bool(resume))
     except OSError as error:
         raise UserError(f"{str(run_dir)!r} cannot be written: {error}") from error
 
@@ -95,7 +91,7 @@ def make_run_dir(run_dir: Path) -> None:
         raise UserError(
             f"--output_dir {str(run_dir)!r} already holds a run: give another one"
         ) from None
-    preflight.lock(str(run_dir))
+    lock(str(run_dir))
 
 
 def supervise(run: Run) -> int:
@@ -118,8 +114,7 @@ def supervise(run: Run) -> int:
         exit_code = 128 + interrupt.signal if interrupt.signal else exit_code
     report(run_dir)
     if exit_code:
-        has_begun = resuming.has_begun(run_dir)
-        advice = f"; to go on: python tba.py --resume {run_dir}" if has_begun else ""
+        advice = f"; to go on: python tba.py --resume {run_dir}" if has_begun(run_dir) else ""
         cause = f"stopped by {signal.Signals(interrupt.signal).name}: " if interrupt.signal else ""
         print(f"{cause}partial results are in {run_dir}{advice}", file=sys.stderr)
     else:

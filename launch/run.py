@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing
 
 from launch import children
-from launch.checked import CheckedRun
+from launch.checks import CheckedRun
 from launch.display.first_look import FirstLook
 from launch.display.terminal import Terminal
 from launch.places import is_gpu_shared, searchers_of, trainers_of

@@ -5,7 +5,7 @@ from conftest import CHAT_TEMPLATE, byte_tokenizer
 from tokenizers import processors
 
 from config import Config, UserError
-from launch.checks.preflight import check_tokenizer, load_data
+from launch.checks import check_tokenizer, load_data
 from models.tokens import encode_prompt, load_tokenizer, tokens_left_out
 
 CHAT = [{"role": "user", "content": "1+1?"}]

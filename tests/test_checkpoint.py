@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from test_trainer import make_rows, make_trainer
 
 from config import Config
-from launch import launcher, resuming
+from launch import launcher, resume
 from launch.run import SAVE_SECONDS, Run
 from runtime.checkpoints import checkpoint, writer
 from runtime.checkpoints.writer import NICENESS, write_tensors
@@ -94,7 +94,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_of_its_own_step(trainer,
     torch.testing.assert_close(saved(trainer, 1), before, rtol=0, atol=0)
     now = dict(trainer.learner.state())
     assert not torch.equal(now["policy.lm_head.weight"], before["policy.lm_head.weight"])
-    state = checkpoint.load_state(resuming.newest_whole(trainer.checkpoints.run_dir)[0])
+    state = checkpoint.load_state(resume.newest_whole(trainer.checkpoints.run_dir)[0])
     assert (state["step"], state["figures"]["reward"]) == (1, 1.0)
 
 
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_comes_during_a_write_waits_for_it_and_takes_its_memor
         places.append([copy.data_ptr() for copy in trainer.checkpoints.copies.values()])
     trainer.checkpoints.wait()
     assert names(trainer) == ["step-00000001", "step-00000002"]
-    assert resuming.newest_whole(trainer.checkpoints.run_dir)[1] == []
+    assert resume.newest_whole(trainer.checkpoints.run_dir)[1] == []
     heads = [saved(trainer, step)["policy.lm_head.weight"] for step in (1, 2)]
     assert not torch.equal(*heads)
     assert places[0] == places[1]
@@ -215,7 +215,7 @@ def test_a_resume_deletes_only_its_own_and_if_it_fails_nothing(trainer, tmp_path
         save(trainer, step)
     assert names(trainer) == ["step-00000002", "step-00000003", "step-00000009", "step-best"]
     (root / "step-00000003" / "checksums.json").write_text("{}")
-    newest, (complaint,) = resuming.newest_whole(str(tmp_path))
+    newest, (complaint,) = resume.newest_whole(str(tmp_path))
     assert newest.name == "step-00000002"
     assert re.search("step-00000003 cannot be used: .* does not name buffer.npz", complaint)
     config = Config(resume=str(tmp_path), output_dir=str(tmp_path))
@@ -283,7 +283,7 @@ def test_files_are_on_the_disk_before_the_rename_and_old_ones_go_last(trainer, m
         done.clear()
         save(trainer, step)
     # What is removed first is not there: it would be of a run that was killed.
-    assert set(done[1:6]) == resuming.FILES | {"checksums.json"}
+    assert set(done[1:6]) == resume.FILES | {"checksums.json"}
     last = "unfinished, remove step-00000003, rename to step-00000003, checkpoints"
     assert ", ".join(done[6:]) == f"{last}, remove step-00000001"
 
@@ -304,7 +304,7 @@ def test_tensors_and_arrays_of_any_kind_are_read_as_they_were_and_few_are_copied
     trainer.checkpoints.begin(1, *both, {}, may_alias=True)
     trainer.checkpoints.wait()
     directory = tmp_path / "checkpoints" / "step-00000001"
-    assert resuming.find_corruption(directory) is None
+    assert resume.find_corruption(directory) is None
     assert trainer.checkpoints.copies.keys() == {("learner", "turned")}
     torch.testing.assert_close(saved(trainer, 1), tensors, rtol=0, atol=0)
     np.testing.assert_equal(checkpoint.load_arrays(directory, "buffer"), arrays)
@@ -337,8 +337,8 @@ def test_the_writer_gives_way_to_the_trainer_but_for_the_last_checkpoint(trainer
 
 @pytest.mark.parametrize("step, received, has_begun", [(0, 0, 0), (0, 12, 1), (3, 40, 1)])
 def test_only_what_has_begun_can_go_on(step, received, has_begun, tmp_path):
-    assert not resuming.has_begun(str(tmp_path))
+    assert not resume.has_begun(str(tmp_path))
     directory = tmp_path / "checkpoints" / f"step-{step:08}"
     directory.mkdir(parents=True)
     (directory / "state.json").write_text(json.dumps({"step": step, "received": received}))
-    assert resuming.has_begun(str(tmp_path)) == has_begun
+    assert resume.has_begun(str(tmp_path)) == has_begun

@@ -11,7 +11,7 @@ from test_engine import changed, logprobs_of, mismatch, sample_group, take_over
 from test_trainer import gradient, make_rows
 
 from config import Config
-from launch.checks.preflight import fetch
+from launch.checks import fetch
 from learner import Learner
 from models.architecture import weight_shapes
 from models.device import onednn_multiplies

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from config import Config, UserError
-from launch.checks.preflight import check_sampling
+from launch.checks import check_sampling
 from rollouts import Group
 from runtime.record.answers import look_at
 from runtime.record.lines import to_json

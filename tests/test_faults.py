@@ -21,7 +21,7 @@ from conftest import FOREVER, PATIENCE, ROOT, SMALL, Run, flags, living, read, s
 from safetensors.numpy import load_file, save_file
 from test_runs import metrics_of, own_task
 
-from launch import resuming
+from launch import resume
 from launch.run import in_words
 from runtime.checkpoints import checkpoint
 from tasks import load_task
@@ -44,7 +44,7 @@ def test_a_nan_weight_ends_a_run_or_an_evaluation_in_one_line(flag, untied_model
 
 def newest(run: Run) -> Path | None:
     """Its newest checkpoint that is whole."""
-    return resuming.newest_whole(str(run.run_dir))[0]
+    return resume.newest_whole(str(run.run_dir))[0]
 
 
 # Searchers
@@ -355,7 +355,7 @@ def check_end(run: Run, cause: str, record_property) -> str:
     _, err = run.ends_with(1)
     record_property("seconds to the end", round(time.monotonic() - start, 1))
     assert cause in err and "to go on: python tba.py --resume" in err, err
-    whole, complaints = resuming.newest_whole(str(run.run_dir))
+    whole, complaints = resume.newest_whole(str(run.run_dir))
     assert complaints == [] and checkpoint.load_state(whole)["step"] >= 10
     run.nothing_is_left()
     return err
@@ -443,7 +443,7 @@ def test_a_run_killed_at_random_goes_on_from_its_last_whole_checkpoint(tmp_path,
     run_dir = tmp_path / "run"
     metrics, writing = run_dir / "metrics.jsonl", run_dir / "checkpoints" / "unfinished"
     for attempt in range(21):
-        whole = resuming.newest_whole(str(run_dir))[0]
+        whole = resume.newest_whole(str(run_dir))[0]
         saved, arrays, inode = {"step": 0}, {}, 0
         if whole:
             saved, arrays = checkpoint.load_state(whole), checkpoint.load_arrays(whole, "buffer")
@@ -508,7 +508,7 @@ def test_a_full_disk_costs_checkpoints_and_metrics_and_no_more(tmp_path, record_
             time.sleep(15)
             assert all(pids), "both were there"
             assert pids == [run.pid(name) for name in ("trainer", "searcher 0")], "and go on"
-            _, complaints = resuming.newest_whole(str(run.run_dir))
+            _, complaints = resume.newest_whole(str(run.run_dir))
             assert newest(run) and complaints == [], "the previous checkpoint is intact"
             at = run.step()
             os.remove(disk / "other")

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from config import Config, UserError
-from launch.checks.preflight import check_tokenizer
+from launch.checks import check_tokenizer
 from models.folder import fetch_weights, save_model
 from models.loading import load_model, read_tokenizer
 from models.policy import load_policy

@@ -20,8 +20,7 @@ from conftest import byte_tokenizer, make_group, python, read
 from transformers import ByT5Tokenizer
 
 from config import Config, UserError
-from launch import files, launcher, provenance
-from launch.command_line import MASK, build_config, mask
+from launch import files, launcher, resume
 from launch.display import html_report
 from launch.display.shown_samples import GROUPS
 from launch.supervisor import RunFailed
@@ -112,8 +111,8 @@ def report_of(run: Path) -> Page:
 def test_a_report_shows_results_first_then_alarms_curves_responses_and_starts(run_dir, monkeypatch):
     run = run_dir(sample(0), sample(2, "13", reward=0.0, finished=False), preset="demo")
     write_lines(run / "alarms.jsonl", [{"step": 3, "name": "mismatch", "text": "too large"}])
-    for words in ["arithmetic", "--seed", "3"], ["--resume", str(run), "--steps", "9"]:
-        provenance.write_start(str(run), build_config(words))
+    for is_resumed in False, True:
+        resume.write_start(str(run), is_resumed)
     page, command = report_of(run), shlex.join(sys.orig_argv)
     shown = ["4 of 4 steps, 4 s", "accuracy 0.25 → 0.5"]
     shown += ["base model (0.125 to 0.375), then step 4 (0.375 to 0.625)", "Step 3: too large"]
@@ -127,8 +126,8 @@ def test_a_report_shows_results_first_then_alarms_curves_responses_and_starts(ru
     assert [start["resumed"] for start in starts] == [False, True]
     assert set(starts[0]["versions"]) >= {"Python", "torch", "transformers"}
     assert starts[0]["command"] == command and "cores" in starts[0]["machine"]
-    monkeypatch.setattr(provenance, "ROOT", run)
-    assert provenance.find_commit() == "", "a directory without git, such as an unpacked archive"
+    monkeypatch.setattr(resume, "ROOT", run)
+    assert resume.find_commit() == "", "a directory without git, such as an unpacked archive"
 
 
 def test_a_report_leads_with_the_first_and_the_last_evaluation_of_the_tasks_metric(run_dir):
@@ -308,12 +307,6 @@ def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_run(run_dir, c
     assert "report.html could not be written: IsADirectoryError" in line
     with pytest.raises(UserError, match="could not be written: .*report.html"):
         html_report.show(str(run))
-
-
-def test_a_text_whose_name_says_so_is_masked_and_nothing_else():
-    secrets = dict.fromkeys(("key", "hf_token", "api_secret", "DB_PASSWORDS"), "x")
-    others = {"keyboard": "x", "max_tokens": 3, "label": "x"}
-    assert mask(secrets | others) == dict.fromkeys(secrets, MASK) | others
 
 
 # What searchers write

@@ -258,11 +258,11 @@ def test_a_resumed_run_keeps_the_revision_it_began_with_where_its_branch_moved(h
     shutil.copytree(now, before)
     result = python(
         "from config import Config; from tasks import load_task",
-        "from launch.checks import preflight",
+        "from launch import checks",
         "from models.hub import identify_weights",
         f"config = Config(model={RHO!r}); task = load_task('arithmetic')",
-        f"config = preflight.check_model(config, task, {commit_of(before)!r})",
-        "print(identify_weights(preflight.fetch(config, task).model))",
+        f"config = checks.check_model(config, task, {commit_of(before)!r})",
+        "print(identify_weights(checks.fetch(config, task).model))",
     )
     assert result.stdout.strip() == commit_of(before) != commit_of(now)
 

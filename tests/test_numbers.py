@@ -35,18 +35,14 @@ def cases(table: str) -> list[tuple[str, Fraction | None]]:
     return [(t.strip(), None if "—" in of else Fraction(of.strip())) for t, of in pairs]
 
 
-@pytest.mark.parametrize("text, expected", cases(LAST))
-def test_the_last_number_of_a_response_has_its_value(text, expected):
-    assert last_number(text) == expected
+READ = [(last_number, *case) for case in cases(LAST)]
+READ += [(read_number, *case) for case in cases(WHOLE)]
+READ += [(last_number, f"12{space}000", 12000) for space in "\u00a0\u202f\u2009"]
 
 
-@pytest.mark.parametrize("text, expected", cases(WHOLE))
-def test_a_gold_answer_is_one_number_and_nothing_else(text, expected):
-    assert read_number(text) == expected
-
-
-def test_narrow_spaces_group_digits_too():
-    assert {last_number(f"12{space}000") for space in "\u00a0\u202f\u2009"} == {12000}
+@pytest.mark.parametrize("read, text, expected", READ)
+def test_a_response_has_its_last_number_and_a_gold_answer_is_nothing_else(read, text, expected):
+    assert read(text) == expected
 
 
 PARTS = r"1|1,111|1/|1^{|\frac{1|^(|1 |10^|1e|1 \times |¹|1'000| |**".split("|")

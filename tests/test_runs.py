@@ -15,9 +15,10 @@ from test_size import MOST_IMPORTED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import UserError
-from launch import files, resuming
+from launch import files
 from launch.command_line import build_config
 from launch.display.pictures import PANELS
+from launch.resume import newest_whole
 from runtime.checkpoints import checkpoint
 from tba import main
 
@@ -348,10 +349,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_if_there_is_on
         middle = len(data) // 2
         (newest / name).write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
         complaints = [f"{newest} cannot be used: {name} is damaged"]
-        assert resuming.newest_whole(str(copied)) == (previous, complaints)
+        assert newest_whole(str(copied)) == (previous, complaints)
         (newest / name).write_bytes(data)
     (newest / name).unlink()
-    complaints = resuming.newest_whole(str(copied))[1]
+    complaints = newest_whole(str(copied))[1]
     assert f"{newest} cannot be used: FileNotFoundError" in complaints[0]
 
     (previous / "buffer.npz").write_bytes((previous / "buffer.npz").read_bytes()[:-1])

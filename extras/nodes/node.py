@@ -25,7 +25,7 @@ import torch
 
 from config import Config, UserError
 from launch.places import Place, find_gpus, find_places, resolve, searchers_of
-from launch.provenance import ROOT, find_versions
+from launch.resume import ROOT, find_versions
 from launch.supervisor import Supervisor
 from models.folder import fetch_weights
 from rollouts import Group

@@ -9,8 +9,6 @@ import psutil
 import torch
 
 from config import Config, UserError
-from launch.checks.objective import check_objective
-from launch.checks.settings import check_scorer
 from launch.command_line import find_presets
 from launch.places import (
     Place,
@@ -23,9 +21,7 @@ from launch.places import (
 )
 from launch.planning.needs import DISK, GIB, MEMORY, SHARED, Needs, place_of
 from launch.planning.sizes import PolicySize
-from models.architecture import weight_shapes
-from models.hub import fetch_model, find_model
-from tasks import Task, load_task
+from tasks import Task
 from weights import SHARED_MEMORY
 
 USABLE = 0.985  # of the GiB by which a card is called; its driver keeps the rest
@@ -56,23 +52,8 @@ def check_plan(config: Config, task: Task, places: list[Place]) -> Config:
     return dataclasses.replace(needs.config, kv_cache_bytes=int(needs.room))
 
 
-def show_plan(config: Config) -> int:
+def show_plan(config: Config, task: Task) -> int:
     """--plan: print a run's plan. Returns the exit code; raises UserError if it does not fit."""
-    if config.lora_rank:
-        from extras import lora
-
-        lora.check(config)
-    check_objective(config)
-    task = load_task(config.task, **config.options)
-    check_scorer(config, task)
-    model = find_model("--model", config.model or task.base_model())
-    config = dataclasses.replace(config, model=model)
-    try:
-        fetch_model("--model", model, weights=False)
-    except UserError as error:
-        hint = "a directory with its config.json, and nothing else, is enough as --model here"
-        raise UserError(f"{error}; {hint}") from error
-    weight_shapes(config)  # raises UserError for a model that cannot be used
     if config.plan_gpus:
         count, gib = map(int, config.plan_gpus.split("x"))
         places = find_places(config, [str(gpu) for gpu in range(count)])

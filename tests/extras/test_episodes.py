@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from config import Config, UserError
 from extras.objectives import LOSSES
 from extras.replies import encode_reply
-from launch.checks.preflight import check_tokenizer
+from launch.checks import check_tokenizer
 from learner import Learner
 from models.tokens import encode_prompt
 from tba import main

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from config import Config, UserError
 from extras import lora
 from extras.lockstep import LockstepTrainer
+from launch.checks import check_for_plan
 from launch.launcher import launch
 from launch.places import find_places
 from launch.planning import sizes
 from launch.planning.needs import Needs
-from launch.planning.plan import show_plan
 from launch.planning.sizes import Pass
 from models.architecture import trained_shapes, weight_shapes
 from models.logprobs import response_logprobs
@@ -245,7 +245,7 @@ def test_what_cannot_be_had_is_one_line(tied_model, monkeypatch):
     config = Config(model=str(tied_model), lora_rank=8)
     with monkeypatch.context() as patch:
         patch.setattr(lora, "find_spec", lambda name: None)
-        for start in (launch, show_plan):  # before data or models are looked for
+        for start in (launch, check_for_plan):  # before data or models are looked for
             with pytest.raises(UserError, match=r"^--lora_rank 8 needs peft: pip install -r req"):
                 start(replace(config, model="absent"))
     no_linear = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.LayerNorm(4))

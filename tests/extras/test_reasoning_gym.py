@@ -12,7 +12,7 @@ from conftest import flags, python, read, tba
 
 from config import Config, UserError
 from launch import children
-from launch.checks.preflight import load_data
+from launch.checks import load_data
 from launch.places import Place
 from tasks import LazyQueries, Query, Task, load_task
 from tasks.reasoning_gym import ANSWER_IN
@@ -107,7 +107,7 @@ def test_lazy_queries_are_made_when_they_are_asked_for_and_checks_read_the_first
         return Query(index, f"{index}?", None)
 
     queries = LazyQueries(1000, make)
-    monkeypatch.setattr("launch.checks.preflight.load_task", lambda *_, **__: Task())
+    monkeypatch.setattr("launch.checks.load_task", lambda *_, **__: Task())
     monkeypatch.setattr(Task, "queries", lambda *_: queries)
     _, sizes, prompts, _ = load_data(Config(task="lazy"))
     assert sizes == {"train": 1000, "test": 1000} and {*prompts} == {"0?"} and set(made) == {0}

@@ -7,33 +7,32 @@ import sys
 import pytest
 from conftest import ROOT, SMALL, flags, python
 from test_command_line import refused
-from test_plan import make_shapes, plan_on
 
 from config import Config, UserError
 from extras.objectives import EXACT_SAMPLING
-from launch.checks.preflight import check_sampling
+from launch.checks import check_sampling
 from launch.command_line import build_config
 from tasks import Task
 
 REFUSED = [
     ("--loss ppo", "--loss is 'ppo': it is one of tb"),
     ("--synchronous --searchers 64", "--searchers is 64, more than --queries_per_batch"),
-    ("--max_staleness 5 --constant_staleness 5", "--max_staleness 5 is for the buffer"),
-    ("--reference_reset_period 5", "period 5 is for runs of constant staleness: give --constant"),
+    ("--max_staleness 5 --constant_staleness 5", "5 are both given: the first is for the buffer"),
+    ("--reference_reset_period 5", "is 5, which does nothing without --constant_staleness: give"),
     ("{plan} 4x80 --trainer_processes 4", "is 4, … 4 GPUs: … a searcher another; give at most 3"),
     ("{plan} 8x80 --trainer_processes 4 --searchers 5", "is 5, … 8 GPUs: room for 4 beside 4"),
     ("--trainer_processes 33", "--trainer_processes is 33, more than --queries_per_batch 32"),
     ("arithmetic --max_episode_tokens 50", "has no reply()"),
     ("reach --max_episode_tokens None", "has episodes: give --max_episode_tokens"),
     ("reach --max_episode_tokens 16", "leaves no room for a turn"),
-    ("--lora_alpha 16", "--lora_alpha is 16.0, but --lora_rank 0 …: give a rank, or … None"),
-    ("--trainer_processes 2 --lora_rank 8", "--lora_rank 8 … 2 are both given, … are not sharded"),
+    ("--lora_alpha 16", "--lora_alpha is 16.0, …without --lora_rank: give that too, or … None"),
+    ("--trainer_processes 2 --lora_rank 8", "--lora_rank 8 … 2 are both given: …are not sharded"),
     (
         "redteam --loss tba_ema",
         "sampler for the policy, but task 'redteam' samples with temperature 1.",
     ),
     ("arithmetic --ray auto", "--ray needs Ray…pip install -r requirements-ray.txt"),
-    ("--ray auto --synchronous", "--ray auto is for free-running search"),
+    ("--ray auto --synchronous", "--ray auto …0 are both given: further nodes search freely"),
 ]
 
 
@@ -89,21 +88,13 @@ def test_a_problem_of_math_that_cannot_be_used_is_named_with_its_line(row, lacks
         "nodes/joining: arithmetic --ray auto",
     ],
 )
-def test_without_extras_what_wants_one_is_refused_by_name(wanted, monkeypatch, capfd):
-    monkeypatch.setattr("launch.checks.settings.find_spec", lambda name: None)
+def test_without_extras_what_wants_one_is_refused_by_name(wanted, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("launch.settings.EXTRAS", tmp_path / "extras")
     name, arguments = wanted.split(": ")
-    refused(arguments.split(), f"needs extras/{name}, which this copy of the project lacks", capfd)
+    refused(
+        arguments.split(), f"needs extras/{name}.py, which this copy of the project lacks", capfd
+    )
     assert build_config(["arithmetic"]).loss == "tb"
-
-
-def test_without_extras_a_plan_advises_nothing_of_them(tmp_path, monkeypatch):
-    model = make_shapes(tmp_path)["four"]
-    for has_extras in True, False:
-        if not has_extras:
-            monkeypatch.setattr("launch.checks.settings.find_spec", lambda name: None)
-        _, problem = plan_on("4x7", model=model)
-        assert ("; --trainer_processes 3" in problem) == has_extras
-        assert ("; --dtype bfloat16" in problem) != has_extras
 
 
 @pytest.mark.runs

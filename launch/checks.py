@@ -1,6 +1,5 @@
 """What is checked before anything starts: each mistake ends here, in one line (UserError)."""
 
-import dataclasses
 import fcntl
 import hashlib
 import os
@@ -9,22 +8,29 @@ import re
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from config import Config, UserError, first_line
-from launch import resuming
-from launch.checks.objective import check_objective
-from launch.checks.settings import check_scorer
-from models.architecture import policy_without_weights
+from config import Config, Extra, UserError, first_line
+from launch.places import Place, find_places, resolve
+from launch.planning.plan import check_plan
+from launch.resume import newest_whole, shape_mismatch
+from launch.settings import check_extras, find_lacking_module
+from learner import find_objective
+from loss import LossInputs
+from models.architecture import policy_without_weights, trained_shapes, weight_shapes
 from models.device import compute_dtype, device, onednn_multiplies
 from models.folder import fetch_weights
 from models.hub import fetch_model, find_model, identify_weights
 from models.tokens import encode_prompt, load_tokenizer
+from runtime.checkpoints import checkpoint
 from tasks import LazyQueries, Messages, Task, load_task, sampling_for_tests
 from tasks.support.data import is_chat
 
+Shapes = dict[str, tuple[int, ...]]  # by a parameter's name
 # With these parameters of vLLM a sampler is still the policy at --temperature: some say where a
 # response ends, and the others have the values that change nothing.
 HARMLESS = set("max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed".split())
@@ -32,12 +38,90 @@ HARMLESS |= {"skip_special_tokens", "spaces_between_special_tokens"}
 NEUTRAL = dict(top_p=(1,), top_k=(0, -1), min_p=(0,), min_tokens=(0,), repetition_penalty=(1,))
 NEUTRAL |= dict(presence_penalty=(0,), frequency_penalty=(0,), bad_words=([],), logit_bias=({},))
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, in a repr
+# What metrics.jsonl has already, and an objective might take for its own.
+COLUMNS = "step", "loss", "grad_norm", "learning_rate", "beta", "reward", "kl", "entropy"
 
 
-def check_machine() -> None:
-    """Say where this was never tried: weights.py relies on the order of stores on x86-64."""
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run that may begin.
+
+    The settings come three times: given, by the user; asked, with the directory and the model that
+    config.json is to name; config, as the run has them on this machine.
+    """
+
+    given: Config
+    asked: Config
+    config: Config
+    places: list[Place]
+    sizes: dict[str, int]  # queries, by split
+    prompt: str  # the first one, as the model reads it
+    shapes: Shapes  # of all parameters
+    trained: Shapes  # of those that are trained
+    resume: str | None  # the checkpoint to go on from
+
+
+def check_run(given: Config) -> CheckedRun:
+    """Check a run, and fetch its model. Starts and writes nothing. Raises UserError."""
     if (machine := platform.machine()) not in ("x86_64", "AMD64"):
+        # weights.py relies on the order of stores on x86-64.
         print(f"warning: never tried on {machine}, only on x86-64", file=sys.stderr)
+    check_extras(given)
+    resume = find_checkpoint(given) if given.resume else None
+    state = checkpoint.load_state(resume) if resume else {}
+    task, sizes, prompts, digest = load_data(given)
+    began = state.get("base_model")
+    goes_on_there = resume and given.output_dir == given.resume
+    run_dir = given.output_dir if goes_on_there else find_run_dir(given)
+    asked = check_model(replace(given, output_dir=run_dir), task, began)
+    searchers = asked.searchers
+    if resume and searchers is None and not asked.ray:
+        # Their shares of the queries, and the cursors in those, are part of the checkpoint.
+        searchers = len(state["status"])
+    places = find_places(replace(asked, searchers=searchers))
+    shapes = weight_shapes(asked)
+    prompt = check_tokenizer(asked, prompts)
+    planned = check_plan(resolve(asked, places), task, places)
+    trained = trained_shapes(planned)
+    if resume and (mismatch := shape_mismatch(resume, trained)):
+        raise UserError(
+            f"--resume {given.resume!r}: --model {asked.model!r} has changed since: {mismatch}"
+        )
+    config = replace(fetch(planned, task, began), data_digest=f"{digest} {prompt}")
+    before = state.get("data_digest", config.data_digest)
+    if before != config.data_digest:  # other prompts alone: a chat template may write the date
+        rows, _, was = before.partition(" ")
+        what = "rows of the task" if rows != digest else f"first prompt, {was!r:.200},"
+        print(f"warning: the {what} changed since that checkpoint", file=sys.stderr)
+    return CheckedRun(given, asked, config, places, sizes, prompt, shapes, trained, resume)
+
+
+def check_for_plan(config: Config) -> tuple[Config, Task]:
+    """Check a run that is only planned (--plan), without its data and weights. Raises UserError.
+
+    Returns its settings with the model's name or path, and its task.
+    """
+    check_extras(replace(config, track="", ray=""))  # a plan needs no tracker and no cluster
+    check_objective(config)
+    task = make_task(config)
+    try:
+        config = find_policy(config, task)
+    except UserError as error:
+        hint = "a directory with its config.json, and nothing else, is enough as --model here"
+        raise UserError(f"{error}; {hint}") from error
+    weight_shapes(config)  # raises UserError for a model that cannot be used
+    return config, task
+
+
+def make_task(config: Config) -> Task:
+    """Make the task. Raises UserError where it scores in worker processes, and no extra has those.
+
+    A task's own setting may decide that: so it is no matter of flags.
+    """
+    task = load_task(config.task, **config.options)
+    if task.score_timeout is not None and (lacking := find_lacking_module(Extra("score_workers"))):
+        raise UserError(f"task {config.task}, as it has a score_timeout, {lacking}")
+    return task
 
 
 def load_data(config: Config) -> tuple[Task, dict[str, int], list[str | Messages], str]:
@@ -46,8 +130,7 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], list[str | Messages
     The data is read once here, so that a bad row shows now and not in a searcher. The digest is of
     all prompts and answers. Raises UserError.
     """
-    task, sizes, prompts = load_task(config.task, **config.options), {}, []
-    check_scorer(config, task)
+    task, sizes, prompts = make_task(config), {}, []
     digest = hashlib.blake2b(digest_size=6)
     for split in ("train", "test"):
         try:
@@ -90,7 +173,7 @@ def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
             "its config.json: no response could end; use a model that has one"
         )
     kinds: dict[tuple[str, ...], str | Messages] = {}
-    texts: list[str] = []
+    texts = []
     for prompt in prompts:
         messages = [] if isinstance(prompt, str) else prompt
         kinds.setdefault(tuple(message["role"] for message in messages), prompt)
@@ -101,13 +184,13 @@ def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
             f"the prompts of task {config.task!r} are chat messages, but the tokenizer of --model "
             f"{config.model!r} has no chat template: use a model that has one"
         )
-    has_replies = config.max_episode_tokens is not None
-    if has_replies:
-        from extras.replies import encode_reply
     try:
         read = [encode_prompt(tokenizer, prompt) for prompt in kinds.values()]
-        for messages in chats if has_replies else ():
-            encode_reply(tokenizer, messages, "?", last_token=0)
+        if config.max_episode_tokens is not None:
+            from extras.replies import encode_reply
+
+            for messages in chats:
+                encode_reply(tokenizer, messages, "?", last_token=0)
     except Exception as error:  # a template may refuse in words of its own
         raise UserError(
             f"the chat template of --model {config.model!r} does not take the prompts of task "
@@ -172,18 +255,69 @@ def is_plain(sampling: dict) -> bool:
 
 
 def check_model(config: Config, task: Task, revision: str | None = None) -> Config:
-    """Check the objective and the models; the configuration with the model's name or path.
+    """Check the objective, the sampling and the models; the settings with the model's name or path.
 
     revision: of the hub, that a run to resume began with: its branch may have moved.
     """
     check_objective(config)
     check_sampling(config, task)
+    config = find_policy(config, task, revision)
+    task.prepare()
+    return config
+
+
+def find_policy(config: Config, task: Task, revision: str | None = None) -> Config:
+    """Find the policy without its weights; the settings with its name or path."""
     model = find_model("--model", config.model or task.base_model())
     if revision and not Path(model).is_dir():
         model = f"{model.partition('@')[0]}@{revision}"
     fetch_model("--model", model, weights=False)  # enough for the checks
-    task.prepare()
-    return dataclasses.replace(config, model=model)
+    return replace(config, model=model)
+
+
+def check_objective(config: Config) -> None:
+    """Try the objective on two groups of responses of three tokens. Raises UserError."""
+    name, objective, inputs = f"--loss {config.loss}", find_objective(config.loss), example(config)
+    try:
+        loss, metrics = objective(inputs)
+        loss = torch.as_tensor(loss)
+        metrics = {metric: torch.as_tensor(value) for metric, value in metrics.items()}
+        if loss.requires_grad and not loss.shape:
+            loss.backward()
+    except Exception as error:
+        problem = f"it fails on an example: {type(error).__name__}: {first_line(error)}"
+        raise UserError(
+            f"{name}: {problem} (it must return a loss and a dict of metrics)"
+        ) from error
+    if loss.shape or not loss.isfinite():
+        what = f"of shape {tuple(loss.shape)}" if loss.shape else loss.item()
+        raise UserError(f"{name}: its loss must be one finite number; of an example it is {what}")
+    for metric, value in metrics.items():
+        if value.numel() != 1 or metric in COLUMNS:
+            raise UserError(
+                f"{name}: its metric {metric!r} must be one number, under a name that is none of "
+                f"{', '.join(COLUMNS)}"
+            )
+    if inputs.logprobs.grad is None:
+        raise UserError(f"{name}: its loss has no gradient with respect to logprobs")
+
+
+def example(config: Config) -> LossInputs:
+    """Make two groups of responses of three tokens."""
+    rows, length = 2 * config.responses_per_query, 3
+    return LossInputs(
+        logprobs=torch.full((rows, length), -1.0, requires_grad=True),
+        ref_logprobs=torch.full((rows, length), -1.1),
+        behavior_logprobs=torch.full((rows, length), -0.9),
+        mask=torch.ones(rows, length),
+        rewards=torch.arange(rows) / rows,
+        group_size=config.responses_per_query,
+        beta=config.beta,
+        max_response_length=length,
+        prompt_lengths=torch.ones(rows),
+        sampled=torch.ones(rows, length),
+        staleness=torch.arange(rows),
+    )
 
 
 def fetch(config: Config, task: Task, began: str | None = None) -> Config:
@@ -194,7 +328,7 @@ def fetch(config: Config, task: Task, began: str | None = None) -> Config:
     """
     trust = config.trust_remote_code
     model = fetch_weights("--model", config.model, trust_remote_code=trust, is_policy=True)
-    config = dataclasses.replace(config, model=model, base_model=identify_weights(model))
+    config = replace(config, model=model, base_model=identify_weights(model))
     if began and config.base_model != began:
         raise UserError(
             f"--resume {config.resume!r} began with other weights in --model {config.model!r}: put "
@@ -213,7 +347,7 @@ def find_checkpoint(config: Config) -> str:
     Takes the lock of that run. Raises UserError if there is none.
     """
     lock(config.resume)
-    directory, complaints = resuming.newest_whole(config.resume)
+    directory, complaints = newest_whole(config.resume)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     if directory is None:
@@ -234,7 +368,7 @@ def find_run_dir(config: Config) -> str:
             f"--output_dir {str(directory)!r} already holds a run: give another one, or remove it"
         )
     ancestors = [directory, *directory.absolute().parents]
-    existing = next(ancestor for ancestor in ancestors if ancestor.exists())
+    existing = next(filter(Path.exists, ancestors))
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
@@ -253,5 +387,6 @@ def lock(run_dir: str) -> None:
     try:
         fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        message = f"--resume {run_dir!r}: this run has not ended, its processes are alive"
-        raise UserError(message) from None
+        raise UserError(
+            f"--resume {run_dir!r}: this run has not ended, its processes are alive"
+        ) from None
