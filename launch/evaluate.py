@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -65,8 +66,11 @@ def evaluate_only(config: Config) -> int:
     return 0
 
 
-def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None:
-    """Load the saved model afresh into an engine of its own and evaluate it there."""
+def final_evaluation(
+    config: Config, place: Place, interrupt: Interrupt, say: Callable[[str], None]
+) -> None:
+    """Load the saved model into an engine of its own and evaluate it there."""
+    say("evaluating the saved model …")
     model = str(Path(config.output_dir, "model").resolve())
     result = evaluate(dataclasses.replace(config, model=model), place, interrupt)
     if not result:
@@ -74,8 +78,8 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
     line = result.line(config.base_model, prefix="final_")
     Lines(Path(config.output_dir, "metrics.jsonl")).write(line)
     for text in result.describe():
-        print(f"final {text}; the saved model, loaded afresh")
-    print(result.answers, flush=True)
+        say(f"final {text} (saved model, reloaded)")
+    say(str(result.answers))
 
 
 def evaluate(config: Config, place: Place, interrupt: Interrupt) -> Evaluation | None:

@@ -4,11 +4,16 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import wait_for
 
+from config import Config
+from runtime.record.metrics import StepMetrics
+from runtime.record.timeline import Timeline
 from runtime.responses.scoring import FailureLimit
 from runtime.transport import status as module
 from runtime.transport.status import StatusTable
+from weights import SharedWeights
 
 
 def test_further_processes_of_the_trainer_are_no_searchers_and_nothing_is_saved_of_them():
@@ -43,3 +48,27 @@ def test_a_pause_of_who_watches_is_nobodys_silence_and_a_silence_is_found_all_th
     wait_for(lambda: status.is_silent("searcher 0", 0.3), "the silence to be found")
     status.beat("searcher 0")
     assert not status.is_silent("searcher 0", 0.3)
+
+
+def test_the_busy_share_of_a_searcher_whose_work_began_before_the_window_is_not_above_one(tmp_path):
+    (tmp_path / "logs").mkdir()
+    status = StatusTable(["trainer", "searcher 0"])
+    timeline = Timeline(str(tmp_path), status, "searcher 0")
+    weights = SharedWeights({"weight": (1,)}, torch.float32, readers=1)
+    metrics = StepMetrics(Config(), weights, None, None, status)
+    with timeline.span("score"):
+        time.sleep(0.2)
+        metrics.rates(waited=0.0)
+    assert metrics.rates(waited=0.0)["searcher_busy"] == 1.0
+    with timeline.span("wait"):
+        time.sleep(0.2)
+    assert metrics.rates(waited=0.0)["searcher_busy"] == pytest.approx(0.5, abs=0.2)
+
+
+def test_a_process_is_loading_then_alive_then_silent():
+    status = StatusTable(["searcher 0"])
+    assert status.health("searcher 0") == "loading"
+    status.mark_ready("searcher 0")
+    assert status.health("searcher 0") == "alive"
+    status.set("searcher 0", "beat", time.monotonic() - 12)
+    assert status.health("searcher 0") == "silent for 12 s"

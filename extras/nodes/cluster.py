@@ -55,8 +55,8 @@ class ClusterStatus(StatusTable):
         beats = self.words[:, self.COLUMNS.index("beat")].tolist()
         return [self.names[i] for i in self.searching if beats[i]] or self.nodes[:1]
 
-    def last_heartbeat(self, name: str) -> str:
-        return super().last_heartbeat(name) if self.get(name, "beat") else "no node is there"
+    def health(self, name: str) -> str:
+        return super().health(name) if self.get(name, "beat") else "no node is there"
 
     def figures(self, version: int) -> dict[str, float]:
         """What each node that is there does, for metrics.jsonl."""

@@ -35,7 +35,14 @@ from runtime.transport.status import StatusTable
 from tasks import load_task
 from weights import SharedWeights
 
-COUNTED = ("tokens", "busy", "restarts", "long_prompts", "unscored_groups")  # of the status table
+COUNTED = (
+    "tokens",
+    "busy",
+    "waited",
+    "restarts",
+    "long_prompts",
+    "unscored_groups",
+)  # of the status table
 COLLECT_SECONDS = 0.1  # that a call waits for groups: calls are dearer than groups
 Weights = dict[str, np.ndarray]
 
@@ -147,13 +154,13 @@ class Node:
         return Found(items + notices, self.row(), logs, time.monotonic())
 
     def row(self) -> dict[str, float]:
-        """Take the searchers as one: sums, of busy seconds the mean, and else what is lowest."""
+        """Take the searchers as one: sums, and else what is lowest."""
         sums = {column: self.status.total(column) for column in COUNTED}
         lowest = {
             column: float(self.status.words[:, StatusTable.COLUMNS.index(column)].min())
             for column in ("beat", "ready", "version")
         }
-        return sums | lowest | {"busy": sums["busy"] / len(self.places)}
+        return sums | lowest
 
     def take_weights(self, version: int, weights: Weights, evaluate: bool) -> bool:
         """Publish a version on this node. False: its searchers still read what would be written."""

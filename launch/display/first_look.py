@@ -2,14 +2,16 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
+from launch.files import read_lines
 from models.tokens import load_tokenizer, tokens_left_out
 from rollouts import Group
-from runtime.record.answers import look_at
+from runtime.record.answers import extract_all, extracts, shortened
 from runtime.record.metrics import describe
 from runtime.transport.messages import Answers
 from runtime.transport.status import StatusTable
@@ -69,23 +71,25 @@ def describe_first(
     """
     tokenizer, task = load_tokenizer(config), load_task(config.task, **config.options)
     hidden = tokens_left_out(tokenizer, task.keep_special_tokens)
-    equal, cut = figures["equal_rewards"], 1 - figures["finished"]
-    reward = f"reward {figures['reward']:.3g}"
-    yield f"first {len(groups)} groups: {reward}; all rewards equal in {equal:.0%} of them"
+    equal, cut_off, reward = figures["equal_rewards"], 1 - figures["finished"], figures["reward"]
+    rewards = f"reward {reward:.3g}; all rewards equal in {equal:.0%} of them"
+    if equal == 1.0 and reward == 0:
+        rewards = "no response was right"
+    yield f"first {len(groups)} groups: {rewards}"
+    yield from describe_example(config, task)
     if equal == 1.0:
         yield (
-            "so they do not say which response is better. If that is not the best reward there is, "
-            "see in samples.jsonl whether score() finds the answer; else try easier queries, a "
-            "larger --samples_per_query or --temperature"
+            "equal rewards do not say which response is better: see whether score() finds the "
+            "answer; else try easier queries, a larger --samples_per_query or --temperature"
         )
     if config.max_episode_tokens is None:  # else a response is more than one text
-        answers = answers_of(tokenizer, hidden, task, groups)
-        yield str(answers)
-        if answers.unanswered == 1:
+        unanswered = find_unanswered(tokenizer, hidden, task, groups)
+        yield str(Answers(cut_off, unanswered, examples=[]))
+        if unanswered == 1:
             yield f"the task finds an answer in no response: {task.if_unanswered}"
-    elif cut:
+    elif cut_off:
         what = "--max_turns or --max_episode_tokens, or a turn by --max_response_tokens"
-        yield f"{cut:.0%} of the first responses were cut off by {what}"
+        yield f"{cut_off:.0%} of the first responses were cut off by {what}"
     if left_out:
         why = f"over --max_prompt_tokens {config.max_prompt_tokens}, empty or not Unicode"
         yield f"prompts left out, {why}: {left_out}"
@@ -94,14 +98,31 @@ def describe_first(
         yield f"score() does not see {what}: keep_special_tokens of the task would show them"
 
 
-def answers_of(
+def describe_example(config: Config, task: Task) -> Iterator[str]:
+    """Show the best response of samples.jsonl with its prompt and answers, if there is one."""
+    samples = read_lines(Path(config.output_dir, "samples.jsonl"))
+    if not samples:
+        return
+    best = max(samples, key=lambda sample: sample["reward"])
+    extracted = f", extracted {best['extracted']!r:.200}" if extracts(task) else ""
+    yield f"  prompt: {shortened(str(best['prompt']))!r}"
+    yield f"  response: {shortened(best['response'])!r}"
+    yield f"  reward {best['reward']:g}{extracted}, wanted {best['answer']!r:.200}"
+
+
+def find_unanswered(
     tokenizer: PreTrainedTokenizerBase, hidden: dict[int, str], task: Task, groups: list[Group]
-) -> Answers:
-    """Look at the responses of groups, as texts that score() saw. hidden: from it, by id."""
+) -> float | None:
+    """Find the share of responses in which the task finds no answer; None if it extracts none.
+
+    hidden: the special tokens that score() does not see, by id.
+    """
+    if not extracts(task):
+        return None
     rows = [row for group in groups for row in group.responses()]
     ids = [[i for i in row.tokens["token"].tolist() if i not in hidden] for row in rows]
-    finished = np.concatenate([group.finished for group in groups]).tolist()
-    return look_at(task, tokenizer.batch_decode(ids), [row.reward for row in rows], finished)
+    answers = extract_all(task, tokenizer.batch_decode(ids))
+    return answers.count(None) / len(answers)
 
 
 def find_unseen(

@@ -27,10 +27,10 @@ from conftest import PATIENCE, ROOT, Run, flags, living, read, shared_files, ste
 
 from config import UserError
 from launch.command_line import build_config
-from launch.display.live import RATE_WINDOW
 from launch.files import read_lines, read_spans
 from launch.places import find_places
 from launch.supervisor import QUEUE_GROUPS, RunFailed
+from runtime.record.metrics import RATE_WINDOW
 from weights import SharedWeights
 
 # Clusters and runs of these tests have a token. Ray reads this when it is imported.
@@ -426,7 +426,7 @@ def test_a_run_with_no_searcher_or_failing_ones_ends_and_says_so(nodes, tmp_path
     monkeypatch.setattr(cluster, "LOAD_SECONDS", 2.0)
     with closing(Driver(nodes, tmp_path / "run", searcher_timeout=1)) as driver:
         assert driver.status.searchers == ["searchers of node 1"]
-        assert driver.status.last_heartbeat("searchers of node 1") == "no node is there"
+        assert driver.status.health("searchers of node 1") == "no node is there"
         assert driver.status.figures(0) == {}
         with pytest.raises(RunFailed, match="no node searches for 2 s, and no searcher is here"):
             driver.work(PATIENCE)
