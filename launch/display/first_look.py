@@ -105,9 +105,10 @@ def describe_example(config: Config, task: Task) -> Iterator[str]:
         return
     best = max(samples, key=lambda sample: sample["reward"])
     extracted = f", extracted {best['extracted']!r:.200}" if extracts(task) else ""
+    wanted = "" if best["answer"] is None else f", wanted {best['answer']!r:.200}"
     yield f"  prompt: {shortened(str(best['prompt']))!r}"
     yield f"  response: {shortened(best['response'])!r}"
-    yield f"  reward {best['reward']:g}{extracted}, wanted {best['answer']!r:.200}"
+    yield f"  reward {best['reward']:g}{extracted}{wanted}"
 
 
 def find_unanswered(

@@ -14,10 +14,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from rich.columns import Columns
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from config import Config
@@ -27,6 +27,7 @@ from runtime.record.metrics import RATE_WINDOW, rate_of
 from runtime.transport.status import StatusTable
 
 FIGURES = "reward loss log_z kl entropy staleness_mean trainer_busy searcher_busy".split()
+FIGURE_WIDTH = 24  # of each in the view: four in a line of 100 columns
 LINE_PERIOD = 5.0  # seconds between two lines of progress where there is no terminal
 REFRESHES_PER_SECOND = 2  # of the view
 PACE_SECONDS = 300.0  # over which the pace is taken that the time left is estimated by
@@ -66,7 +67,7 @@ class ProgressView:
             redirect_stderr=sys.stderr.isatty(),
         )
         self.lines = new_lines(Path(config.output_dir, "metrics.jsonl"))
-        self.take_evaluations(next(self.lines))  # of a run that is resumed
+        self.new_metrics()  # evaluations of a run that is resumed
 
     def __enter__(self) -> "ProgressView":
         if sys.stdout.isatty() and not self.live.console.is_dumb_terminal:
@@ -88,9 +89,7 @@ class ProgressView:
             if self.begun:  # the trainer has ended
                 self.say(self.begun.decode(sys.stdout.encoding, "replace"))
                 self.begun = b""
-        lines = [*filter(is_metrics, next(self.lines))]
-        self.take_evaluations(lines)
-        for line in lines:
+        for line in self.new_metrics():
             if "loss" in line:
                 # What was not finite is null there.
                 self.step({k: math.nan if value is None else value for k, value in line.items()})
@@ -104,11 +103,13 @@ class ProgressView:
         plain = dict(markup=False, emoji=False, highlight=False, soft_wrap=True)
         self.live.console.print(text, **plain)
 
-    def take_evaluations(self, lines: list[dict]) -> None:
-        """Take note of the evaluations among lines of metrics.jsonl."""
+    def new_metrics(self) -> list[dict]:
+        """Return new lines of metrics.jsonl. Takes note of the evaluations among them."""
+        lines = [*filter(is_metrics, next(self.lines))]
         for _, name, value, _ in find_evaluations(lines):
             if value is not None:
                 self.evaluations[name.removeprefix("final_")].append(value)
+        return lines
 
     def step(self, metrics: dict) -> None:
         """Take in the metrics of a step."""
@@ -138,27 +139,21 @@ class ProgressView:
     def evaluated(self) -> str:
         """Say how each metric has gone, from the first evaluation to the latest."""
         changes = []
-        for name, (first, *others) in self.evaluations.items():
+        for name, (first, *others) in [*self.evaluations.items()]:  # the view has a thread
             ends = [first, *others[-1:]]
             changes.append(f"{name} {' → '.join(f'{value:.2f}' for value in ends)}")
         return ", ".join(changes)
 
     def view(self) -> Group:
         """Build what is shown now."""
-        figures, lines = Table.grid(expand=True), []
-        if self.doing:
-            lines.append(self.doing)
-        if self.evaluations:
-            lines.append(self.evaluated())
+        parts = [self.doing, self.evaluated()]
+        figures = []
         if not self.status.last_step_done:
-            names = self.status.searchers
+            names, figures = self.status.searchers, self.figures()
             rows = [[name] for name in names] if len(names) <= MOST_SEARCHERS else [names]
-            lines += map(self.describe, rows)
-            shown = self.figures()
-            for first in range(0, len(shown), 4):
-                figures.add_row(*shown[first : first + 4])
-        texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
-        return Group(self.bar, figures, *texts)
+            parts += map(self.describe, rows)
+        lines = [Text(part, no_wrap=True, overflow="ellipsis") for part in parts if part]
+        return Group(self.bar, Columns(figures, width=FIGURE_WIDTH), *lines)
 
     def describe(self, names: list[str]) -> str:
         """Describe one searcher, or several as one."""
