@@ -59,7 +59,8 @@ class ProgressView:
             "left",
             speed_estimate_period=PACE_SECONDS,
         )
-        self.task = self.bar.tasks[self.bar.add_task("", total=config.steps)]
+        self.bar.add_task("", total=config.steps)
+        (self.task,) = self.bar.tasks
         self.live = Live(
             get_renderable=self.view,
             refresh_per_second=REFRESHES_PER_SECOND,
