@@ -76,7 +76,7 @@ FIRST = [
     ({"equal_rewards": 1.0, "reward": 0.0}, 0, [WRONG]),
     ({"finished": 0.75, "turns": 3}, 0, ["25% of the first responses were cut off by --max_turns"]),
     ({}, 3, ["prompts left out, over --max_prompt_tokens"]),
-    ({"unanswered": 1.0}, 0, ["100% have no answer", "an answer in no response: see extract()"]),
+    ({"extracted": None}, 0, ["an answer in none of 3 responses: see extract()"]),
 ]
 
 
@@ -85,37 +85,30 @@ def test_before_the_first_step_a_user_is_told_what_to_look_at(
     figures, left_out, says, monkeypatch, tmp_path
 ):
     figures = dict(equal_rewards=0.25, reward=0.4, finished=1.0) | figures
-    has_turns = bool(figures.pop("turns", 0))
+    has_turns, extracted = "turns" in figures, figures.pop("extracted", "46")
     parts = dict(load_tokenizer=None, tokens_left_out={}, describe=figures)
-    parts["find_unanswered"] = figures.pop("unanswered", 0.0)
     parts["find_unseen"] = figures.pop("unseen", [])
     for name, part in parts.items():
         monkeypatch.setattr(first_look, name, lambda *_, part=part: part)
-    config = Config(
-        task="arithmetic",
-        max_episode_tokens=600 if has_turns else None,
-        initial_responses=12,
-        output_dir=str(tmp_path),
-    )
+    limits = dict(max_episode_tokens=600 if has_turns else None, initial_responses=12)
+    config = Config(task="arithmetic", output_dir=str(tmp_path), **limits)
     status, said = StatusTable(["trainer", "searcher 0"]), []
     status.set("searcher 0", "long_prompts", left_out)
-    samples = Lines(tmp_path / "samples.jsonl")
     wrong = dict(prompt="12+34=", answer="46", response="4" * 999, extracted=None, reward=0.0)
-    samples.write(wrong, wrong | dict(response="46.", extracted="46", reward=1.0), wrong)
+    right = wrong | dict(response="46.", extracted=extracted, reward=1.0)
+    Lines(tmp_path / "samples.jsonl").write(wrong, right, wrong)
     look = first_look.FirstLook(config, status, said.append, is_wanted=True)
     for count in range(1, 15):
         look.take(make_group(0, 0, [1], [7]))
         look.say_if_due()
         assert bool(said) == (count >= 12)
     first, *example = said[:4]
-    usual = "0% of the responses were cut off, 0% have no answer"
-    lines = [line for line in said[4:] if line != usual]
     equal = f"reward 0.4; all rewards equal in {figures['equal_rewards']:.0%} of them"
     rewards = equal if figures["reward"] else "no response was right"
     assert first == f"first 12 groups: {rewards}"
-    answers = "  reward 1, extracted '46', wanted '46'"
+    answers = f"  reward 1, extracted {extracted!r}, wanted '46'"
     assert example == ["  prompt: '12+34='", "  response: '46.'", answers]
-    assert len(lines) == len(says) and all(text in line for text, line in zip(says, lines))
+    assert len(said[4:]) == len(says) and all(text in line for text, line in zip(says, said[4:]))
 
 
 @pytest.mark.runs
@@ -125,7 +118,7 @@ def test_a_run_whose_responses_are_all_cut_off_says_so_and_goes_on(tmp_path):
     result = tba("arithmetic", *SMALL, *settings)
     before = result.stdout.split("step 1/60")[0]
     assert "no response was right" in before
-    assert "100% of the responses were cut" in before
+    assert "100% of the first responses were cut off by --max_response_tokens" in before
     alarms = read(run_dir, "alarms.jsonl")
     assert {line["name"] for line in alarms} == {"unfinished", "equal rewards"}
     for line in alarms:

@@ -52,12 +52,13 @@ def test_the_view_has_the_time_left_each_searcher_and_at_last_what_goes_on(tmp_p
         run.status.mark_ready(name)
         run.status.set(name, "tokens", tokens)
         run.status.set(name, "version", version)
+    run.status.set("searcher 1", "restarts", 2)
     clock[0] = 1010.0
     run.step(40)
     bar, _, first, second = run.lines()
     assert "0:00:10 0:00:30 left" in bar
-    assert first == "searcher 0: 50 tokens/s, 2 steps behind, 0 restarts, alive"
-    assert second == "searcher 1: 2,500 tokens/s, 10 steps behind, 0 restarts, alive"
+    assert first == "searcher 0: 50 tokens/s, 2 steps behind, alive"
+    assert second == "searcher 1: 2,500 tokens/s, 10 steps behind, alive, 2 restarts"
     run.step(100)
     run.status.last_step_done = True
     clock[0] = 1030.0

@@ -164,13 +164,14 @@ class ProgressView:
             tokens_per_second += rate_of(self.tokens[name], RATE_WINDOW)
         version = min(status.get(name, "version") for name in names)
         behind = max(0, self.metrics.get("step", 0) - int(version))
-        restarts = int(sum(status.get(name, "restarts") for name in names))
+        restarts = sum(status.get(name, "restarts") for name in names)
         health = [status.health(name) for name in names]
         name, state = names[0], health[0]
         if len(names) > 1:
             name, state = f"{len(names)} searchers", f"{health.count('alive')} alive"
-        work = f"{tokens_per_second:,.0f} tokens/s, {behind} steps behind"
-        return f"{name}: {work}, {restarts} restarts, {state}"
+        if restarts:
+            state += f", {restarts:.0f} restarts"
+        return f"{name}: {tokens_per_second:,.0f} tokens/s, {behind} steps behind, {state}"
 
 
 def number(value: float) -> str:
