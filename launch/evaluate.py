@@ -51,6 +51,7 @@ def evaluate_only(config: Config) -> int:
         Path(directory, "logs").mkdir()
         # Nothing trains: a preset's trainer processes need no GPUs.
         config = dataclasses.replace(config, output_dir=directory, trainer_processes=1, searchers=1)
+        print(f"evaluating {name} …", file=sys.stderr)
         try:
             result = evaluate(config, evaluation_place(find_places(config)), interrupt)
         except RunFailed as failure:

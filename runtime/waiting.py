@@ -51,7 +51,7 @@ class Wait:
         if now - self.said > SAY_PERIOD:
             self.said = now
             health = ", ".join(f"{name}: {status.health(name)}" for name in status.searchers)
-            waits.report.say(f"waiting for {awaited} after {now - self.start:.0f} s; {health} …")
+            waits.report.say(f"waiting {now - self.start:.0f} s for {awaited}; {health} …")
         are_ready = all(status.get(name, "ready") for name in status.searchers)
         # `now` is new each time: while a searcher loads the timeout does not run.
         seconds = self.watchdog.look((awaited, progress) if are_ready else now)

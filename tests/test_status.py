@@ -79,7 +79,7 @@ def test_the_first_wait_is_said_at_once_and_a_searcher_is_loading_alive_or_silen
     waits = Waits(config, status, report, timeline, is_interruptible=True)
     for _ in range(2):
         waits.begin().goes_on("the first responses, 0 of 9")
-    said = "waiting for the first responses, 0 of 9 after 0 s; searcher 0: loading …\n"
+    said = "waiting 0 s for the first responses, 0 of 9; searcher 0: loading …\n"
     assert capsys.readouterr().out == said
     status.mark_ready("searcher 0")
     assert status.health("searcher 0") == "alive"
