@@ -85,7 +85,8 @@ def test_on_a_terminal_what_goes_on_stands_in_the_view_and_lines_stay_above(tmp_
     run = Shown(tmp_path)
     with run.view as view:
         view.say("loading the models …")
-        view.say("a line that [bold]stays[/bold]")
+        os.write(run.stdout.fileno(), b"a line that [bold]stays[/bold]\n")
+        view.look()
         view.live.refresh()
         screen = os.read(terminal, 1 << 16).decode()
         assert screen.index("a line that [bold]stays[/bold]") < screen.index("loading the models …")

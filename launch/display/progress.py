@@ -65,6 +65,7 @@ class ProgressView:
             get_renderable=self.view,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
+            redirect_stdout=False,
             redirect_stderr=sys.stderr.isatty(),
         )
         self.lines = new_lines(Path(config.output_dir, "metrics.jsonl"))
