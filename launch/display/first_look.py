@@ -10,10 +10,10 @@ from config import Config
 from launch.files import read_lines
 from models.tokens import load_tokenizer, tokens_left_out
 from rollouts import Group
-from runtime.record.answers import extracts, shortened
+from runtime.record.answers import shortened
 from runtime.record.metrics import describe
 from runtime.transport.status import StatusTable
-from tasks import load_task
+from tasks import Task, load_task
 
 
 class FirstLook:
@@ -58,12 +58,13 @@ def describe_first(config: Config, groups: list[Group], left_out: int) -> Iterat
     # Searchers have written some of them down, with what extract() finds: it may hang.
     if samples := read_lines(Path(config.output_dir, "samples.jsonl")):
         best = max(samples, key=lambda sample: sample["reward"])
-        extracted = f", extracted {best['extracted']!r:.200}" if extracts(task) else ""
+        extracts = type(task).extract is not Task.extract
+        extracted = f", extracted {best['extracted']!r:.200}" if extracts else ""
         wanted = "" if best["answer"] is None else f", wanted {best['answer']!r:.200}"
         yield f"  prompt: {shortened(str(best['prompt']))!r}"
         yield f"  response: {shortened(best['response'])!r}"
         yield f"  reward {best['reward']:g}{extracted}{wanted}"
-        if extracts(task) and all(sample["extracted"] is None for sample in samples):
+        if extracts and all(sample["extracted"] is None for sample in samples):
             what = f"the task finds an answer in none of {len(samples)} responses"
             yield f"{what}: {task.if_unanswered}"
     if equal == 1.0:

@@ -47,7 +47,7 @@ class ProgressView:
         self.alarms = Alarms(config.output_dir, config)
         self.metrics: dict = {}  # of the latest step
         self.doing = ""  # what is going on besides steps
-        self.shown_at = -math.inf  # when the latest line of progress was shown
+        self.shown_at = -math.inf  # when there was a line of progress
         self.evaluations: dict[str, list[float]] = defaultdict(list)  # by the metric's name
         # (time, tokens) of each searcher.
         self.tokens: dict[str, deque[tuple[float, float]]] = defaultdict(deque)
@@ -123,13 +123,10 @@ class ProgressView:
         is_due = not self.live.is_started and now - self.shown_at >= LINE_PERIOD
         if is_due or is_last:
             self.shown_at = now
-            progress, seconds = (
-                f"step {metrics['step']}/{self.steps}",
-                f"{metrics['seconds']:.0f} s",
-            )
+            step, seconds = metrics["step"], f"{metrics['seconds']:.0f} s"
             if remaining := self.task.time_remaining:
                 seconds += f", {timedelta(seconds=remaining)} left"
-            self.say("  ".join([progress, *self.figures(), seconds]))
+            self.say("  ".join([f"step {step}/{self.steps}", *self.figures(), seconds]))
         if is_last:
             self.task.finished_time = None  # the clock goes on until all is written
             self.say("saving the model …")

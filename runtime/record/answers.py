@@ -13,7 +13,7 @@ def look_at(
     task: Task, texts: Sequence[str], rewards: Sequence[float], finished: Sequence[bool]
 ) -> Answers:
     """Look at N responses, N at least 1. With episodes a text is the list of the model's turns."""
-    has_answers, answers = extracts(task), extract_all(task, texts)
+    has_answers, answers = type(task).extract is not Task.extract, extract_all(task, texts)
     whole = [i for i in range(len(texts)) if finished[i]]
     best = max(whole, key=lambda i: rewards[i], default=None)
     worst = min(whole, key=lambda i: rewards[i], default=None)
@@ -34,11 +34,6 @@ def look_at(
             for kind, i in examples.items()
         ],
     )
-
-
-def extracts(task: Task) -> bool:
-    """Return whether the task finds answers in responses."""
-    return type(task).extract is not Task.extract
 
 
 def extract_all(task: Task, texts: Sequence[str]) -> list[str | None]:
