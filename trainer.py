@@ -184,7 +184,7 @@ class Trainer:
         """Say what draw() lacks."""
         wanted = max(1, self.config.initial_responses)
         if self.buffer.received < wanted:
-            return f"the first {wanted} responses, {self.buffer.received} are here"
+            return f"the first responses, {self.buffer.received} of {wanted}"
         return f"responses at most {self.config.max_staleness} steps old (--max_staleness)"
 
     def log(self, metrics: Metrics, rows: list[Response]) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def evaluate_only(config: Config) -> int:
         Path(directory, "logs").mkdir()
         # Nothing trains: a preset's trainer processes need no GPUs.
         config = dataclasses.replace(config, output_dir=directory, trainer_processes=1, searchers=1)
+        print(f"evaluating {name} …", file=sys.stderr)
         try:
             result = evaluate(config, evaluation_place(find_places(config)), interrupt)
         except RunFailed as failure:
@@ -64,8 +66,11 @@ def evaluate_only(config: Config) -> int:
     return 0
 
 
-def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None:
-    """Load the saved model afresh into an engine of its own and evaluate it there."""
+def final_evaluation(
+    config: Config, place: Place, interrupt: Interrupt, say: Callable[[str], None]
+) -> None:
+    """Load the saved model into an engine of its own and evaluate it there."""
+    say("evaluating the saved model …")
     model = str(Path(config.output_dir, "model").resolve())
     result = evaluate(dataclasses.replace(config, model=model), place, interrupt)
     if not result:
@@ -73,8 +78,8 @@ def final_evaluation(config: Config, place: Place, interrupt: Interrupt) -> None
     line = result.line(config.base_model, prefix="final_")
     Lines(Path(config.output_dir, "metrics.jsonl")).write(line)
     for text in result.describe():
-        print(f"final {text}; the saved model, loaded afresh")
-    print(result.answers, flush=True)
+        say(f"final {text} (saved model, reloaded)")
+    say(str(result.answers))
 
 
 def evaluate(config: Config, place: Place, interrupt: Interrupt) -> Evaluation | None:

@@ -50,7 +50,8 @@ def describe(checked: CheckedRun) -> None:
     if config.lockstep:
         mode = "synchronous, on-policy"
         if config.constant_staleness:
-            mode = f"each trained on {config.constant_staleness} steps after its version"
+            steps = "step" if config.constant_staleness == 1 else "steps"
+            mode = f"{config.constant_staleness} {steps} stale"
     batch = f"{config.queries_per_batch} queries x {config.responses_per_query} responses"
     passes = ", each in two passes (--low_memory)" if config.low_memory == "on" else ""
     print(f"{config.steps} steps of {batch}, {mode}, seed {config.seed}{passes}")
@@ -98,21 +99,22 @@ def supervise(run: Run) -> int:
     """Let a run go to its end, whatever that is, and report it. Returns the exit code."""
     config, exit_code = run.config, 1
     run_dir, interrupt = config.output_dir, run.interrupt
-    try:
-        run.train()
-        run.stop()  # the evaluation needs the cores and GPUs
-        if not interrupt.signal:
-            final_evaluation(config, evaluation_place(run.places), interrupt)
-        exit_code = 0
-    except RunFailed as failure:
-        run.terminal.close()
-        print(f"error: {failure}", file=sys.stderr)
-        if config.lockstep:  # the trainer may wait for what will never come
-            run.can_save = False
-    finally:
-        run.stop()
-        exit_code = 128 + interrupt.signal if interrupt.signal else exit_code
-    report(run_dir)
+    with run.view as view:
+        try:
+            run.train()
+            run.stop()  # the evaluation needs the cores and GPUs
+            if not interrupt.signal:
+                final_evaluation(config, evaluation_place(run.places), interrupt, view.say)
+            exit_code = 0
+        except RunFailed as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            if config.lockstep:  # the trainer may wait for what will never come
+                run.can_save = False
+        finally:
+            run.stop()
+            exit_code = 128 + interrupt.signal if interrupt.signal else exit_code
+        view.say("writing report.html …")
+        report(run_dir)
     if exit_code:
         advice = f"; to go on: python tba.py --resume {run_dir}" if has_begun(run_dir) else ""
         cause = f"stopped by {signal.Signals(interrupt.signal).name}: " if interrupt.signal else ""
@@ -120,7 +122,8 @@ def supervise(run: Run) -> int:
     else:
         if busy := trainer_busy(run_dir):
             print(f"trainer busy: {busy:.3f} of the time between the first and the last step")
-        print(f"results: {run_dir}")
+        print(view.evaluated())
+        print(f"results: {run_dir}/report.html")
     if run.tracking:  # last: it may take a while, and nothing else is to wait for it
         run.tracking.finish(exit_code)
     return exit_code

@@ -15,7 +15,7 @@ import torch.multiprocessing
 from launch import children
 from launch.checks import CheckedRun
 from launch.display.first_look import FirstLook
-from launch.display.terminal import Terminal
+from launch.display.progress import ProgressView
 from launch.places import is_gpu_shared, searchers_of, trainers_of
 from launch.supervisor import STOP_SECONDS, RunFailed, Supervisor
 from models.device import compute_dtype
@@ -85,8 +85,8 @@ class Run:
         self.parameters, self.can_save = num_elements(checked.shapes), True
         self.longest_silence = 0.0  # of the trainer, which sends a heartbeat after each step
         said, self.trainer_stdout = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
-        self.terminal = Terminal(config, self.status, said)
-        say, is_new = self.terminal.say, self.resume is None
+        self.view = ProgressView(config, self.status, said)
+        say, is_new = self.view.say, self.resume is None
         self.first_look = FirstLook(config, self.status, say, is_new)
         arguments = config.output_dir, "searcher:run", say, self.first_look.take
         self.supervisor = supervise(config, searchers, self.weights, self.status, *arguments)
@@ -98,6 +98,7 @@ class Run:
 
     def train(self) -> None:
         """Start the trainer, and watch over all until it has ended. Raises RunFailed."""
+        self.view.say("loading the models …")
         if is_gpu_shared(self.places):
             # vLLM measures what memory is free: the trainer must not load meanwhile.
             first = self.status.searchers[0]
@@ -138,7 +139,7 @@ class Run:
             self.supervisor.check()
             self.check_trainer()
             self.first_look.say_if_due()
-            self.terminal.look()
+            self.view.look()
 
     def check_trainer(self) -> None:
         """Raise RunFailed when a trainer process has died, or sends no heartbeat."""
@@ -170,7 +171,7 @@ class Run:
         # A killed process has raised nothing: its "failed" is 0, so it is the first.
         first = min(dead, key=lambda process: self.status.get(process.name, "failed"))
         first.join(EXIT_SECONDS)  # its log has its traceback then
-        self.terminal.look()  # it may have said why
+        self.view.look()  # it may have said why
         if first.exitcode == NOT_SAVED:
             return "the trainer could not save the model"
         log = children.log_tail(self.config.output_dir, first.name)
@@ -216,7 +217,7 @@ class Run:
                 print(f"the run ends: {saving}; a second Ctrl-C ends it at once", file=sys.stderr)
             deadline = time.monotonic() + seconds
             while trainer.exitcode is None and time.monotonic() < deadline:
-                self.terminal.look()  # at what it still says
+                self.view.look()  # at what it still says
                 trainer.join(POLL_SECONDS)
             if seconds and trainer.exitcode is None:
                 problem = f"the trainer did not save and end within {seconds:.0f} s: it is killed"
@@ -227,7 +228,7 @@ class Run:
             for process in others:  # they end with it by themselves, unless one hangs
                 process.join(STOP_SECONDS if trainer.exitcode == 0 else 0.0)
                 children.kill(process)
-        self.terminal.close()
+        self.view.look()
         self.status.stop = True
         self.supervisor.stop()
 

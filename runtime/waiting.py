@@ -9,7 +9,7 @@ from runtime.record.timeline import Timeline
 from runtime.transport.status import StatusTable, Watchdog
 
 POLL_SECONDS = 0.005
-HEALTH_PERIOD = 10.0  # seconds of waiting between two lines that say for whom
+SAY_PERIOD = 5.0  # seconds of waiting between two lines that say for what
 
 
 @dataclass
@@ -33,7 +33,8 @@ class Wait:
 
     def __init__(self, waits: Waits, is_interruptible: bool):
         self.waits, self.is_interruptible = waits, is_interruptible
-        self.start = self.said = self.seen = time.monotonic()
+        self.start = self.seen = time.monotonic()
+        self.said = self.start if waits.seconds else 0.0  # the first wait is said at once
         self.watchdog = Watchdog()
 
     def goes_on(self, awaited: str, progress: float = 0.0) -> bool:
@@ -47,11 +48,10 @@ class Wait:
         if self.is_interruptible and status.shutdown:
             return False
         status.beat("trainer")
-        if now - self.said > HEALTH_PERIOD:
+        if now - self.said > SAY_PERIOD:
             self.said = now
-            beats = ", ".join(map(status.last_heartbeat, status.searchers))
-            waited = f"waiting since {now - self.start:.0f} s for {awaited}"
-            waits.report.say(f"{waited}; heartbeats: {beats}")
+            health = ", ".join(f"{name}: {status.health(name)}" for name in status.searchers)
+            waits.report.say(f"waiting {now - self.start:.0f} s for {awaited}; {health} …")
         are_ready = all(status.get(name, "ready") for name in status.searchers)
         # `now` is new each time: while a searcher loads the timeout does not run.
         seconds = self.watchdog.look((awaited, progress) if are_ready else now)

@@ -9,8 +9,8 @@ from conftest import SMALL, flags, make_group, read, tba
 from config import Config
 from launch.display import first_look
 from launch.display.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms
+from runtime.record.lines import Lines
 from runtime.record.metrics import describe
-from runtime.transport.messages import Answers
 from runtime.transport.status import StatusTable
 
 HEALTHY = dict(mismatch=1e-6, equal_rewards=0.5, reward=0.4, ess_responses=0.6, finished=0.9)
@@ -76,40 +76,47 @@ def test_groups_whose_rewards_are_all_equal_are_counted():
     assert describe(groups)["equal_rewards"] == 0.75
 
 
-NO_ANSWER = Answers(cut_off=0.0, unanswered=1.0, examples=[])
-CUT_OFF = {"finished": 0.75, "answers": None}
+WRONG = "equal rewards do not say which response is better"
 FIRST = [
     ({}, 0, []),
     ({"unseen": ["<think>", "</think>"]}, 0, ["see special tokens in the responses, <think>, "]),
-    ({"equal_rewards": 1.0}, 0, ["not say which response is better"]),
-    (CUT_OFF, 0, ["25% of the first responses were cut off by --max_turns or"]),
+    ({"equal_rewards": 1.0}, 0, [WRONG]),
+    ({"equal_rewards": 1.0, "reward": 0.0}, 0, [WRONG]),
+    ({"finished": 0.75, "turns": 3}, 0, ["25% of the first responses were cut off by --max_turns"]),
     ({}, 3, ["prompts left out, over --max_prompt_tokens"]),
-    ({"answers": NO_ANSWER}, 0, ["100% have no answer", "an answer in no response: see extract()"]),
+    ({"extracted": None}, 0, ["an answer in none of 3 responses: see extract()"]),
 ]
 
 
 @pytest.mark.parametrize("figures, left_out, says", FIRST)
-def test_before_the_first_step_a_user_is_told_what_to_look_at(figures, left_out, says, monkeypatch):
+def test_before_the_first_step_a_user_is_told_what_to_look_at(
+    figures, left_out, says, monkeypatch, tmp_path
+):
     figures = dict(equal_rewards=0.25, reward=0.4, finished=1.0) | figures
-    answers = figures.pop("answers", Answers(cut_off=0.0, unanswered=0.0, examples=[]))
-    parts = dict(load_tokenizer=None, tokens_left_out={}, answers_of=answers, describe=figures)
+    has_turns, extracted = "turns" in figures, figures.pop("extracted", "46")
+    parts = dict(load_tokenizer=None, tokens_left_out={}, describe=figures)
     parts["find_unseen"] = figures.pop("unseen", [])
     for name, part in parts.items():
         monkeypatch.setattr(first_look, name, lambda *_, part=part: part)
-    config = Config(max_episode_tokens=None if answers else 600, initial_responses=12)
+    limits = dict(max_episode_tokens=600 if has_turns else None, initial_responses=12)
+    config = Config(task="arithmetic", output_dir=str(tmp_path), **limits)
     status, said = StatusTable(["trainer", "searcher 0"]), []
     status.set("searcher 0", "long_prompts", left_out)
+    wrong = dict(prompt="12+34=", answer="46", response="4" * 999, extracted=None, reward=0.0)
+    right = wrong | dict(response="46.", extracted=extracted, reward=1.0)
+    Lines(tmp_path / "samples.jsonl").write(wrong, right, wrong)
     look = first_look.FirstLook(config, status, said.append, is_wanted=True)
     for count in range(1, 15):
         look.take(make_group(0, 0, [1], [7]))
         look.say_if_due()
         assert bool(said) == (count >= 12)
-    first, *lines = said
-    usual = "0% of the responses were cut off, 0% have no answer"
-    lines = [line for line in lines if line != usual]
-    equal = f"{figures['equal_rewards']:.0%}"
-    assert first == f"first 12 groups: reward 0.4; all rewards equal in {equal} of them"
-    assert len(lines) == len(says) and all(text in line for text, line in zip(says, lines))
+    first, *example = said[:4]
+    equal = f"reward 0.4; all rewards equal in {figures['equal_rewards']:.0%} of them"
+    rewards = equal if figures["reward"] else "no response was right"
+    assert first == f"first 12 groups: {rewards}"
+    answers = f"  reward 1, extracted {extracted!r}, wanted '46'"
+    assert example == ["  prompt: '12+34='", "  response: '46.'", answers]
+    assert len(said[4:]) == len(says) and all(text in line for text, line in zip(says, said[4:]))
 
 
 @pytest.mark.runs
@@ -118,8 +125,8 @@ def test_a_run_whose_responses_are_all_cut_off_says_so_and_goes_on(tmp_path):
     settings = flags(max_response_tokens=1, steps=60, output_dir=run_dir)
     result = tba("arithmetic", *SMALL, *settings)
     before = result.stdout.split("step 1/60")[0]
-    assert "all rewards equal in 100% of them" in before
-    assert "100% of the responses were cut" in before
+    assert "no response was right" in before
+    assert "100% of the first responses were cut off by --max_response_tokens" in before
     alarms = read(run_dir, "alarms.jsonl")
     assert {line["name"] for line in alarms} == {"unfinished", "equal rewards"}
     for line in alarms:

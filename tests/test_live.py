@@ -1,70 +1,126 @@
-"""What a person sees of a run: the live view on a terminal, plain lines elsewhere."""
+"""What a person sees of a run: one view on a terminal, plain lines elsewhere."""
 
 import os
-from collections import deque
+import sys
+from contextlib import suppress
 from io import StringIO
 from multiprocessing import Pipe
+from pathlib import Path
 
-import numpy as np
+import pytest
 import rich
 from rich.console import Console
 
 from config import Config
-from launch.display.live import LiveView
-from launch.display.terminal import Terminal
-from runtime.record.metrics import RATE_WINDOW, rate_of
+from launch.display.progress import FIGURES, MOST_SEARCHERS, ProgressView
 from runtime.record.report import Report
+from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
 
 
-def shown(view: LiveView, step: int) -> str:
-    console, metrics = Console(width=100, file=StringIO()), {"step": step, "seconds": 80.0}
-    console.print(view.view(metrics | {"queue_depth": 3, "loss": 0.5, "reward": 0.25}))
-    return console.file.getvalue()
+class Shown:
+    """A run of 100 steps, as its view shows it."""
+
+    def __init__(self, run_dir: Path, searchers: int = 2):
+        config = Config(task="arithmetic", steps=100, output_dir=str(run_dir))
+        self.status = StatusTable(["trainer", *(f"searcher {i}" for i in range(searchers))])
+        said, self.stdout = Pipe(duplex=False)
+        self.view = ProgressView(config, self.status, said)
+        self.report = Report(str(run_dir), config, self.status)
+
+    def step(self, step: int, **figures: float) -> None:
+        self.report.step(figures | {"step": step, "loss": 2.0, "received": 8})
+        self.view.look()
+
+    def evaluation(self, version: int, accuracy: float, prefix: str = "") -> None:
+        evaluation = Evaluation(version, {"accuracy": (accuracy, 0.0, 1.0)}, 30)
+        self.report.metrics.write(evaluation.line("a base model", prefix))
+        self.view.look()
+
+    def lines(self) -> list[str]:
+        console = Console(width=100, file=StringIO())
+        console.print(self.view.view())
+        return console.file.getvalue().splitlines()
 
 
-def test_the_live_view_has_the_time_left_a_line_a_searcher_and_first_what_matters_most(monkeypatch):
+def test_the_view_has_the_time_left_each_searcher_and_at_last_what_goes_on(tmp_path, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(rich.get_console(), "get_time", lambda: clock[0])
-    status = StatusTable(["trainer", "searcher 0", "searcher 1"])
-    view = LiveView(status, steps=100)
-    view.close()
-    first = shown(view, 20)
-    assert "step 20 of 100" in first and "-:--:-- left" in first, "there is no pace yet"
-    for name, tokens, version in ("searcher 0", 500.0, 38), ("searcher 1", 250.0, 30):
-        status.mark_ready(name)
-        status.set(name, "tokens", tokens)
-        status.set(name, "version", version)
-    status.set("searcher 1", "restarts", 1)
+    run = Shown(tmp_path)
+    run.step(20)
+    assert "step 20/100" in run.lines()[0] and "-:--:-- left" in run.lines()[0], "no pace yet"
+    for name, tokens, version in ("searcher 0", 500.0, 38), ("searcher 1", 25000.0, 30):
+        run.status.mark_ready(name)
+        run.status.set(name, "tokens", tokens)
+        run.status.set(name, "version", version)
+    run.status.set("searcher 1", "restarts", 2)
     clock[0] = 1010.0
-    text = shown(view, 40)
-    assert "step 40 of 100 0:00:10" in text and "0:00:30 left" in text
-    lines = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
-    cells = {line[1]: line[2:-1] for line in lines if len(line) > 3}
-    assert cells["searcher 0"] == ["50", "2", "0", "0 s ago"]
-    assert cells["searcher 1"] == ["25", "10", "1", "0 s ago"]
-    assert text.index("reward") < text.index("loss") < text.index("queue_depth")
+    run.step(40)
+    bar, _, first, second = run.lines()
+    assert "0:00:10 0:00:30 left" in bar
+    assert first == "searcher 0: 50 tokens/s, 2 steps behind, alive"
+    assert second == "searcher 1: 2,500 tokens/s, 10 steps behind, alive, 2 restarts"
+    run.step(100)
+    run.status.last_step_done = True
+    clock[0] = 1030.0
+    bar, doing = run.lines()
+    assert "0:00:30" in bar and doing == "saving the model …", "the clock goes on"
 
 
-def test_a_rate_follows_the_latest_seconds_and_is_zero_at_first():
-    assert rate_of(deque([(0.0, 1.0)]), RATE_WINDOW) == 0.0
-    counts = {0.0: [0, 0], 100.0: [1, 1], 105.0: [30, 1], 111.0: [34, 1]}
-    slow_then_fast = deque((time, np.array(count)) for time, count in counts.items())
-    assert rate_of(slow_then_fast, RATE_WINDOW).tolist() == [3.0, 0.0]
+@pytest.mark.parametrize("searchers", [1, MOST_SEARCHERS, MOST_SEARCHERS + 1])
+def test_the_view_never_has_more_than_twelve_lines(searchers, tmp_path):
+    run = Shown(tmp_path, searchers)
+    run.step(3, **dict.fromkeys(FIGURES, -1.234e-5))
+    run.evaluation(0, 0.5)
+    run.view.say(f"waiting for a {'very ' * 30} long time …")
+    lines = run.lines()
+    assert len(lines) <= 12 and all(any(name in line for line in lines) for name in FIGURES)
+    last = f"{searchers} searchers: " if searchers > MOST_SEARCHERS else f"searcher {searchers - 1}"
+    assert lines[-1].startswith(last)
 
 
-def test_plain_lines_show_what_the_trainer_says_and_an_objectives_figures(tmp_path, capsys):
-    # There is no log Z: only trajectory balance has one.
-    config = Config(task="arithmetic", steps=1, output_dir=str(tmp_path))
-    status, (said, stdout) = StatusTable(["trainer"]), Pipe(duplex=False)
-    terminal = Terminal(config, status, said)
-    report = Report(str(tmp_path), config, status)
-    report.step({"step": 1, "reward": 0.5, "loss": 2.0, "received": 8})
-    os.write(stdout.fileno(), b"a line\nhalf of")
-    terminal.look()
-    line, progress = capsys.readouterr().out.splitlines()
-    assert progress.startswith("step 1/1  reward 0.5  loss 2  ") and line == "a line"
-    os.write(stdout.fileno(), b" a line")
-    stdout.close()
-    terminal.close()
+def read_all(terminal: int) -> str:
+    """Read what was written to a terminal, which gives it in pieces."""
+    data = b""
+    with suppress(BlockingIOError):
+        while True:
+            data += os.read(terminal, 1 << 16)
+    return data.decode()
+
+
+def test_on_a_terminal_what_goes_on_stands_in_the_view_and_lines_stay_above(tmp_path, monkeypatch):
+    terminal, other_end = os.openpty()
+    os.set_blocking(terminal, False)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(other_end, "w"))
+    monkeypatch.setenv("TERM", "xterm")
+    run = Shown(tmp_path)
+    with run.view as view:
+        view.say("loading the models …")
+        os.write(run.stdout.fileno(), b"a line that [bold]stays[/bold]\n")
+        view.look()
+        view.live.refresh()
+        screen = read_all(terminal)
+        assert screen.index("a line that [bold]stays[/bold]") < screen.index("loading the models …")
+        run.step(100)
+        assert "step 100/100  loss 2  " in read_all(terminal)
+
+
+def test_elsewhere_all_that_is_said_is_a_line_and_so_is_progress_now_and_then(tmp_path, capsys):
+    run = Shown(tmp_path)
+    os.write(run.stdout.fileno(), "a line\nwaiting …\nhalf of".encode())
+    with run.view:
+        run.step(1, reward=0.5)  # there is no log Z: only trajectory balance has one
+        run.step(2)  # too soon for another line
+        said = ["a line", "waiting …", "step 1/100  reward 0.5  loss 2  0 s"]
+        assert capsys.readouterr().out.splitlines() == said
+        os.write(run.stdout.fileno(), b" a line")
+        run.stdout.close()
     assert capsys.readouterr().out == "half of a line\n"
+
+
+def test_a_run_ends_with_how_each_metric_has_gone_before_it_was_resumed_too(tmp_path):
+    Shown(tmp_path).evaluation(0, 0.294)
+    run = Shown(tmp_path)
+    run.evaluation(40, 0.7)
+    run.evaluation(100, 0.999, prefix="final_")
+    assert run.view.evaluated() == "accuracy 0.29 → 1.00"

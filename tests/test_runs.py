@@ -123,6 +123,8 @@ def test_an_arithmetic_run_learns_and_its_last_version_is_evaluated(finished):
     assert final["final_accuracy"] > evaluations[0] + 0.1, "it learns"
     assert f"base accuracy: {evaluations[0]:.2f}" in out
     assert f"final accuracy: {final['final_accuracy']:.2f}" in out
+    change = f"accuracy {evaluations[0]:.2f} → {final['final_accuracy']:.2f}"
+    assert out.splitlines()[-2:] == [change, f"results: {run_dir}/report.html"]
 
 
 def test_a_run_leaves_all_outputs_and_samples_from_what_its_busy_trainer_publishes(finished):

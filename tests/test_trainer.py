@@ -250,7 +250,7 @@ def test_a_wait_times_out_when_nothing_comes_and_not_while_responses_come(make, 
         assert next(looks) < 1000, "that a searcher lives is not what is awaited"
         trainer.status.beat("searcher 0")
 
-    missing = "the first 192 responses, 0 are here: no progress for"
+    missing = "the first responses, 0 of 192: no progress for"
     with monkeypatch.context() as patch, pytest.raises(TimeoutError, match=missing):
         patch.setattr(trainer, "receive", beat)
         trainer.sample()

@@ -48,8 +48,8 @@ class ClusterStatus(StatusTable):
         beats = self.words[:, self.COLUMNS.index("beat")].tolist()
         return [self.names[i] for i in self.searching if beats[i]] or self.nodes[:1]
 
-    def last_heartbeat(self, name: str) -> str:
-        return super().last_heartbeat(name) if self.get(name, "beat") else "no node is there"
+    def health(self, name: str) -> str:
+        return super().health(name) if self.get(name, "beat") else "no node is there"
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
         """Take over what a run of any number of nodes saved."""

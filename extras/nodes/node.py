@@ -34,7 +34,8 @@ from runtime.transport.status import StatusTable
 from tasks import load_task
 from weights import SharedWeights
 
-COUNTED = ("tokens", "busy", "restarts", "long_prompts", "unscored_groups")  # of the status table
+# Of the status table.
+COUNTED = "tokens busy waited restarts long_prompts unscored_groups".split()
 COLLECT_SECONDS = 0.1  # that a call waits for groups: calls are dearer than groups
 # Weights travel as arrays of their bits, for numpy has no bf16.
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -127,13 +128,13 @@ class Node:
         return items, notices, self.row()
 
     def row(self) -> dict[str, float]:
-        """Take the searchers as one: sums, of busy seconds the mean, and else what is lowest."""
+        """Take the searchers as one: sums, and else what is lowest."""
         sums = {column: self.status.total(column) for column in COUNTED}
         lowest = {
             column: min(self.status.get(name, column) for name in self.status.searchers)
             for column in ("ready", "version")
         }
-        return sums | lowest | {"busy": sums["busy"] / len(self.places)}
+        return sums | lowest
 
     def take_weights(self, version: int, arrays: list[np.ndarray], evaluate: bool) -> bool:
         """Publish a version on this node. False: its searchers still read what would be written.

@@ -1,27 +1,25 @@
 """The first look: what a user would ask of the first responses, said when training begins."""
 
-import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
+from launch.files import read_lines
 from models.tokens import load_tokenizer, tokens_left_out
 from rollouts import Group
-from runtime.record.answers import look_at
+from runtime.record.answers import shortened
 from runtime.record.metrics import describe
-from runtime.transport.messages import Answers
 from runtime.transport.status import StatusTable
 from tasks import Task, load_task
-
-LOOK_SECONDS = 5.0
 
 
 class FirstLook:
     """Collects the first groups on their way to the trainer, and says what a user would ask.
 
-    say: shows the user a line, from any thread. is_wanted: not where a run is resumed.
+    say: shows the user a line. is_wanted: not where a run is resumed.
     """
 
     def __init__(
@@ -36,72 +34,57 @@ class FirstLook:
             self.groups.append(group)
 
     def say_if_due(self) -> None:
-        """Describe the groups once those of the first step are there. Call it often.
-
-        In a thread that is waited for at most LOOK_SECONDS: the task's extract() may hang, and this
-        process watches over the others.
-        """
+        """Describe the groups once those of the first step are there. Call it often."""
         groups, config = [*self.groups], self.config
         size = config.queries_per_batch * config.samples_per_query
         wanted = size if config.lockstep else config.initial_responses
         if self.is_wanted and sum(len(group.lengths) for group in groups) >= max(1, wanted):
             self.is_wanted, self.groups = False, []
-            thread = threading.Thread(target=self.describe, args=(groups,), daemon=True)
-            thread.start()
-            thread.join(LOOK_SECONDS)
-
-    def describe(self, groups: list[Group]) -> None:
-        """Describe these groups to the user."""
-        left_out = int(self.status.total("long_prompts"))
-        try:
-            for line in describe_first(self.config, groups, describe(groups), left_out):
+            for line in describe_first(config, groups, int(self.status.total("long_prompts"))):
                 self.say(line)
-        except Exception as error:  # such as of a task's own code: the run goes on
-            self.say(f"warning: no look at the first responses: {error!a:.200}")
 
 
-def describe_first(
-    config: Config, groups: list[Group], figures: dict[str, float], left_out: int
-) -> Iterator[str]:
+def describe_first(config: Config, groups: list[Group], left_out: int) -> Iterator[str]:
     """Say what a user would ask of the first groups, a line each.
 
-    figures: of them, as in metrics.py. left_out: queries whose prompts are empty or too long.
+    left_out: queries whose prompts are empty or too long.
     """
-    tokenizer, task = load_tokenizer(config), load_task(config.task, **config.options)
-    hidden = tokens_left_out(tokenizer, task.keep_special_tokens)
-    equal, cut = figures["equal_rewards"], 1 - figures["finished"]
-    reward = f"reward {figures['reward']:.3g}"
-    yield f"first {len(groups)} groups: {reward}; all rewards equal in {equal:.0%} of them"
+    figures, task = describe(groups), load_task(config.task, **config.options)
+    equal, cut_off, reward = figures["equal_rewards"], 1 - figures["finished"], figures["reward"]
+    rewards = f"reward {reward:.3g}; all rewards equal in {equal:.0%} of them"
+    if equal == 1.0 and reward == 0:
+        rewards = "no response was right"
+    yield f"first {len(groups)} groups: {rewards}"
+    # Searchers have written some of them down, with what extract() finds: it may hang.
+    if samples := read_lines(Path(config.output_dir, "samples.jsonl")):
+        best = max(samples, key=lambda sample: sample["reward"])
+        extracts = type(task).extract is not Task.extract
+        extracted = f", extracted {best['extracted']!r:.200}" if extracts else ""
+        wanted = "" if best["answer"] is None else f", wanted {best['answer']!r:.200}"
+        yield f"  prompt: {shortened(str(best['prompt']))!r}"
+        yield f"  response: {shortened(best['response'])!r}"
+        yield f"  reward {best['reward']:g}{extracted}{wanted}"
+        if extracts and all(sample["extracted"] is None for sample in samples):
+            what = f"the task finds an answer in none of {len(samples)} responses"
+            yield f"{what}: {task.if_unanswered}"
     if equal == 1.0:
         yield (
-            "so they do not say which response is better. If that is not the best reward there is, "
-            "see in samples.jsonl whether score() finds the answer; else try easier queries, a "
-            "larger --samples_per_query or --temperature"
+            "equal rewards do not say which response is better: see whether score() finds the "
+            "answer; else try easier queries, a larger --samples_per_query or --temperature"
         )
-    if config.max_episode_tokens is None:  # else a response is more than one text
-        answers = answers_of(tokenizer, hidden, task, groups)
-        yield str(answers)
-        if answers.unanswered == 1:
-            yield f"the task finds an answer in no response: {task.if_unanswered}"
-    elif cut:
-        what = "--max_turns or --max_episode_tokens, or a turn by --max_response_tokens"
-        yield f"{cut:.0%} of the first responses were cut off by {what}"
+    if cut_off:
+        limit = "--max_response_tokens"
+        if config.max_episode_tokens is not None:
+            limit = f"--max_turns or --max_episode_tokens, or a turn by {limit}"
+        yield f"{cut_off:.0%} of the first responses were cut off by {limit}"
     if left_out:
         why = f"over --max_prompt_tokens {config.max_prompt_tokens}, empty or not Unicode"
         yield f"prompts left out, {why}: {left_out}"
+    tokenizer = load_tokenizer(config)
+    hidden = tokens_left_out(tokenizer, task.keep_special_tokens)
     if unseen := find_unseen(tokenizer, hidden, groups):
         what = f"special tokens in the responses, {', '.join(unseen)}"
         yield f"score() does not see {what}: keep_special_tokens of the task would show them"
-
-
-def answers_of(
-    tokenizer: PreTrainedTokenizerBase, hidden: dict[int, str], task: Task, groups: list[Group]
-) -> Answers:
-    """Look at the responses of groups, as texts that score() saw. hidden: from it, by id."""
-    rows = [row for group in groups for row in group.responses()]
-    ids = [[i for i in row.tokens["token"].tolist() if i not in hidden] for row in rows]
-    finished = np.concatenate([group.finished for group in groups]).tolist()
-    return look_at(task, tokenizer.batch_decode(ids), [row.reward for row in rows], finished)
 
 
 def find_unseen(

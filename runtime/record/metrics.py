@@ -40,7 +40,7 @@ class StepMetrics:
         self.figures: dict[str, float] = {}
         self.mismatch_due = 0  # step from which the mismatch is to be measured again
         self.skipped_publishes = 0
-        # (time, [seconds that the trainer waited, that searchers worked, tokens]) for the rates
+        # (time, [seconds that the trainer waited; tokens, working and waiting of the searchers])
         self.window: deque[tuple[float, np.ndarray]] = deque()
 
     def state_dict(self) -> dict:
@@ -104,12 +104,13 @@ class StepMetrics:
     def rates(self, waited: float) -> Metrics:
         """Return busy shares and tokens per second, over the latest RATE_WINDOW seconds."""
         status = self.status
-        counts = np.array([waited, status.total("busy"), status.total("tokens")])
-        self.window.append((time.monotonic(), counts))
-        waiting, working, tokens_per_second = rate_of(self.window, RATE_WINDOW)
+        totals = [status.total(column) for column in ("tokens", "busy", "waited")]
+        self.window.append((time.monotonic(), np.array([waited, *totals])))
+        waiting, tokens_per_second, working, idle = rate_of(self.window, RATE_WINDOW)
         return {
             "trainer_busy": 1.0 - waiting,
-            "searcher_busy": working / len(status.searchers),
+            # A span counts once it has ended, so working seconds may exceed those of the window.
+            "searcher_busy": working / ((working + idle) or 1.0),
             "searcher_tokens_per_second": tokens_per_second,
         }
 

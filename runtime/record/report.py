@@ -10,7 +10,7 @@ from runtime.transport.status import StatusTable
 
 
 class Report:
-    """Writes metrics.jsonl, which the launching process shows (launch/display/terminal.py)."""
+    """Writes metrics.jsonl, which the launching process shows (launch/display/progress.py)."""
 
     def __init__(self, run_dir: str, config: Config, status: StatusTable):
         self.config, self.status = config, status

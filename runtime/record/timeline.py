@@ -15,7 +15,7 @@ MERGED = {"search": 0.002, "wait": 0.05}
 class Timeline:
     """The spans of one process, appended to logs/<process>.spans.jsonl as they end.
 
-    The process's row of the status table counts the seconds in which it did not wait.
+    The process's row of the status table counts the seconds in which it worked and waited.
     """
 
     def __init__(self, run_dir: str, status: StatusTable, process: str):
@@ -29,8 +29,8 @@ class Timeline:
         start = time.monotonic()  # one clock for all processes of a machine
         yield
         end = time.monotonic()
-        if name != "wait":
-            self.status.add(self.process, "busy", end - start)
+        column = "waited" if name == "wait" else "busy"
+        self.status.add(self.process, column, end - start)
         if self.last and self.last[0] == name and start - self.last[2] < MERGED.get(name, 0.0):
             self.last = (name, self.last[1], end)
         else:

@@ -401,7 +401,7 @@ def test_a_run_with_no_searcher_or_failing_ones_ends_and_says_so(nodes, tmp_path
     monkeypatch.setattr(cluster, "LOAD_SECONDS", 2.0)
     with closing(Driver(nodes, tmp_path / "run", searcher_timeout=1)) as driver:
         assert driver.status.searchers == ["searchers of node 1"]
-        assert driver.status.last_heartbeat("searchers of node 1") == "no node is there"
+        assert driver.status.health("searchers of node 1") == "no node is there"
         with pytest.raises(RunFailed, match="no node searches for 2 s, and no searcher is here"):
             driver.work(PATIENCE)
     monkeypatch.setattr(cluster, "LOAD_SECONDS", PATIENCE)
