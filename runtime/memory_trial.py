@@ -24,7 +24,7 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
     prompt, response = config.longest_row
     prompts = "a prompt" if config.full_queries == 1 else f"{config.full_queries} prompts"
     what = f"{len(rows)} responses of {response} tokens to {prompts} of {prompt}"
-    say(f"trying the largest batch: {what}")
+    say(f"trying the largest batch: {what} …")
     seconds = time_step(learner, rows)
     if config.low_memory == "auto" and not seconds:
         learner.low_memory = True

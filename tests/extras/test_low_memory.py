@@ -77,7 +77,7 @@ def test_a_batch_that_does_not_fit_makes_the_learner_take_two_passes(tied_model)
     put_on_a_small_card(learner, fits=True)
     try_largest_batch(config, learner, said.append)
     assert learner.low_memory and said[:2] == [
-        "trying the largest batch: 12 responses of 8 tokens to 4 prompts of 8",
+        "trying the largest batch: 12 responses of 8 tokens to 4 prompts of 8 …",
         "it does not fit into memory: a step takes two passes (--low_memory)",
     ]
     words = r"it takes \d+\.\d s: all 1000 steps take \d+ (min|h) at most"
