@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import math
 import os
 import platform
 import re
@@ -10,9 +11,11 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pprint import pformat
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from config import Config, Extra, UserError, first_line
 from launch.places import Place, find_places, resolve
@@ -31,6 +34,8 @@ from tasks import LazyQueries, Messages, Task, load_task, sampling_for_tests
 from tasks.support.data import is_chat
 
 Shapes = dict[str, tuple[int, ...]]  # by a parameter's name
+Prompts = dict[str, list[str | Messages]]  # by split
+PROMPTS_READ = 1000  # of a split, to tell how long they are
 # With these parameters of vLLM a sampler is still the policy at --temperature: some say where a
 # response ends, and the others have the values that change nothing.
 HARMLESS = set("max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed".split())
@@ -70,6 +75,10 @@ def check_run(given: Config) -> CheckedRun:
     resume = find_checkpoint(given) if given.resume else None
     state = checkpoint.load_state(resume) if resume else {}
     task, sizes, prompts, digest = load_data(given)
+    trained_on = {*map(repr, prompts["train"])}
+    if shared := sum(repr(prompt) in trained_on for prompt in prompts["test"]):
+        of_all = f"{shared} of {len(prompts['test'])} test prompts"
+        print(f"warning: {of_all} are trained on too", file=sys.stderr)
     began = state.get("base_model")
     goes_on_there = resume and given.output_dir == given.resume
     run_dir = given.output_dir if goes_on_there else find_run_dir(given)
@@ -80,7 +89,8 @@ def check_run(given: Config) -> CheckedRun:
         searchers = len(state["status"])
     places = find_places(replace(asked, searchers=searchers))
     shapes = weight_shapes(asked)
-    prompt = check_tokenizer(asked, prompts)
+    tokenizer, prompt = check_tokenizer(asked, [*prompts["train"], *prompts["test"]])
+    check_lengths(asked, sizes, prompts, tokenizer)
     planned = check_plan(resolve(asked, places), task, places)
     trained = trained_shapes(planned)
     if resume and (mismatch := shape_mismatch(resume, trained)):
@@ -124,13 +134,13 @@ def make_task(config: Config) -> Task:
     return task
 
 
-def load_data(config: Config) -> tuple[Task, dict[str, int], list[str | Messages], str]:
+def load_data(config: Config) -> tuple[Task, dict[str, int], Prompts, str]:
     """Load the task; returns it, the number of queries per split, their prompts, and a digest.
 
     The data is read once here, so that a bad row shows now and not in a searcher. The digest is of
     all prompts and answers. Raises UserError.
     """
-    task, sizes, prompts = make_task(config), {}, []
+    task, sizes, prompts = make_task(config), {}, {}
     digest = hashlib.blake2b(digest_size=6)
     for split in ("train", "test"):
         try:
@@ -142,7 +152,7 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], list[str | Messages
             raise UserError(f"task {config.task!r}: {problem}") from error
         if not queries:
             raise UserError(f"task {config.task!r} has no {split} queries")
-        sizes[split], ids = len(queries), set()
+        sizes[split], prompts[split], ids = len(queries), [], set()
         digest.update(f"{split} {len(queries)}".encode())
         for query in [queries[0]] if isinstance(queries, LazyQueries) else queries:
             name = f"task {config.task!r}, {split} query {query.id!r:.60}"
@@ -154,14 +164,19 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], list[str | Messages
                     f"{name}: its prompt is {query.prompt!r:.60}: it must be a string, or a list "
                     'of messages {"role": …, "content": …}'
                 )
-            prompts.append(query.prompt)
-            row = ADDRESS.sub("", repr((query.prompt, query.answer)))
+            prompts[split].append(query.prompt)
+            answer = query.answer
+            if not isinstance(answer, str | int | float):
+                answer = pformat(answer, width=1, sort_dicts=False)  # sets in order
+            row = ADDRESS.sub("", repr((query.prompt, answer)))
             digest.update(row.encode(errors="surrogatepass"))
     return task, sizes, prompts, digest.hexdigest()
 
 
-def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
-    """Return the first prompt as the model reads it.
+def check_tokenizer(
+    config: Config, prompts: list[str | Messages]
+) -> tuple[PreTrainedTokenizerBase, str]:
+    """Return the tokenizer, and the first prompt as the model reads it.
 
     One is read of each kind: a text, and chats with one sequence of roles, which a template treats
     alike. Raises UserError for a model whose responses cannot end, or that cannot take the prompts.
@@ -208,7 +223,31 @@ def check_tokenizer(config: Config, prompts: list[str | Messages]) -> str:
             f"{tokenizer.convert_ids_to_tokens(number)!r} is none of them but token {number}: use "
             "a model that knows it, or a tokenizer of this one"
         )
-    return tokenizer.decode(read[0]) if read else ""
+    return tokenizer, tokenizer.decode(read[0]) if read else ""
+
+
+def check_lengths(
+    config: Config, sizes: dict[str, int], prompts: Prompts, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Say how many prompts can have no response: they are too long, or have no tokens.
+
+    Of each split PROMPTS_READ at most are read. Raises UserError if all of them are so.
+    """
+    limit = config.max_prompt_tokens
+    for split, own in prompts.items():
+        own = own[:: math.ceil(len(own) / PROMPTS_READ)]
+        lengths = [
+            len(encode_prompt(tokenizer, prompt))
+            for prompt in own
+            # A text has no more tokens than bytes.
+            if not isinstance(prompt, str) or not 0 < len(prompt.encode(errors="replace")) < limit
+        ]
+        if unfit := sum(not 0 < length <= limit for length in lengths):
+            what = f"--max_prompt_tokens {limit} (the longest has {max(lengths)}), or none"
+            found = f"{unfit} of {len(own)} {split} prompts have more tokens than {what}"
+            if unfit == min(PROMPTS_READ, sizes[split]):  # of LazyQueries only one is here
+                raise UserError(found)
+            print(f"warning: {found}: they are left out", file=sys.stderr)
 
 
 def check_sampling(config: Config, task: Task) -> None:

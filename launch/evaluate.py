@@ -40,10 +40,11 @@ POLL_SECONDS = 0.005  # while only workers are busy
 
 def evaluate_only(config: Config) -> int:
     """Evaluate --model without a run (--eval_only). Returns the exit code; raises UserError."""
-    task, _, prompts, _ = checks.load_data(config)
+    task, sizes, prompts, _ = checks.load_data(config)
     config = checks.check_model(config, task)
     weight_shapes(config)  # raises UserError for a model that cannot be used
-    checks.check_tokenizer(config, prompts)
+    tokenizer, _ = checks.check_tokenizer(config, prompts["test"])
+    checks.check_lengths(config, sizes, {"test": prompts["test"]}, tokenizer)
     name, config = config.model, checks.fetch(config, task)
     interrupt = Interrupt()
     with tempfile.TemporaryDirectory() as directory:

@@ -13,7 +13,7 @@ CHAT_PROMPT = "{question}\n\nReason step by step, and end with the answer as a n
 
 # Table 2 of the paper, and appendix B.1. Of the released code: bf16 weights and moments, to which
 # the learning rate belongs. With fp32 ones the same rate is a step of several times the length
-# (benchmarks/master_weights.py).
+# (benchmarks/results/master_weights.md).
 COMMON = dict(
     dtype="bfloat16",
     master_dtype="bfloat16",

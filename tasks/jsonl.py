@@ -25,7 +25,7 @@ class JsonLines(Task):
     test_data: str = ""
     """Such a file to test on. Empty: a share of --data, which is not trained on."""
     test_share: float = 0.1
-    """That share, between 0 and 1; a row at least."""
+    """That share of the prompts, between 0 and 1; one at least."""
     prompt_column: str = "prompt"
     """The name of the prompt in a row."""
     answer_column: str = "answer"
@@ -50,20 +50,22 @@ class JsonLines(Task):
         queries = self.read(self.test_data if self.test_data and split == "test" else self.data)
         if self.test_data:
             return queries
-        if not 0 < self.test_share < 1 or len(queries) < 2:
-            rows = f"--test_share {self.test_share} of {len(queries)} rows"
-            raise UserError(f"{rows} leaves nothing to train or to test on: or give --test_data")
-        # Each prompt has a number in [0, 1), so that a row keeps its side when others are added:
-        # held out are those below the share, but one at least.
+        # Each prompt has a number in [0, 1): its rows keep their side when others are added. Held
+        # out are those below the share, but one prompt at least.
         texts = [
             prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
             for prompt in (query.prompt for query in queries)
         ]
-        numbers = [int.from_bytes(blake2b(text.encode()).digest()[:8]) / 2**64 for text in texts]
+        digests = [blake2b(text.encode()).digest()[:8] for text in texts]
+        numbers = np.array([int.from_bytes(digest) / 2**64 for digest in digests])
+        prompts = np.unique(numbers)
+        if not 0 < self.test_share < 1 or len(prompts) < 2:
+            rows = f"--test_share {self.test_share} of {len(prompts)} different prompts"
+            raise UserError(f"{rows} leaves nothing to train or to test on: or give --test_data")
+        below = np.searchsorted(prompts, self.test_share)
+        is_test = numbers < prompts[np.clip(below, 1, len(prompts) - 1)]
         order = np.argsort(numbers, kind="stable")
-        below = sum(number < self.test_share for number in numbers)
-        count = min(max(1, below), len(queries) - 1)
-        return [queries[i] for i in (order[:count] if split == "test" else order[count:])]
+        return [queries[i] for i in order if is_test[i] == (split == "test")]
 
     def read(self, file: str) -> list[Query]:
         queries = []

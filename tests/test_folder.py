@@ -219,7 +219,7 @@ def test_a_token_beyond_the_embedding_is_refused_where_a_prompt_may_have_it(chat
     image = dict(id=257, content="<|image|>", special=True, **flags)
     file.write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], image]}))
     config = Config(model=str(chat_folder))
-    assert check_tokenizer(config, ["2", chat, "3"]) == "2"
+    assert check_tokenizer(config, ["2", chat, "3"])[1] == "2"
     for prompts in (["2", "<|image|>"], [chat, [{"role": "user", "content": "a <|image|>"}]]):
         with pytest.raises(UserError, match=r"knows 257 tokens, .*'<\|image\|>' is .* token 257"):
             check_tokenizer(config, prompts)

@@ -35,7 +35,7 @@ def write(file, *rows) -> str:
 def test_a_response_is_right_if_its_answer_is_the_rows_and_both_are_texts(
     match, answer, wanted, right, wrong, tmp_path
 ):
-    data = write(tmp_path / "rows.jsonl", *[{"prompt": "q", "answer": answer}] * 2)
+    data = write(tmp_path / "rows.jsonl", *({"prompt": q, "answer": answer} for q in "qr"))
     task = load_task("jsonl", data=data, match=match)
     (query,) = task.queries("train")
     task.load()
@@ -81,7 +81,7 @@ def test_a_byte_order_mark_and_nulls_beside_a_message_are_no_fault(tmp_path):
     message = {"role": "user", "content": "1+1?", "tool_calls": None, "name": None}
     data = write(tmp_path / "rows.jsonl", *[{"prompt": [message], "answer": "2"}] * 2)
     (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "rows.jsonl").read_bytes())
-    assert load_task("jsonl", data=data).queries("train")[0].prompt == CHAT
+    assert load_task("jsonl", data=data, test_data=data).queries("train")[0].prompt == CHAT
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_a_byte_order_mark_and_nulls_beside_a_message_are_no_fault(tmp_path):
         (None, {}, "give --data, a .jsonl file"),
         (None, {"data": "absent.jsonl"}, "absent.jsonl cannot be read: No such file"),
         (0, {}, "is empty"),
-        (1, {}, "--test_share 0.1 of 1 rows leaves nothing to train or to test on"),
-        (2, {"test_share": 1.0}, "--test_share 1.0 of 2 rows leaves nothing"),
+        (1, {}, "--test_share 0.1 of 1 different prompts leaves nothing to train"),
+        (2, {"test_share": 1.0}, "--test_share 1.0 of 2 different prompts leaves nothing"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(count, options, says, tmp_path):
     if count is not None:
-        rows = [{"prompt": "q", "answer": 1}] * count
+        rows = [{"prompt": f"q{i}", "answer": 1} for i in range(count)]
         options = options | {"data": write(tmp_path / "rows.jsonl", *rows)}
     with pytest.raises(UserError, match=says):
         load_task("jsonl", **options).queries("train")
@@ -115,6 +115,14 @@ def test_a_share_of_the_rows_is_held_out_and_a_test_file_takes_its_place(tmp_pat
     task = load_task("jsonl", data=data, test_data=other, chat=True)
     assert [len(task.queries(split)) for split in ("train", "test")] == [38, 1]
     assert task.queries("test")[0].prompt == [{"role": "user", "content": "x"}]
+
+
+def test_rows_with_the_same_prompt_are_all_trained_on_or_all_tested_on(tmp_path):
+    rows = [{"prompt": str(i % 3), "answer": i} for i in range(24)]
+    task = load_task("jsonl", data=write(tmp_path / "rows.jsonl", *rows))
+    train, test = (task.queries(split) for split in ("train", "test"))
+    assert not {query.prompt for query in train} & {query.prompt for query in test}
+    assert (len(train), len(test)) == (16, 8)
 
 
 def test_the_file_of_gsm8k_works_as_it_is(gsm8k_data):

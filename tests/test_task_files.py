@@ -8,7 +8,9 @@ from conftest import PATIENCE
 from transformers import AutoConfig
 
 from config import Config, UserError
+from launch.checks import check_lengths, load_data
 from models.architecture import weight_shapes
+from models.tokens import load_tokenizer
 from rollouts import Group, make_tokens
 from runtime.responses.scoring import RewardScorer, make_scorer
 from tasks import Query, find_task, load_task
@@ -116,6 +118,42 @@ def test_a_task_that_exits_in_score_or_reply_loses_its_query_alone(tmp_path):
     assert isinstance(failed.error, SystemExit)
     assert [group.rewards.tolist() for group in others] == [[1.0], [2.0]]
     assert isinstance(scorer.reply(groups[0].query, ["a"]).exception(), SystemExit)
+
+
+WITH_SETS = """
+from tasks import Query, Task
+
+class Sets(Task):
+    def queries(self, split):
+        return [Query(0, "0+1=", {"any of": [ANSWER]})]
+
+    def score(self, queries, responses, finished):
+        return [0.0 for _ in responses]
+"""
+
+
+def test_equal_answers_have_one_digest_whatever_order_their_sets_are_in(tmp_path):
+    digests = {}
+    for name, answer in ("one", "{0, 8}"), ("two", "{8, 0}"), ("three", "{8, 1}"):
+        file = tmp_path / f"{name}.py"
+        file.write_text(WITH_SETS.replace("ANSWER", answer))
+        digests[name] = load_data(Config(task=str(file)))[-1]
+    assert repr({0, 8}) != repr({8, 0}), "as with texts, whose hashes differ from start to start"
+    assert digests["one"] == digests["two"] != digests["three"]
+
+
+def test_prompts_that_are_too_long_are_counted_at_the_start_and_refused_if_all_are(
+    untied_model, capsys
+):
+    tokenizer = load_tokenizer(Config(model=str(untied_model)))
+    config, sizes = Config(max_prompt_tokens=4), {"train": 3, "test": 1}
+    prompts = {"train": ["123", "123456", ""], "test": ["1234"]}
+    check_lengths(config, sizes, prompts, tokenizer)
+    found = "2 of 3 train prompts have more tokens than --max_prompt_tokens 4 (the longest has 6)"
+    assert found in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"^1 of 1 test prompts .*the longest has 5"):
+        check_lengths(config, sizes, prompts | {"test": ["12345"]}, tokenizer)
+    check_lengths(config, {"test": 1000}, {"test": ["12345"]}, tokenizer)  # LazyQueries: the first
 
 
 SIZES = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
