@@ -103,6 +103,7 @@ PositiveFloat = Annotated[float, POSITIVE]
 NonNegativeInt = Annotated[int, NOT_NEGATIVE]
 NonNegativeFloat = Annotated[float, NOT_NEGATIVE]
 StepsOrShare = Annotated[float, STEPS]
+Seed = Annotated[int, Bound(lambda x: 0 <= x < 2**64, "it is a number from 0 to 2^64 - 1")]
 GroupSize = Annotated[int, GROUP]
 GPUs = Annotated[str, GPU_LIST]
 TrackerName = Annotated[str, TRACKER]
@@ -134,7 +135,7 @@ class ModelSettings:
     """Policy and reference policy at the start: a directory or a hub id. Empty: the task's."""
     output_dir: str = ""
     """Where the run writes. Empty: runs/<task>-<time>."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seeds the order of queries, the sampling of responses and the draws from the buffer."""
     lora_rank: Annotated[NonNegativeInt, Extra("lora")] = 0
     """Train adapters of this rank beside all linear layers but the head. 0: train all weights."""

@@ -10,11 +10,10 @@ python tba.py --help
 
 import gc
 import os
-import signal
 import sys
+from _frozen_importlib_external import PathFinder  # part of Python itself: no file can hide it
 
-from config import UserError
-
+OURS = "buffer config learner loss rollouts searcher tba trainer weights".split()
 # What torch, transformers and vLLM make while they are imported stays: to look for garbage among it
 # took a fifth of the start.
 gc.set_threshold(100_000)
@@ -23,6 +22,7 @@ gc.set_threshold(100_000)
 def main(arguments: list[str]) -> int:
     """Parse, check, launch. Returns the exit code."""
     # Here and not at the top: children import this file too, and torch not before their target.
+    from config import UserError
     from launch.command_line import build_config, usage
 
     if not arguments:
@@ -56,7 +56,21 @@ def end_at_once(number: int, frame) -> None:
     os._exit(128 + number)
 
 
+def check_names() -> None:
+    """End where a file beside this one hides a module that is installed, before any is imported."""
+    for file in os.listdir(os.path.dirname(os.path.abspath(__file__))):
+        name = file.removesuffix(".py")
+        if name not in (file, *OURS) and PathFinder.find_spec(name, sys.path[1:]):
+            print(
+                f"error: {file}, beside tba.py, hides the module {name}: rename it", file=sys.stderr
+            )
+            sys.exit(2)
+
+
 if __name__ == "__main__":
+    check_names()
+    import signal
+
     signal.signal(signal.SIGINT, end_at_once)
     if sys.stdout:  # None: it was closed
         sys.stdout.reconfigure(errors="backslashreplace")  # it may know nothing but ASCII

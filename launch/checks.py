@@ -30,6 +30,7 @@ from models.folder import fetch_weights
 from models.hub import fetch_model, find_model, identify_weights
 from models.tokens import encode_prompt, load_tokenizer
 from runtime.checkpoints import checkpoint
+from runtime.responses.evaluation import evaluate
 from tasks import LazyQueries, Messages, Task, load_task, sampling_for_tests
 from tasks.support.data import is_chat
 
@@ -255,9 +256,10 @@ def check_sampling(config: Config, task: Task) -> None:
 
     Eight of the task's samplings are looked at.
     """
-    for_tests, rngs = sampling_for_tests(config, task), map(np.random.default_rng, range(8))
+    rngs = map(np.random.default_rng, range(8))
     default = {"temperature": config.temperature, "max_tokens": config.max_response_tokens}
     try:
+        for_tests = sampling_for_tests(config, task)
         all_kinds = [*(default | task.sampling(rng) for rng in rngs), for_tests]
         if any("n" in sampling for sampling in all_kinds):
             raise ValueError("--samples_per_query is for 'n'")
@@ -302,7 +304,21 @@ def check_model(config: Config, task: Task, revision: str | None = None) -> Conf
     check_sampling(config, task)
     config = find_policy(config, task, revision)
     task.prepare()
+    if config.task.endswith(".py") and not task.models():
+        check_evaluate(config, task)
     return config
+
+
+def check_evaluate(config: Config, task: Task) -> None:
+    """Raise UserError for an evaluate() that fails on two responses: a run calls it at its end."""
+    queries = [*task.queries("test")[:1]] * 2
+    texts = ["", "1"] if config.max_episode_tokens is None else [[""], ["1"]]
+    try:
+        task.load()
+        evaluate(task, queries, texts, [True, False], np.zeros(2))
+    except (Exception, SystemExit) as error:
+        problem = f"evaluate() fails for two responses, {texts}: {type(error).__name__}"
+        raise UserError(f"task {config.task!r}: {problem}: {first_line(error)}") from error
 
 
 def find_policy(config: Config, task: Task, revision: str | None = None) -> Config:

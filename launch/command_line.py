@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from config import Config, UserError, settle
+from config import Config, UserError, find_path, settle
 from launch.settings import check, check_task_settings, check_types, field_names
 from runtime.checkpoints import FORMAT
 from tasks import Task, find_task, import_task, task_names
@@ -29,6 +29,7 @@ CHANGEABLE = (
     "checkpoint_every track output_dir searcher_timeout gpu_memory_utilization "
     "tokens_per_micro_batch trainer_processes low_memory plan plan_gpus"
 ).split()
+PATHS = "output_dir", "resume", "config", "report"  # flags that are one
 # Flags of which a command line may have one.
 ALTERNATIVES = [
     ("report", "plan", "eval_only"),
@@ -152,9 +153,6 @@ def read_config(flag: str, path: str) -> Config:
         settings = json.loads(file.read_text())
         if not isinstance(settings, dict) or not isinstance(settings.get("task"), str):
             raise ValueError("it names no task")
-        # Earlier versions had such flags.
-        for name in ("json", "search_ahead", "shares_gpu", "queries_per_micro_batch"):
-            settings.pop(name, None)
         if unknown := settings.keys() - set(field_names(Config)):
             raise ValueError(f"this version has no setting {min(unknown)!r}")
     except (OSError, ValueError) as error:
@@ -243,6 +241,8 @@ def run_tyro(
     settings, options = {"task": parsed.name}, dict(base.options)
     for name in groups.keys() - {"task"}:
         settings |= vars(getattr(parsed, name))
+    for name in filter(settings.get, PATHS):
+        settings[name] = str(find_path(f"--{name}", settings[name]))
     if own:
         plain, given = vars(own()), vars(parsed.task)
         options |= {name: v for name, v in given.items() if name in options or v != plain[name]}

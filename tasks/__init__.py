@@ -16,6 +16,7 @@ import numpy as np
 
 from config import Config, UserError, import_file
 
+ENDS = "stop", "stop_token_ids", "include_stop_str_in_output"  # of SamplingParams
 Messages = list[dict[str, str]]  # a chat: {"role": …, "content": …} each
 
 
@@ -161,9 +162,14 @@ class Task:
 
 
 def sampling_for_tests(config: Config, task: Task) -> dict:
-    """Return how responses to test queries are sampled, as vllm.SamplingParams has it, unseeded."""
+    """Return how responses to test queries are sampled, as vllm.SamplingParams has it, unseeded.
+
+    They end where those to other queries do: by the task's sampling().
+    """
     defaults = {"temperature": 0.0, "max_tokens": config.max_response_tokens}
-    sampling = defaults | task.evaluation_sampling
+    of_others = task.sampling(np.random.default_rng(0))
+    ends = {name: value for name, value in of_others.items() if name in ENDS}
+    sampling = defaults | ends | task.evaluation_sampling
     if config.evaluation_temperature is not None:
         sampling["temperature"] = config.evaluation_temperature
     return sampling
@@ -186,6 +192,9 @@ def find_task(name_or_path: str) -> type[Task]:
     for methods in ["queries"], ["score", "is_right", "extract"]:
         if all(getattr(own[0], method) is getattr(Task, method) for method in methods):
             raise UserError(f"task {name_or_path!r} has no method {' or '.join(methods)}")
+    if waiting := inspect.getmembers(own[0], inspect.iscoroutinefunction):
+        method, _ = waiting[0]
+        raise UserError(f"task {name_or_path!r}: {method}() is async, and nothing awaits it")
     return own[0]
 
 

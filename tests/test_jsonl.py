@@ -1,6 +1,7 @@
 """Rows of one's own: what counts as right, which rows are refused, and a run on ten of them."""
 
 import json
+import math
 
 import pytest
 from conftest import flags, steps_of, tba
@@ -59,6 +60,7 @@ BAD_ROWS = [
     ({"prompt": "  ", "answer": 1}, "exact", "'prompt' is empty, or neither a text nor messages"),
     ({"prompt": [{"role": "user"}], "answer": 1}, "exact", "neither a text nor messages"),
     ({"prompt": "q", "answer": []}, "exact", "'answer' is neither a text nor a number"),
+    ({"prompt": "q", "answer": math.nan}, "exact", "'answer' is neither a text nor a number"),
     ({"prompt": "q", "answer": True}, "exact", "'answer' is neither a text nor a number"),
     ({"prompt": "q", "answer": "x"}, "number", "--match number: 'answer' is not one number"),
     ({"prompt": "q", "answer": "12 m^2"}, "number", "'answer' is not one number"),
@@ -77,8 +79,9 @@ def test_a_bad_row_is_named_by_its_line(row, match, says, tmp_path):
     assert "rows.jsonl line 3" in str(error.value) and says in str(error.value)
 
 
-def test_a_byte_order_mark_and_nulls_beside_a_message_are_no_fault(tmp_path):
-    message = {"role": "user", "content": "1+1?", "tool_calls": None, "name": None}
+def test_a_byte_order_mark_text_in_parts_and_nulls_beside_a_message_are_no_fault(tmp_path):
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    message = {"role": "user", "content": parts, "tool_calls": None, "name": None}
     data = write(tmp_path / "rows.jsonl", *[{"prompt": [message], "answer": "2"}] * 2)
     (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "rows.jsonl").read_bytes())
     assert load_task("jsonl", data=data, test_data=data).queries("train")[0].prompt == CHAT

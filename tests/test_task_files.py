@@ -1,19 +1,23 @@
 """What a task's own file may do, and the models that it cannot have."""
 
 import pickle
+import shutil
+import subprocess
+import sys
 from multiprocessing import get_context
 
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, ROOT
 from transformers import AutoConfig
 
 from config import Config, UserError
-from launch.checks import check_lengths, load_data
+from launch.checks import check_evaluate, check_lengths, load_data
+from launch.command_line import build_config
 from models.architecture import weight_shapes
 from models.tokens import load_tokenizer
 from rollouts import Group, make_tokens
 from runtime.responses.scoring import RewardScorer, make_scorer
-from tasks import Query, find_task, load_task
+from tasks import Query, find_task, load_task, sampling_for_tests
 
 OWN_TYPES = """
 from dataclasses import dataclass
@@ -154,6 +158,74 @@ def test_prompts_that_are_too_long_are_counted_at_the_start_and_refused_if_all_a
     with pytest.raises(UserError, match=r"^1 of 1 test prompts .*the longest has 5"):
         check_lengths(config, sizes, prompts | {"test": ["12345"]}, tokenizer)
     check_lengths(config, {"test": 1000}, {"test": ["12345"]}, tokenizer)  # LazyQueries: the first
+
+
+@pytest.mark.parametrize(
+    "returned, problem",
+    [
+        ("{'length': [len(r) for r in responses]}", None),
+        ("{'pairs': scores[:, None] + scores}", None),
+        ("scores", "metrics by name, it gave array"),
+        ("{'length': scores.mean()}", "2 values of 'length' for .* an array of shape ()"),
+        ("{'length': scores[:1]}", r"2 values of 'length' for .* an array of shape \(1,\)"),
+        ("{'length': [None, 'x']}", "could not convert"),
+        ("exit()", "SystemExit"),
+    ],
+)
+def test_an_evaluate_of_the_users_own_is_tried_at_the_start(returned, problem, tmp_path):
+    file = tmp_path / "own.py"
+    method = f"""
+    def evaluate(self, queries, responses, finished, scores):
+        return {returned}
+"""
+    file.write_text(OWN_TYPES + method)
+    config = Config(task=str(file))
+    if problem is None:
+        return check_evaluate(config, load_task(config.task))
+    with pytest.raises(UserError, match=rf"evaluate\(\) fails for two responses, .*{problem}"):
+        check_evaluate(config, load_task(config.task))
+
+
+def test_a_response_ends_in_an_evaluation_where_it_does_in_training(tmp_path):
+    file = tmp_path / "own.py"
+    method = """
+    def sampling(self, rng):
+        return {"stop": ["\\n"], "stop_token_ids": [7], "top_p": 0.9}
+"""
+    file.write_text(OWN_TYPES + method)
+    found = sampling_for_tests(Config(max_response_tokens=9), load_task(str(file)))
+    ends = {"stop": ["\n"], "stop_token_ids": [7]}
+    assert found == {"temperature": 0.0, "max_tokens": 9, **ends}
+
+
+def test_an_async_score_is_refused(tmp_path):
+    file = tmp_path / "waits.py"
+    file.write_text(OWN_TYPES.replace("    def score", "    async def score"))
+    with pytest.raises(UserError, match=r"score\(\) is async"):
+        find_task(str(file))
+
+
+@pytest.mark.parametrize("name", ["random", "queue", "tokenizers"])
+def test_a_file_beside_tba_that_hides_a_module_is_named_before_any_is_imported(name, tmp_path):
+    shutil.copy(ROOT / "tba.py", tmp_path)
+    (tmp_path / f"{name}.py").write_text("raise RuntimeError")
+    command = [sys.executable, tmp_path / "tba.py", "arithmetic"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 2
+    assert ended.stderr == f"error: {name}.py, beside tba.py, hides the module {name}: rename it\n"
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "~nobody-of-this-name/x", "a/" * 3000])
+def test_a_path_that_cannot_be_asked_for_is_one_line(path, tmp_path):
+    with pytest.raises(UserError, match=r"^--output_dir '.* cannot be read: "):
+        build_config(["arithmetic", "--output_dir", path])
+    with pytest.raises(UserError, match=r"^data file '.* cannot be read: "):
+        load_task("jsonl", data=path).queries("train")
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build_config(["arithmetic", "--output_dir=~/x"]).output_dir == str(tmp_path / "x")
 
 
 SIZES = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)

@@ -144,10 +144,30 @@ class EvaluationRun:
             return Evaluation(self.version, {self.task.metric: (np.nan,) * 3}, *counts)
         values = {self.task.metric: scores}
         if all_metrics:
-            values = self.task.evaluate(queries, texts, finished, scores)
+            values = evaluate(self.task, queries, texts, finished, scores)
         metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
         answers = look_at(self.task, texts, scores.tolist(), finished)
         return Evaluation(self.version, metrics, *counts, answers)
+
+
+def evaluate(
+    task: Task, queries: list[Query], texts: list, finished: list[bool], scores: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the metrics of N responses, by name: (N,), or (N, N) of pairs.
+
+    Raises whatever task.evaluate() raises, and ValueError for anything else.
+    """
+    metrics, count = task.evaluate(queries, texts, finished, scores), len(texts)
+    if not isinstance(metrics, dict):
+        raise ValueError(f"evaluate() must give metrics by name, it gave {metrics!r:.100}")
+    metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}
+    for name, value in metrics.items():
+        if value.shape not in ((count,), (count, count)):
+            raise ValueError(
+                f"evaluate() must give {count} values of {name!r} for as many responses, or "
+                f"{count} x {count} of their pairs: it gave an array of shape {value.shape}"
+            )
+    return metrics
 
 
 def mean_and_interval(values: np.ndarray, query_ids: Sequence[int]) -> tuple[float, float, float]:

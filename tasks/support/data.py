@@ -2,9 +2,10 @@
 
 import json
 from codecs import BOM_UTF8
+from decimal import Decimal
 from pathlib import Path
 
-from config import UserError
+from config import UserError, find_path
 
 
 def read_rows(
@@ -14,7 +15,7 @@ def read_rows(
 
     Returns (where it stands, row) for each row; the `columns` are strings. Raises UserError.
     """
-    path = Path(data_dir) / f"{split}.jsonl"
+    path = find_path("--data_dir", data_dir) / f"{split}.jsonl"
     if data_dir and not path.is_file():
         raise UserError(
             f"data file {path} does not exist: --data_dir must hold train.jsonl and test.jsonl"
@@ -65,11 +66,15 @@ def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
     """Place and content, without null, of each line that is not blank. Raises UserError."""
     rows, number = [], 0
     try:
-        with open(path, "rb") as lines:  # decoded line by line: else the number is that of a block
+        with open(
+            find_path("data file", path), "rb"
+        ) as lines:  # decoded line by line: else the number is that of a block
             for number, line in enumerate(lines, start=1):
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    row = json.loads(line.decode().strip(), object_hook=without_null)
+                    # A Decimal is no answer: JSON has neither NaN nor infinity.
+                    how = dict(object_hook=simplified, parse_constant=Decimal)
+                    row = json.loads(line.decode().strip(), **how)
                     rows.append((f"{path} line {number}", row))
                     # An escape may be half of a character, as of an emoji, which nothing encodes.
                     json.dumps(row, ensure_ascii=False).encode()
@@ -82,9 +87,22 @@ def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
     return rows
 
 
-def without_null(row: dict) -> dict:
-    """Leave out what is null: the library datasets fills up rows and messages with it."""
-    return {name: value for name, value in row.items() if value is not None}
+def simplified(row: dict) -> dict:
+    """Leave out what is null, which the library datasets fills up rows and messages with.
+
+    The text of a message may come in parts: they are joined.
+    """
+    row = {name: value for name, value in row.items() if value is not None}
+    parts = row.get("content")
+    if isinstance(parts, list) and all(is_text_part(part) for part in parts):
+        row["content"] = "".join(part["text"] for part in parts)
+    return row
+
+
+def is_text_part(part: object) -> bool:
+    """Whether a part of a message's content is a text."""
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
 
 
 def is_chat(prompt: object) -> bool:
