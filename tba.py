@@ -58,12 +58,13 @@ def end_at_once(number: int, frame) -> None:
 
 def check_names() -> None:
     """End where a file beside this one hides a module that is installed, before any is imported."""
-    for file in os.listdir(os.path.dirname(os.path.abspath(__file__))):
+    here = os.path.dirname(os.path.realpath(__file__))
+    others = [path for path in sys.path if os.path.realpath(path) != here]
+    for file in os.listdir(here):
         name = file.removesuffix(".py")
-        if name not in (file, *OURS) and PathFinder.find_spec(name, sys.path[1:]):
-            print(
-                f"error: {file}, beside tba.py, hides the module {name}: rename it", file=sys.stderr
-            )
+        if name not in (file, *OURS) and PathFinder.find_spec(name, others):
+            problem = f"{file}, beside tba.py, hides the module {name}: rename it"
+            print(f"error: {problem}", file=sys.stderr)
             sys.exit(2)
 
 

@@ -31,7 +31,7 @@ from models.hub import fetch_model, find_model, identify_weights
 from models.tokens import encode_prompt, load_tokenizer
 from runtime.checkpoints import checkpoint
 from runtime.responses.evaluation import evaluate
-from tasks import LazyQueries, Messages, Task, load_task, sampling_for_tests
+from tasks import LazyQueries, Messages, Query, Task, load_task, sampling_for_tests
 from tasks.support.data import is_chat
 
 Shapes = dict[str, tuple[int, ...]]  # by a parameter's name
@@ -77,7 +77,8 @@ def check_run(given: Config) -> CheckedRun:
     state = checkpoint.load_state(resume) if resume else {}
     task, sizes, prompts, digest = load_data(given)
     trained_on = {*map(repr, prompts["train"])}
-    if shared := sum(repr(prompt) in trained_on for prompt in prompts["test"]):
+    shared = sum(repr(prompt) in trained_on for prompt in prompts["test"])
+    if shared and len(trained_on) > 1:  # else the task has one prompt, or is of LazyQueries
         of_all = f"{shared} of {len(prompts['test'])} test prompts"
         print(f"warning: {of_all} are trained on too", file=sys.stderr)
     began = state.get("base_model")
@@ -146,16 +147,21 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], Prompts, str]:
     for split in ("train", "test"):
         try:
             queries = task.queries(split)
+            sizes[split] = len(queries)
+            is_lazy = isinstance(queries, LazyQueries)
+            read = [queries[0]] if is_lazy and queries else [*queries]
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problem = f"its queries({split!r}) fail: {type(error).__name__}: {error}"
             raise UserError(f"task {config.task!r}: {problem}") from error
-        if not queries:
+        if not read:
             raise UserError(f"task {config.task!r} has no {split} queries")
-        sizes[split], prompts[split], ids = len(queries), [], set()
-        digest.update(f"{split} {len(queries)}".encode())
-        for query in [queries[0]] if isinstance(queries, LazyQueries) else queries:
+        prompts[split], ids = [], set()
+        digest.update(f"{split} {sizes[split]}".encode())
+        for query in read:
+            if not isinstance(query, Query):
+                raise UserError(f"task {config.task!r}: {query!r:.60} is no tasks.Query")
             name = f"task {config.task!r}, {split} query {query.id!r:.60}"
             if type(query.id) is not int or abs(query.id) >= 2**63 or query.id in ids:
                 raise UserError(f"{name}: its id must be an int of 64 bits that no other has")
@@ -236,17 +242,23 @@ def check_lengths(
     """
     limit = config.max_prompt_tokens
     for split, own in prompts.items():
+        is_lazy = len(own) < sizes[split]  # only the first is here
         own = own[:: math.ceil(len(own) / PROMPTS_READ)]
-        lengths = [
-            len(encode_prompt(tokenizer, prompt))
-            for prompt in own
-            # A text has no more tokens than bytes.
-            if not isinstance(prompt, str) or not 0 < len(prompt.encode(errors="replace")) < limit
-        ]
+        try:
+            lengths = [
+                len(encode_prompt(tokenizer, prompt))
+                for prompt in own
+                # A text has no more tokens than bytes.
+                if not isinstance(prompt, str)
+                or not 0 < len(prompt.encode(errors="replace")) < limit
+            ]
+        except Exception as error:  # of a chat template
+            what = f"the chat template of --model {config.model!r} does not take a {split} prompt"
+            raise UserError(f"{what} of task {config.task!r}: {first_line(error)}") from error
         if unfit := sum(not 0 < length <= limit for length in lengths):
             what = f"--max_prompt_tokens {limit} (the longest has {max(lengths)}), or none"
             found = f"{unfit} of {len(own)} {split} prompts have more tokens than {what}"
-            if unfit == min(PROMPTS_READ, sizes[split]):  # of LazyQueries only one is here
+            if unfit == len(own) and not is_lazy:
                 raise UserError(found)
             print(f"warning: {found}: they are left out", file=sys.stderr)
 
@@ -304,16 +316,17 @@ def check_model(config: Config, task: Task, revision: str | None = None) -> Conf
     check_sampling(config, task)
     config = find_policy(config, task, revision)
     task.prepare()
-    if config.task.endswith(".py") and not task.models():
+    is_own = config.task.endswith(".py") and type(task).evaluate is not Task.evaluate
+    if is_own and not task.models():
         check_evaluate(config, task)
     return config
 
 
 def check_evaluate(config: Config, task: Task) -> None:
     """Raise UserError for an evaluate() that fails on two responses: a run calls it at its end."""
-    queries = [*task.queries("test")[:1]] * 2
     texts = ["", "1"] if config.max_episode_tokens is None else [[""], ["1"]]
     try:
+        queries = [task.queries("test")[0]] * 2
         task.load()
         evaluate(task, queries, texts, [True, False], np.zeros(2))
     except (Exception, SystemExit) as error:

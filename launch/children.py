@@ -86,7 +86,9 @@ def start(
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        os.environ.clear()
+        # Only what was changed: a thread may read the rest (extras/tracking.py).
+        for name in os.environ.keys() - saved_environment.keys():
+            del os.environ[name]
         os.environ.update(saved_environment)
         os.sched_setaffinity(0, saved_cores)
     return process

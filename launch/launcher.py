@@ -122,7 +122,8 @@ def supervise(run: Run) -> int:
     else:
         if busy := trainer_busy(run_dir):
             print(f"trainer busy: {busy:.3f} of the time between the first and the last step")
-        print(view.evaluated())
+        if changes := view.evaluated():
+            print(changes)
         print(f"results: {run_dir}/report.html")
     if run.tracking:  # last: it may take a while, and nothing else is to wait for it
         run.tracking.finish(exit_code)

@@ -12,6 +12,7 @@ from config import Config, UserError
 
 # Of a GPU's memory, for vLLM. Alone it has the reference policy beside it, and a task's models.
 MEMORY_ALONE, MEMORY_BESIDE_TRAINER = 0.55, 0.15
+DRIVER_SECONDS = 20.0  # for nvidia-smi to answer
 SHARED_AHEAD = 2  # syncs that a searcher may be ahead of the trainer whose GPU it shares
 
 
@@ -52,9 +53,12 @@ def find_gpus() -> list[str]:
 def why_no_gpu() -> str:
     """Say why torch finds no GPU: there is none, its driver fails, or torch does not see it."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+        how = dict(capture_output=True, text=True, timeout=DRIVER_SECONDS)
+        listed = subprocess.run(["nvidia-smi", "-L"], **how)
     except OSError:
         return "this machine has no GPU (no nvidia-smi)"
+    except subprocess.TimeoutExpired:
+        return f"the GPU's driver does not answer (nvidia-smi, in {DRIVER_SECONDS:.0f} s)"
     if listed.returncode or not listed.stdout.strip():
         said = " ".join((listed.stdout + listed.stderr).split())
         return f"the GPU's driver does not work (nvidia-smi: {said or 'no GPU'})"

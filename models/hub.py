@@ -100,8 +100,8 @@ def cached_model(
     found = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=branch or None)
     if isinstance(found, str):
         directory = Path(found).parent
-        files = [directory / file for file in weight_files(directory)]
-        if not weights or (files and all(file.exists() for file in files)):
+        files = [directory / file for file in weight_files(directory)] if weights else [directory]
+        if files and all(file.exists() for file in files):
             return str(directory)
     raise UserError(
         f"{flag} {model!r} is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and cannot "

@@ -1,5 +1,6 @@
 """What a task's own file may do, and the models that it cannot have."""
 
+import os
 import pickle
 import shutil
 import subprocess
@@ -157,6 +158,8 @@ def test_prompts_that_are_too_long_are_counted_at_the_start_and_refused_if_all_a
     assert found in capsys.readouterr().err
     with pytest.raises(UserError, match=r"^1 of 1 test prompts .*the longest has 5"):
         check_lengths(config, sizes, prompts | {"test": ["12345"]}, tokenizer)
+    with pytest.raises(UserError, match=r"^750 of 750 test prompts "):
+        check_lengths(config, {"test": 1500}, {"test": ["12345"] * 1500}, tokenizer)
     check_lengths(config, {"test": 1000}, {"test": ["12345"]}, tokenizer)  # LazyQueries: the first
 
 
@@ -213,6 +216,10 @@ def test_a_file_beside_tba_that_hides_a_module_is_named_before_any_is_imported(n
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 2
     assert ended.stderr == f"error: {name}.py, beside tba.py, hides the module {name}: rename it\n"
+    (tmp_path / f"{name}.py").rename(tmp_path / "my_task.py")
+    own = os.environ | {"PYTHONPATH": str(tmp_path)}  # where config.py is not
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=own)
+    assert "No module named 'config'" in ended.stderr
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "~nobody-of-this-name/x", "a/" * 3000])

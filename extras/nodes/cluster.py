@@ -228,7 +228,7 @@ class Cluster(Supervisor):
         self.status.set(far.row, "beat", 0)
         self.status.set(far.row, "ready", 0)
         self.deaths_of[far.id].append(f"{far.name} {why}")
-        del self.far[far.id]
+        self.far.pop(far.id, None)  # stop() may have been quicker
         self.say(f"{far.name} {why}; the run goes on without it; its logs {logs}")
 
     def stop(self) -> None:
@@ -237,7 +237,7 @@ class Cluster(Supervisor):
         until = time.monotonic() + GOODBYE_SECONDS
         for thread in self.threads:
             thread.join(max(0.0, until - time.monotonic()))
-        goodbyes = [far.actor.stop.remote() for far in self.far.values()]
+        goodbyes = [far.actor.stop.remote() for far in [*self.far.values()]]
         self.far.clear()
         super().stop()
         if goodbyes:

@@ -69,7 +69,8 @@ class ProgressView:
             redirect_stderr=sys.stderr.isatty(),
         )
         self.lines = new_lines(Path(config.output_dir, "metrics.jsonl"))
-        self.new_metrics()  # evaluations of a run that is resumed
+        for line in self.new_metrics():  # of a run that is resumed
+            self.bar.update(self.task.id, completed=line["step"])
 
     def __enter__(self) -> "ProgressView":
         if sys.stdout.isatty() and not self.live.console.is_dumb_terminal:
@@ -138,8 +139,8 @@ class ProgressView:
     def evaluated(self) -> str:
         """Say how each metric has gone, from the first evaluation to the latest."""
         changes = []
-        for name, (first, *others) in [*self.evaluations.items()]:  # the view has a thread
-            ends = [first, *others[-1:]]
+        for name, values in [*self.evaluations.items()]:  # the view has a thread
+            ends = [*values[:1], *values[1:][-1:]]
             changes.append(f"{name} {' → '.join(f'{value:.2f}' for value in ends)}")
         return ", ".join(changes)
 
