@@ -76,11 +76,6 @@ def check_run(given: Config) -> CheckedRun:
     resume = find_checkpoint(given) if given.resume else None
     state = checkpoint.load_state(resume) if resume else {}
     task, sizes, prompts, digest = load_data(given)
-    trained_on = {*map(repr, prompts["train"])}
-    shared = sum(repr(prompt) in trained_on for prompt in prompts["test"])
-    if shared and len(trained_on) > 1:  # else the task has one prompt, or is of LazyQueries
-        of_all = f"{shared} of {len(prompts['test'])} test prompts"
-        print(f"warning: {of_all} are trained on too", file=sys.stderr)
     began = state.get("base_model")
     goes_on_there = resume and given.output_dir == given.resume
     run_dir = given.output_dir if goes_on_there else find_run_dir(given)
@@ -105,6 +100,11 @@ def check_run(given: Config) -> CheckedRun:
         rows, _, was = before.partition(" ")
         what = "rows of the task" if rows != digest else f"first prompt, {was!r:.200},"
         print(f"warning: the {what} changed since that checkpoint", file=sys.stderr)
+    trained_on = {*map(repr, prompts["train"])}
+    shared = sum(repr(prompt) in trained_on for prompt in prompts["test"])
+    if shared and len(trained_on) > 1:  # else the task has one prompt, or is of LazyQueries
+        of_all = f"{shared} of {len(prompts['test'])} test prompts"
+        print(f"warning: {of_all} are trained on too", file=sys.stderr)
     return CheckedRun(given, asked, config, places, sizes, prompt, shapes, trained, resume)
 
 
