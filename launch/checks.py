@@ -271,8 +271,9 @@ def check_sampling(config: Config, task: Task) -> None:
     rngs = map(np.random.default_rng, range(8))
     default = {"temperature": config.temperature, "max_tokens": config.max_response_tokens}
     try:
+        all_kinds = [default | task.sampling(rng) for rng in rngs]
         for_tests = sampling_for_tests(config, task)
-        all_kinds = [*(default | task.sampling(rng) for rng in rngs), for_tests]
+        all_kinds.append(for_tests)
         if any("n" in sampling for sampling in all_kinds):
             raise ValueError("--samples_per_query is for 'n'")
         if not all(map(is_plain, all_kinds)):
