@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SMALL, Run, flags, read, steps_of, tba, wait_for
+from conftest import PATIENCE, ROOT, SMALL, Run, flags, read, steps_of, tba, wait_for
 from test_command_line import refused
 
 from config import Config
@@ -71,7 +71,8 @@ def append(run_dir: Path, *lines: dict) -> None:
 def feed(name: str, run_dir: Path, exit_code: int = 0) -> list[str]:
     """Give a tracker what there is. Returns what the user is told."""
     said = []
-    Tracking(Config(track=name, output_dir=str(run_dir)), said.append).finish(exit_code)
+    tracker = Tracking(Config(track=name, output_dir=str(run_dir)), said.append)
+    tracker.finish(exit_code, seconds=PATIENCE)  # one that does not end ends this process
     return said
 
 
@@ -183,7 +184,7 @@ def test_wandb_keeps_all_figures_at_once_and_groups_a_resumed_run(tmp_path):
     wait_for(lambda: said, "wandb")
     (file,) = wandb_files(run_dir)
     wait_for(lambda: len(logged_figures(file)) == 8, "all figures")
-    tracker.finish(exit_code=130)
+    tracker.finish(exit_code=130, seconds=PATIENCE)
     assert said == [f"--track wandb: offline, see wandb sync {file.parent}"]
     rows = logged_figures(file)
     assert rows[0] == {"trainer_step": 0, "evaluation/reward": 0.25}, "what cannot be drawn is out"
