@@ -309,7 +309,7 @@ def test_a_tracker_that_hangs_is_cut_off_and_the_exit_code_is_the_runs(silent_se
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     run = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
     silent_server.accept()
-    out, err = run.communicate(timeout=30)
+    out, err = run.communicate(timeout=PATIENCE)
     assert err == "--track wandb: it did not end within 1 s and is cut off; metrics.jsonl has all\n"
     assert (run.returncode, out) == (7, "")
 
