@@ -6,11 +6,12 @@ weights, and forwards to the trainer what the node found. Nodes may join and be 
 is what was in flight there.
 """
 
+import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,19 @@ from ray.exceptions import RayError, RayTaskError
 
 from config import LOAD_SECONDS, Config
 from extras.nodes.joining import last_line, on_node, other_nodes
-from extras.nodes.node import BITS, COUNTED, Items, Node, describe_environment
+from extras.nodes.node import COUNTED, Found, Node, as_arrays, describe_environment
+from launch.files import parse_lines
 from launch.supervisor import DEATHS, RunFailed, Supervisor
-from runtime.transport.messages import Evaluation
+from runtime.record.lines import to_json
+from runtime.record.metrics import RATE_WINDOW, rate_of
+from runtime.transport.messages import Evaluation, Notice
 from runtime.transport.status import StatusTable, Watchdog
 
-LOOK_SECONDS = 1.5  # between two looks at which nodes there are
-LOGS_SECONDS = 1.0  # for the logs of a node that has failed
-GOODBYE_SECONDS = 8.0  # for a node to end its searchers
+LOOK_SECONDS = 1.0  # between two looks at which nodes there are
 WAIT_SECONDS = 0.1  # for an answer, before it is looked whether the run is over
+LOGS_SECONDS = 1.0  # for the logs of a node that has failed
+GOODBYE_SECONDS = 8.0  # for a node to end its searchers and send its logs
+RETRY_SECONDS = 10.0  # before a node whose actor died gets another one
 MAX_NODES = 64  # rows of the status table
 GROUPS = 32  # that a node sends at once
 
@@ -41,6 +46,8 @@ class ClusterStatus(StatusTable):
         self.nodes = [f"searchers of node {number}" for number in range(1, MAX_NODES + 1)]
         super().__init__([*names, *self.nodes])
         self.words[-MAX_NODES:, self.COLUMNS.index("beat")] = 0  # nobody is there
+        # (time, tokens) of each node, as figures() has seen them.
+        self.tokens: dict[str, deque[tuple[float, float]]] = defaultdict(deque)
 
     @property
     def searchers(self) -> list[str]:
@@ -50,6 +57,23 @@ class ClusterStatus(StatusTable):
 
     def health(self, name: str) -> str:
         return super().health(name) if self.get(name, "beat") else "no node is there"
+
+    def figures(self, version: int) -> dict[str, float]:
+        """What each node that is there does, for metrics.jsonl."""
+        figures: dict[str, float] = {}
+        for row in self.searchers:
+            beat = self.get(row, "beat")
+            if row not in self.nodes or not beat:
+                continue
+            now, node, seen = time.monotonic(), f"node_{row.split()[-1]}", self.tokens[row]
+            seen.append((now, self.get(row, "tokens")))
+            figures |= {
+                f"{node}_tokens_per_second": rate_of(seen, RATE_WINDOW),
+                f"{node}_staleness": max(0, version) - self.get(row, "version"),
+                f"{node}_restarts": self.get(row, "restarts"),
+                f"{node}_silence": now - beat,
+            }
+        return figures
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
         """Take over what a run of any number of nodes saved."""
@@ -66,10 +90,12 @@ class Far:
     id: str  # Ray's
     row: str  # of the status table
     name: str  # for people
+    logs: str  # what the names of its logs begin with
     actor: "ray.actor.ActorHandle"
     earlier: dict[str, float]  # what other actors in this row have counted
     version: int = -1  # that it has
     asked_version: int = -1  # whose evaluation it was asked for
+    clock: float = 0.0  # its time.monotonic() minus this machine's
 
 
 class Cluster(Supervisor):
@@ -87,13 +113,18 @@ class Cluster(Supervisor):
         self.given, self.pin = given, len(self.places)
         self.environment = describe_environment()
         self.far: dict[str, Far] = {}  # by Ray's id of the node
-        self.deaths_of: dict[str, list[str]] = defaultdict(list)  # why, since a node's last group
-        self.stored: tuple[int, ray.ObjectRef | None] = -1, None  # the version in Ray's store
+        # Of what a node's actors died, since its last group.
+        self.deaths_of: dict[str, list[str]] = defaultdict(list)
+        self.retry_at: dict[str, float] = {}
+        # The newest version in Ray's store.
+        self.stored: tuple[int, ray.ObjectRef | None] = -1, None
         self.storing = threading.Lock()  # the threads have one pin
         # The newest version whose evaluation has come; of a run that is resumed, before it.
-        self.evaluated = max(self.status.get(name, "evaluated") for name in self.status.searchers)
+        evaluated = self.status.COLUMNS.index("evaluated")
+        self.evaluated = int(self.status.words[:, evaluated].max())
+        self.alone = Watchdog()  # no node is there
         self.failure: RunFailed | None = None  # of a thread
-        self.start_thread(self.note_failure, self.watch_nodes)
+        self.start_thread(self.watch_nodes)
 
     def check(self) -> None:
         """Watch over this machine's searchers, and over all nodes. Raises RunFailed."""
@@ -101,33 +132,38 @@ class Cluster(Supervisor):
         if self.failure and not self.status.stop:
             raise self.failure
 
-    def note_failure(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do the work of a thread, and have check() raise what that raises."""
+    # Nodes that come and go
+
+    def watch_nodes(self) -> None:
+        """Look for nodes until the run is over: in a thread, as Ray may not answer for a minute."""
+        while not self.status.stop and not self.failure:
+            with self.note_failure():
+                self.look_for_nodes()
+            time.sleep(LOOK_SECONDS)
+
+    @contextmanager
+    def note_failure(self) -> Iterator[None]:
+        """Have check() raise what this block of a thread raises."""
         try:
-            work(*arguments)
+            yield
         except RunFailed as failure:
             self.failure = failure
         except Exception as error:  # whatever it is: no node would be attended to any more
             self.failure = RunFailed(f"nodes cannot be attended to: {error!r}")
 
-    def watch_nodes(self) -> None:
-        """Start an actor on each node that has none, until the run is over.
-
-        In a thread, as Ray may not answer for a minute. Raises RunFailed where nobody searches.
-        """
-        limit, alone = max(self.config.searcher_timeout, LOAD_SECONDS), Watchdog()
-        while not self.status.stop:
-            nodes = {node["NodeID"]: node for node in other_nodes()}
-            if alone.look(time.monotonic() if nodes or self.places else None) > limit:
-                raise RunFailed(f"no node searches for {limit:.0f} s, and no searcher is here")
-            hopeful = [id for id in nodes if len(self.deaths_of[id]) < DEATHS]
-            if not self.places and nodes and not hopeful:
-                reasons = "\n".join(deaths[-1] for deaths in self.deaths_of.values() if deaths)
-                raise RunFailed(f"each node has failed {DEATHS} times in a row:\n{reasons}")
-            for id in hopeful:
-                if id not in self.far:
-                    self.start_node(nodes[id])
-            time.sleep(LOOK_SECONDS)
+    def look_for_nodes(self) -> None:
+        """Start an actor on each node that has none. Raises RunFailed where nobody searches."""
+        nodes, now = {node["NodeID"]: node for node in other_nodes()}, time.monotonic()
+        limit = max(self.config.searcher_timeout, LOAD_SECONDS)
+        if self.alone.look(now if nodes or self.places else None) > limit:
+            raise RunFailed(f"no node searches for {limit:.0f} s, and no searcher is here")
+        hopeful = [id for id in nodes if len(self.deaths_of[id]) < DEATHS]
+        if not self.places and nodes and not hopeful:
+            reasons = "\n".join(deaths[-1] for deaths in self.deaths_of.values() if deaths)
+            raise RunFailed(f"each node has failed {DEATHS} times in a row:\n{reasons}")
+        for id in hopeful:
+            if id not in self.far and self.retry_at.get(id, 0.0) < now:
+                self.start_node(nodes[id])
 
     def start_node(self, node: dict) -> None:
         """Start the actor of a node, whose searchers load from now on, and the node's thread."""
@@ -136,7 +172,8 @@ class Cluster(Supervisor):
             return
         row, id, number = free[0], node["NodeID"], self.status.nodes.index(free[0]) + 1
         options = dict(num_gpus=node["Resources"].get("GPU"), scheduling_strategy=on_node(node))
-        actor = ray.remote(num_cpus=0, **options)(Node).remote(
+        start = ray.remote(Node).options(num_cpus=0, **options).remote
+        actor = start(
             self.given,
             self.weights.shapes,
             self.weights.slots[0].dtype,
@@ -146,30 +183,54 @@ class Cluster(Supervisor):
             environment=self.environment,
         )
         name = f"node {number} ({node['NodeManagerAddress']}, {id[:6]})"
+        logs = f"node-{number}"
+        if actors := list(Path(self.run_dir, "logs").glob(f"{logs}-*searcher-0.log")):  # earlier
+            logs += f"-{len(actors) + 1}"
         earlier = {column: self.status.get(row, column) for column in COUNTED}
-        self.far[id] = Far(id, row, name, actor, earlier)
+        self.far[id] = Far(id, row, name, logs, actor, earlier)
         self.status.beat(row)
-        self.start_thread(self.note_failure, self.attend, self.far[id])
+        self.start_thread(self.attend, self.far[id])
+
+    def lose(self, far: Far, why: str) -> None:
+        """Go on without a node: what was in flight there is lost."""
+        has_logs = self.fetch_logs(far, far.actor.logs.remote(), LOGS_SECONDS)
+        logs = f"are logs/{far.logs}-*" if has_logs else "could not be fetched"
+        ray.kill(far.actor)
+        self.status.set(far.row, "beat", 0)
+        self.status.set(far.row, "ready", 0)
+        self.deaths_of[far.id].append(f"{far.name} {why}")
+        self.retry_at[far.id] = time.monotonic() + RETRY_SECONDS
+        del self.far[far.id]
+        self.say(f"{far.name} {why}; the run goes on without it; its logs {logs}")
+
+    # What goes to a node, and what comes from it
 
     def attend(self, far: Far) -> None:
-        """Bring a node what is new, and take what it found, until it is lost or the run is over."""
+        """Attend to a node, in a thread, until it is lost or the run is over."""
+        with self.note_failure():
+            why = self.exchange(far)
+            if not self.status.stop:
+                self.lose(far, why)
+
+    def exchange(self, far: Far) -> str:
+        """Bring a node what is new, and take what it found. Returns why that came to an end."""
         patience = max(self.config.searcher_timeout, LOAD_SECONDS)  # while its searchers load
         try:
+            places = self.answer(far.actor.describe_places.remote(), patience)
+            self.say(f"{far.name}: {places}")
             while not self.status.stop:
                 self.send_weights(far, patience)
                 call = far.actor.collect.remote(GROUPS, self.status.last_step_done)
-                self.take(far, *self.answer(call, patience))
+                self.take(far, self.answer(call, patience))
                 if self.status.get(far.row, "ready"):
                     patience = self.config.searcher_timeout
-            return
+            return "is told to end"
         except RayTaskError as error:
-            why = f"failed: {str(error.cause or error).strip()}"
+            return f"failed: {str(error.cause or error).strip()}"
         except TimeoutError as error:
-            why = str(error)
+            return str(error)
         except RayError as error:
-            why = f"is lost: {last_line(error)}"
-        if not self.status.stop:
-            self.lose(far, why)
+            return f"is lost: {last_line(error)}"
 
     def answer(self, call: "ray.ObjectRef", patience: float) -> Any:
         """Return what a node answers to a call.
@@ -185,14 +246,17 @@ class Cluster(Supervisor):
 
     def send_weights(self, far: Far, patience: float) -> None:
         """Send a node the newest version, if it has not got that, and have it evaluated."""
-        newest, asked = self.weights.version, max(0, self.weights.evaluation_version)
+        weights, asked = self.weights, max(0, self.weights.evaluation_version)
         evaluates = not self.places and far.id == list(self.far)[0]
         is_asked = evaluates and asked > max(self.evaluated, far.asked_version)
-        if newest > far.version or (is_asked and newest >= 0):
-            version, stored = self.store_weights()
-            call = far.actor.take_weights.remote(version, stored, is_asked)
-            if self.answer(call, patience):
-                far.version, far.asked_version = version, asked if is_asked else far.asked_version
+        if weights.version <= far.version and not is_asked or weights.version < 0:
+            return
+        version, stored = self.store_weights()
+        if self.status.stop:
+            return
+        call = far.actor.take_weights.remote(version, stored, is_asked)
+        if self.answer(call, patience):
+            far.version, far.asked_version = version, asked if is_asked else far.asked_version
 
     def store_weights(self) -> "tuple[int, ray.ObjectRef]":
         """Put the newest version into Ray's store, once for all nodes. Returns both."""
@@ -200,46 +264,61 @@ class Cluster(Supervisor):
             if self.stored[0] < self.weights.version:
                 self.stored = -1, None  # Ray holds one version at a time, if no transfer needs two
                 with self.weights.read(self.pin) as (version, tensors):
-                    arrays = [t.view(BITS[t.dtype]).numpy() for t in tensors.values()]
-                    self.stored = version, ray.put(arrays)
+                    self.stored = version, ray.put(as_arrays(tensors))
             return self.stored
 
-    def take(self, far: Far, items: Items, notices: list[str], row: dict[str, float]) -> None:
+    def take(self, far: Far, found: Found) -> None:
         """Take over what a node says of itself, and send the trainer what it has found."""
-        self.status.beat(far.row)
+        far.clock = found.clock - time.monotonic()
+        row = found.row | {"beat": found.row["beat"] - far.clock}
         for column, value in row.items():
             self.status.set(far.row, column, far.earlier.get(column, 0.0) + value)
-        for item in items:
-            self.deaths_of[far.id].clear()
+        self.write_logs(far, found.logs)
+        for item in found.items:
+            if isinstance(item, Notice):
+                self.say(f"{far.name}: {item.text}")
+                continue
             if isinstance(item, Evaluation):
-                self.evaluated = item.version
+                self.evaluated = max(self.evaluated, item.version)
+            else:
+                self.deaths_of[far.id].clear()
             self.put(item)
-        for text in notices:
-            self.say(f"{far.name}: {text}")
 
-    def lose(self, far: Far, why: str) -> None:
-        """Go on without a node, and fetch its logs: what was in flight there is lost."""
-        logs = "could not be fetched"
-        with suppress(RayError, OSError):
-            for name, text in ray.get(far.actor.logs.remote(), timeout=LOGS_SECONDS).items():
-                Path(self.run_dir, "logs", f"node-{far.id[:6]}-{name}").write_text(text)
-            logs = f"are logs/node-{far.id[:6]}-*"
-        ray.kill(far.actor)
-        self.status.set(far.row, "beat", 0)
-        self.status.set(far.row, "ready", 0)
-        self.deaths_of[far.id].append(f"{far.name} {why}")
-        self.far.pop(far.id, None)  # stop() may have been quicker
-        self.say(f"{far.name} {why}; the run goes on without it; its logs {logs}")
+    # The end, and the logs
 
     def stop(self) -> None:
-        """End all searchers, those on other nodes too."""
+        """End all searchers, and fetch the logs of those on other nodes."""
         # First the threads: what they ask Ray for after its end would start a cluster anew.
         until = time.monotonic() + GOODBYE_SECONDS
         for thread in self.threads:
             thread.join(max(0.0, until - time.monotonic()))
-        goodbyes = [far.actor.stop.remote() for far in [*self.far.values()]]
-        self.far.clear()
+        goodbyes = [(far, far.actor.stop.remote()) for far in list(self.far.values())]
         super().stop()
-        if goodbyes:
-            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_SECONDS)
+        until = time.monotonic() + GOODBYE_SECONDS
+        for far, goodbye in goodbyes:
+            if not self.fetch_logs(far, goodbye, max(0.1, until - time.monotonic())):
+                print(f"{far.name}: its logs could not be fetched", file=sys.stderr)
+        self.far.clear()
         ray.shutdown()  # ends the actors, and with each its searchers
+
+    def fetch_logs(self, far: Far, answer: "ray.ObjectRef", seconds: float) -> bool:
+        """Write a node's logs among those of the run. Returns False if it does not answer."""
+        try:
+            self.write_logs(far, ray.get(answer, timeout=seconds))
+        except RayError:
+            return False
+        return True
+
+    def write_logs(self, far: Far, logs: dict[str, str]) -> None:
+        """Write a node's logs among those of the run; spans by this machine's clock."""
+        for name, text in logs.items():
+            if name.endswith(".spans.jsonl"):
+                text = shifted(text, far.clock)
+            with suppress(OSError):  # the disk is full: that costs a log
+                Path(self.run_dir, "logs", f"{far.logs}-{name}").write_text(text)
+
+
+def shifted(text: str, clock: float) -> str:
+    """Return lines of spans by this machine's clock, without one that was cut off."""
+    spans = parse_lines(text.encode())
+    return "".join(to_json((what, start - clock, end - clock)) + "\n" for what, start, end in spans)

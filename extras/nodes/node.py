@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -29,17 +30,31 @@ from launch.resume import ROOT, find_versions
 from launch.supervisor import Supervisor
 from models.folder import fetch_weights
 from rollouts import Group
-from runtime.transport.messages import Evaluation
+from runtime.transport.messages import Evaluation, Notice
 from runtime.transport.status import StatusTable
 from tasks import load_task
 from weights import SharedWeights
 
-# Of the status table.
-COUNTED = "tokens busy waited restarts long_prompts unscored_groups".split()
+COUNTED = (
+    "tokens",
+    "busy",
+    "waited",
+    "restarts",
+    "long_prompts",
+    "unscored_groups",
+)  # of the status table
 COLLECT_SECONDS = 0.1  # that a call waits for groups: calls are dearer than groups
-# Weights travel as arrays of their bits, for numpy has no bf16.
-BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-Items = list[Group | Evaluation]
+Weights = dict[str, np.ndarray]
+
+
+@dataclass
+class Found:
+    """What a node has to say when it is asked."""
+
+    items: list[Group | Evaluation | Notice]
+    row: dict[str, float]  # of the driver's status table: its searchers taken as one
+    logs: dict[str, str]  # by name, if there is a Notice: something has died
+    clock: float  # its time.monotonic()
 
 
 def describe_environment() -> dict[str, str]:
@@ -97,22 +112,31 @@ class Node:
         config = dataclasses.replace(config, output_dir=self.run_dir, seed=seed, **wanted)
         places = find_node_places(config)
         self.places, config = searchers_of(places), resolve(config, places)
-        self.notices = deque([", ".join(f"{place.name} on {place}" for place in self.places)])
+        self.notices: deque[Notice] = deque()
         task = load_task(config.task, **config.options)
         task.prepare()
         model, trust = config.model or task.base_model(), config.trust_remote_code
         model = fetch_weights("--model", model, trust_remote_code=trust, is_policy=True)
         config = dataclasses.replace(config, model=model)
-        self.dtype, self.weights = dtype, SharedWeights(shapes, dtype, len(self.places))
+        self.weights = SharedWeights(shapes, dtype, len(self.places))
         self.status = StatusTable([place.name for place in self.places])
         self.status.set(self.places[0].name, "evaluated", -1 if evaluates else 0)
-        arguments = self.weights, self.status, self.run_dir, target, self.notices.append
-        self.supervisor = Supervisor(config, self.places, *arguments)
+        self.supervisor = Supervisor(
+            config, self.places, self.weights, self.status, self.run_dir, target, self.say
+        )
 
-    def collect(self, room: int, last_step_done: bool) -> tuple[Items, list[str], dict[str, float]]:
-        """Return what there is since the last call: `room` items at most, notices, and row().
+    def say(self, text: str) -> None:
+        """Have the driver show a line."""
+        self.notices.append(Notice(text))
 
-        Waits COLLECT_SECONDS for items. Raises RunFailed when a searcher dies again and again.
+    def describe_places(self) -> str:
+        """Say where each of the searchers runs."""
+        return ", ".join(f"{place.name} on {place}" for place in self.places)
+
+    def collect(self, room: int, last_step_done: bool) -> Found:
+        """Return what the searchers found since the last call, at most so many groups.
+
+        Waits COLLECT_SECONDS for them. Raises RunFailed when a searcher dies again and again.
         """
         self.status.last_step_done = last_step_done
         self.supervisor.check()
@@ -124,36 +148,36 @@ class Node:
         for item in items:
             if isinstance(item, Evaluation):
                 self.status.set(self.places[0].name, "evaluated", item.version)
+        # Threads may append meanwhile.
         notices = [self.notices.popleft() for _ in range(len(self.notices))]
-        return items, notices, self.row()
+        logs = self.logs() if notices else {}
+        return Found(items + notices, self.row(), logs, time.monotonic())
 
     def row(self) -> dict[str, float]:
         """Take the searchers as one: sums, and else what is lowest."""
         sums = {column: self.status.total(column) for column in COUNTED}
         lowest = {
-            column: min(self.status.get(name, column) for name in self.status.searchers)
-            for column in ("ready", "version")
+            column: float(self.status.words[:, StatusTable.COLUMNS.index(column)].min())
+            for column in ("beat", "ready", "version")
         }
         return sums | lowest
 
-    def take_weights(self, version: int, arrays: list[np.ndarray], evaluate: bool) -> bool:
-        """Publish a version on this node. False: its searchers still read what would be written.
-
-        arrays: the bits of each weight. They are read only: they lie in Ray's object store.
-        """
-        tensors = (torch.from_numpy(array).view(self.dtype) for array in arrays)
-        return self.weights.publish(version, zip(self.weights.shapes, tensors), evaluate)
+    def take_weights(self, version: int, weights: Weights, evaluate: bool) -> bool:
+        """Publish a version on this node. False: its searchers still read what would be written."""
+        return self.weights.publish(version, as_tensors(weights), evaluate)
 
     def logs(self) -> dict[str, str]:
-        """The logs of its searchers, by name."""
-        files = Path(self.run_dir, "logs").glob("*.log")
+        """The files of its logs/, by name."""
+        files = Path(self.run_dir, "logs").iterdir()
         return {file.name: file.read_text(errors="replace") for file in files}
 
-    def stop(self) -> None:
-        """End the searchers."""
+    def stop(self) -> dict[str, str]:
+        """End the searchers. Returns logs()."""
         self.status.stop = True
         self.supervisor.stop()
+        logs = self.logs()
         shutil.rmtree(self.run_dir, ignore_errors=True)
+        return logs
 
 
 def start_tracker_apart() -> None:
@@ -173,11 +197,28 @@ def start_tracker_apart() -> None:
 def find_node_places(config: Config) -> list[Place]:
     """Return a place for each searcher of a node, on every GPU or on some of the cores.
 
-    And one for a trainer, as find_places does, which stays empty: nobody trains there.
+    And one for a trainer, as find_places does, which stays empty.
     """
     gpus = find_gpus()
-    if gpus and (config.searchers or 0) > len(gpus):
+    if not gpus:
+        return find_places(config, [])
+    if config.searchers and config.searchers > len(gpus):
         raise UserError(
             f"--searchers_per_node is {config.searchers}, but a node has {len(gpus)} GPUs"
         )
-    return find_places(config, ["none", *gpus] if gpus else [])
+    # Nobody trains there: a GPU that is not there is the trainer's.
+    return find_places(config, ["none", *gpus])
+
+
+def as_arrays(tensors: dict[str, torch.Tensor]) -> Weights:
+    """View tensors as arrays: bf16 as its bits, for numpy has none."""
+    return {
+        name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
+        for name, t in tensors.items()
+    }
+
+
+def as_tensors(arrays: Weights) -> list[tuple[str, torch.Tensor]]:
+    """Undo as_arrays. They are read only: they lie in Ray's object store."""
+    tensors = ((name, torch.from_numpy(array)) for name, array in arrays.items())
+    return [(name, t.view(torch.bfloat16) if t.dtype == torch.uint16 else t) for name, t in tensors]

@@ -112,6 +112,7 @@ class StepMetrics:
             # A span counts once it has ended, so working seconds may exceed those of the window.
             "searcher_busy": working / ((working + idle) or 1.0),
             "searcher_tokens_per_second": tokens_per_second,
+            **status.figures(self.weights.version),
         }
 
 

@@ -112,6 +112,13 @@ class StatusTable:
             for column, value in columns.items():
                 self.set(name, column, value)
 
+    def figures(self, version: int) -> dict[str, float]:
+        """What metrics.jsonl says of further nodes (extras/nodes/cluster.py): here are none.
+
+        version: the newest.
+        """
+        return {}
+
     def beat(self, name: str) -> None:
         self.set(name, "beat", time.monotonic())
 

@@ -27,9 +27,10 @@ from conftest import PATIENCE, ROOT, Run, flags, living, read, shared_files, ste
 
 from config import UserError
 from launch.command_line import build_config
-from launch.files import read_lines
+from launch.files import read_lines, read_spans
 from launch.places import find_places
 from launch.supervisor import QUEUE_GROUPS, RunFailed
+from runtime.record.metrics import RATE_WINDOW
 from weights import SharedWeights
 
 # Clusters and runs of these tests have a token. Ray reads this when it is imported.
@@ -95,6 +96,13 @@ def nodes(monkeypatch, tmp_path, request):
             os.kill(pid, signal.SIGKILL)
 
 
+def find_teaching(steps: list[dict]) -> set[str]:
+    """The nodes whose latest tokens a second in these lines of metrics.jsonl are more than 0."""
+    pattern = re.compile(r"(node_\d+)_tokens_per_second")
+    figures = {name: value for line in steps for name, value in line.items()}
+    return {m[1] for m in map(pattern.fullmatch, figures) if m and figures[m[0]] > 0}
+
+
 @pytest.mark.parametrize("searchers", [0, 1])
 def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, record_property):
     nodes.add(2)
@@ -104,14 +112,19 @@ def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, rec
     # A trainer alone would take all cores; the searchers of the nodes are on the second half.
     os.sched_setaffinity(0, cores if searchers else sorted(cores)[: len(cores) // 2 or 1])
     try:
-        out = tba("arithmetic", *nodes.flags, *settings).stdout
+        tba("arithmetic", *nodes.flags, *settings)
     finally:
         os.sched_setaffinity(0, cores)
     lines, steps = read(run_dir, "metrics.jsonl"), steps_of(run_dir)
     accuracy = lines[-1]["final_accuracy"]
     record_property("final accuracy", accuracy)
     assert accuracy >= 0.95
-    assert len(re.findall(r"node [12] \(127.0.0.1, \w+\): searcher 0 on ", out)) == 2, out
+    assert find_teaching(steps) == {"node_1", "node_2"}
+    logs = {path.name for path in (run_dir / "logs").iterdir()}
+    assert {"node-1-searcher-0.log", "node-2-searcher-0.log"} <= logs
+    trainer, *others = read_spans(str(run_dir)).values()
+    for spans in others:  # one clock for all
+        assert spans[-1][2] > trainer[0][1] and spans[0][1] < trainer[-1][2]
     assert max(line["mismatch"] for line in steps) < 1e-4
     assert next(line["step"] for line in lines if "accuracy" in line) == 0, "the base model's"
 
@@ -123,20 +136,21 @@ def test_a_node_plays_episodes(nodes, tmp_path):
 
 
 def training(nodes: Nodes, run_dir: Path, **settings) -> Run:
-    """A run that goes on for ever, once the searchers of all nodes are there."""
+    """A run that goes on for ever, once groups of all nodes are trained on."""
     settings |= dict(queries_per_batch=8, initial_responses=100, steps=10**6)
     run = Run(run_dir, "arithmetic", *nodes.flags, *flags(**settings))
-    run.is_at(1)
-    wait_for(lambda: len(nodes.searchers()) == len(nodes.further), "searchers of all nodes")
+    names = {f"node_{i + 1}" for i in range(len(nodes.further))}
+    run.until(lambda: find_teaching(run.steps()) >= names, "groups of all nodes")
     return run
 
 
-def received_later(run: Run) -> float:
-    """Wait until responses arrive after those that are on their way now; how long that took."""
-    start = time.monotonic()
-    time.sleep(3)
-    before = run.steps()[-1]["received"]
-    run.until(lambda: run.steps()[-1]["received"] > before, "new responses")
+def node_searches(run: Run, number: int = 1) -> float:
+    """Wait until this node has generated something from now on; how long that took."""
+    start, rate = time.monotonic(), f"node_{number}_tokens_per_second"
+    run.until(
+        lambda: time.monotonic() > start + RATE_WINDOW + 3 and run.steps()[-1].get(rate, 0) > 0,
+        f"tokens of node {number}",
+    )
     return round(time.monotonic() - start, 1)
 
 
@@ -147,7 +161,7 @@ def evaluated(run: Run) -> list[int]:
 
 def test_node_faults_cost_no_step_and_dead_drivers_leave_nothing(nodes, tmp_path, record_property):
     """In one run: first an actor is stopped for 30 s."""
-    with training(nodes.add(2), tmp_path / "run", searchers=0) as run:
+    with training(nodes.add(2), tmp_path / "run") as run:
         actor = nodes.actors()[0]
         os.kill(actor, signal.SIGSTOP)
         start = run.step()
@@ -155,12 +169,16 @@ def test_node_faults_cost_no_step_and_dead_drivers_leave_nothing(nodes, tmp_path
         assert run.step() > start, "the others go on"
         record_property("steps while an actor was stopped", run.step() - start)
         os.kill(actor, signal.SIGCONT)
+        continued = time.monotonic()
+        run.until(lambda: max(of_nodes(run, "silence")) < 5, "a heartbeat")
+        record_property("seconds to a heartbeat", round(time.monotonic() - continued, 1))
 
-        start, killed = time.monotonic(), nodes.searchers()[0]
-        os.kill(killed, signal.SIGKILL)
-        run.until(lambda: run.steps()[-1]["searcher_restarts"] == 1, "a restart")
-        wait_for(lambda: len({*nodes.searchers()} - {killed}) == 2, "another searcher")
-        received_later(run)
+        start = time.monotonic()
+        os.kill(nodes.searchers()[0], signal.SIGKILL)
+        run.until(lambda: sum(of_nodes(run, "restarts")) == 1, "a restart")
+        run.until(lambda: len(nodes.searchers()) == 2, "another searcher")
+        node_searches(run, 1)
+        node_searches(run, 2)
         seconds = round(time.monotonic() - start, 1)
         record_property("seconds until a killed searcher searched again, at most", seconds)
 
@@ -169,6 +187,8 @@ def test_node_faults_cost_no_step_and_dead_drivers_leave_nothing(nodes, tmp_path
         run.is_at(run.step() + 20)
         record_property("seconds for 20 steps after a node was killed", time.monotonic() - start)
         nodes.add()
+        node_searches(run)
+
         wait_for(lambda: len(nodes.searchers()) == 2, "searchers of both nodes")
         made = shared_files([*nodes.actors(), *nodes.searchers()])
         semaphores = {name for name in made if name.startswith("sem.")}
@@ -186,16 +206,20 @@ def test_node_faults_cost_no_step_and_dead_drivers_leave_nothing(nodes, tmp_path
     assert "the run goes on without it" in out
 
 
+def of_nodes(run: Run, name: str) -> list[float]:
+    """What the newest line says of each node."""
+    return [run.steps()[-1][f"node_{number}_{name}"] for number in (1, 2)]
+
+
 def test_without_its_only_node_a_run_goes_on_and_uses_the_next(nodes, tmp_path, record_property):
     with training(nodes.add(1), tmp_path / "run", searchers=0, checkpoint_every=10) as run:
         before = run.step()
         nodes.lose()
-        wait_for(lambda: not nodes.searchers(), "the end of its searcher")
+        run.until(lambda: "node_1_staleness" not in run.steps()[-1], "a step without nodes")
         run.is_at(run.step() + 20)  # on what is in the buffer
         assert run.steps()[-1]["searcher_tokens_per_second"] >= 0
         nodes.add()
-        wait_for(nodes.searchers, "another searcher")
-        record_property("seconds until the next node searched, at most", received_later(run))
+        record_property("seconds until the next node searched, at most", node_searches(run))
         record_property("steps meanwhile", run.step() - before)
         run.end()
 
@@ -238,11 +262,12 @@ def test_a_run_is_resumed_with_another_number_of_nodes(nodes, tmp_path):
         run.is_at(run.step() + 20)
         run.until(lambda: evaluated(run) == [0], "the base model's evaluation")
         run.end()
-    step = run.step()
+    step, received = run.step(), run.steps()[-1]["received"]
     nodes.lose()
     with Run(tmp_path / "run", *nodes.flags, "--searchers", 0, resume=True) as again:
         again.until(lambda: again.step() > step + 10, "further steps")
-        received_later(again)
+        node_searches(again)
+        again.until(lambda: again.steps()[-1]["received"] > received, "new responses")
         again.end()
         assert evaluated(again) == [0]
 
@@ -365,12 +390,12 @@ def test_kills_at_random_or_in_a_load_tear_no_group_and_no_version(driver, nodes
 
 
 def test_a_node_with_other_packages_is_named_thrice_and_others_go_on(driver, nodes, monkeypatch):
-    monkeypatch.setattr(cluster, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(cluster, "RETRY_SECONDS", 1.0)
     driver.until_all_send()
     driver.cluster.environment |= {"torch": "1.0"}
     nodes.add()
     driver.work_until(lambda: driver.heard("this node has torch") >= 3, "three refusals")
-    driver.work(10 * cluster.LOOK_SECONDS)
+    driver.work(10 * cluster.RETRY_SECONDS)
     driver.until_all_send()
     assert driver.heard("this node has torch") == 3
 
@@ -402,17 +427,21 @@ def test_a_run_with_no_searcher_or_failing_ones_ends_and_says_so(nodes, tmp_path
     with closing(Driver(nodes, tmp_path / "run", searcher_timeout=1)) as driver:
         assert driver.status.searchers == ["searchers of node 1"]
         assert driver.status.health("searchers of node 1") == "no node is there"
+        assert driver.status.figures(0) == {}
         with pytest.raises(RunFailed, match="no node searches for 2 s, and no searcher is here"):
             driver.work(PATIENCE)
     monkeypatch.setattr(cluster, "LOAD_SECONDS", PATIENCE)
-    monkeypatch.setattr(cluster, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(cluster, "RETRY_SECONDS", 1.0)
     failed = r"each node has failed 3 times in a row:\nnode 1 .*failed: searcher 0"
     with closing(Driver(nodes.add(1), tmp_path / "failing", target="give_up")) as driver:
         with pytest.raises(RunFailed, match=failed):
             driver.work(PATIENCE)
         assert [len(deaths) for deaths in driver.cluster.deaths_of.values()] == [3]
-    (log,) = (tmp_path / "failing" / "logs").glob("node-*-searcher-0.log")
-    assert driver.heard(f"its logs are logs/{log.name.removesuffix('searcher-0.log')}*")
+
+
+def test_spans_of_a_node_are_shown_by_this_machines_clock_and_a_torn_line_is_left_out():
+    assert cluster.shifted('["search", 105.0, 107.5]', clock=100.0) == '["search", 5.0, 7.5]\n'
+    assert cluster.shifted('["search", 105.0, 1', clock=100.0) == ""
 
 
 @pytest.mark.parametrize(
