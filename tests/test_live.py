@@ -1,8 +1,6 @@
 """What a person sees of a run: one view on a terminal, plain lines elsewhere."""
 
 import os
-import sys
-from contextlib import suppress
 from io import StringIO
 from multiprocessing import Pipe
 from pathlib import Path
@@ -77,32 +75,6 @@ def test_the_view_never_has_more_than_twelve_lines(searchers, tmp_path):
     assert len(lines) <= 12 and all(any(name in line for line in lines) for name in FIGURES)
     last = f"{searchers} searchers: " if searchers > MOST_SEARCHERS else f"searcher {searchers - 1}"
     assert lines[-1].startswith(last)
-
-
-def read_all(terminal: int) -> str:
-    """Read what was written to a terminal, which gives it in pieces."""
-    data = b""
-    with suppress(BlockingIOError):
-        while True:
-            data += os.read(terminal, 1 << 16)
-    return data.decode()
-
-
-def test_on_a_terminal_what_goes_on_stands_in_the_view_and_lines_stay_above(tmp_path, monkeypatch):
-    terminal, other_end = os.openpty()
-    os.set_blocking(terminal, False)
-    monkeypatch.setattr(sys, "stdout", os.fdopen(other_end, "w"))
-    monkeypatch.setenv("TERM", "xterm")
-    run = Shown(tmp_path)
-    with run.view as view:
-        view.say("loading the models …")
-        os.write(run.stdout.fileno(), b"a line that [bold]stays[/bold]\n")
-        view.look()
-        view.live.refresh()
-        screen = read_all(terminal)
-        assert screen.index("a line that [bold]stays[/bold]") < screen.index("loading the models …")
-        run.step(100)
-        assert "step 100/100  loss 2  " in read_all(terminal)
 
 
 def test_elsewhere_all_that_is_said_is_a_line_and_so_is_progress_now_and_then(tmp_path, capsys):
