@@ -21,7 +21,7 @@ MOST = {
     "benchmarks": 2_857,
 }
 # What the two workers of an ordinary run import: files, and their lines (tests/test_runs.py).
-MOST_IMPORTED = 40, 4_887
+MOST_IMPORTED = 40, 4_944
 
 
 def files_of(room: str) -> list[Path]:
