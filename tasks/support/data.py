@@ -77,7 +77,7 @@ def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
                     row = json.loads(line.decode().strip(), **how)
                     rows.append((f"{path} line {number}", row))
                     # An escape may be half of a character, as of an emoji, which nothing encodes.
-                    json.dumps(row, ensure_ascii=False).encode()
+                    json.dumps(row, ensure_ascii=False, default=str).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} line {number} is not JSON in UTF-8: {error}") from error
     except OSError as error:
