@@ -249,7 +249,7 @@ def test_the_set_up_says_in_one_line_what_it_installs(tmp_path):
     install = '[ "$2" = install ] && echo "$UV_FIND_LINKS $*" > uv.txt'
     stub.write_text(f"#!/bin/sh\n{venv}\n{install}\nexit 0")
     stub.chmod(0o755)
-    command = ["make", "-f", ROOT / "Makefile", "setup", f"PYTHON={stub}", "GPU="]
+    command = f"make --no-print-directory -f {ROOT}/Makefile setup PYTHON={stub} GPU=".split()
     environment = os.environ | {"PIP_FIND_LINKS": "some/wheels"}
     made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     line = "installing what requirements-cpu.txt asks for into .venv\n"

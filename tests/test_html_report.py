@@ -12,7 +12,7 @@ from decimal import Decimal
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -292,7 +292,7 @@ def test_report_draws_the_pictures_and_loads_no_library_of_models(run_dir):
 
 def test_a_run_that_failed_has_a_report_before_its_tracker_ends(run_dir):
     run = run_dir(sample())
-    failed = Mock(config=Config(output_dir=str(run)))
+    failed = MagicMock(config=Config(output_dir=str(run)))
     failed.train.side_effect, failed.interrupt.signal = RunFailed("a searcher died"), 0
     # It may hang, and a second Ctrl-C may end it: all is on disk before.
     failed.tracking.finish = lambda code: Page(run / "report.html").check()

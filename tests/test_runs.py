@@ -201,7 +201,7 @@ def test_ctrl_c_is_heard_where_a_library_would_swallow_it_at_its_import(tmp_path
 
 
 def test_ctrl_c_while_everything_still_loads_ends_a_run_at_once(tmp_path):
-    with Run(None, directory=tmp_path) as run:  # as the README has it: no flag at all
+    with Run(None, "arithmetic", directory=tmp_path) as run:  # as the README has it: no flag
         # The command line, Python's resource tracker, a trainer and a searcher.
         run.until(lambda: len(living(run.tag)) >= 4, "four processes")
         os.killpg(run.process.pid, signal.SIGINT)  # to the whole process group, as a terminal does
