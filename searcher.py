@@ -43,8 +43,8 @@ POLL_SECONDS = 0.005  # while the queue is full, or there is nothing to generate
 class Searcher:
     """One searcher process.
 
-    rank: its number, from 0, which is that of its share of the queries and of its pin in `weights`.
-    outgoing: its queue, from which the supervisor forwards to the trainer's.
+    rank: its number from 0, of its share of the queries and of its pin in `weights`. outgoing: its
+    queue, from which the supervisor forwards to the trainer's.
     """
 
     seeds_requests = False  # vLLM draws for each seeded request by itself, which costs time
@@ -83,9 +83,9 @@ class Searcher:
         # What does not fit into the queue yet: the groups among it are part of D_local.
         self.outbox: deque[Group | Evaluation | Notice] = deque()
         self.samples = SampleLog(run_dir, self.task, self.tokenizer, self.outbox.append)
-        evaluated = int(status.get(self.name, "evaluated"))
+        test, evaluated = self.task.queries("test"), int(status.get(self.name, "evaluated"))
         self.evaluation = EvaluationService(
-            config, self.task, self.tokenizer, weights, rank, evaluated, is_enabled=rank == 0
+            config, self.task, test, self.tokenizer, weights, rank, evaluated
         )
         self.generation = make_generation(config, self.tokenizer, self.engine, self.scorer)
 
@@ -128,11 +128,9 @@ class Searcher:
             self.status.set(self.name, "version", self.engine.version)
 
     def may_load(self) -> bool:
-        """Return whether newer weights may be loaded now."""
         return not self.evaluation.run
 
     def load(self) -> None:
-        """Load the newest weights into the engine."""
         # keep: the slot stays pinned until the evaluation of this version ends.
         with self.weights.read(self.rank, keep=self.evaluation.is_due) as (version, tensors):
             self.engine.load(version, tensors.items())
@@ -181,7 +179,6 @@ class Searcher:
         raise ValueError(f"no prompt of the task has 1 to --max_prompt_tokens {limit} tokens")
 
     def draw(self) -> Group:
-        """Draw the next query of the share."""
         self.num_begun += 1
         return self.share.draw()
 
@@ -300,9 +297,8 @@ class QueryShare:
 
     def __init__(self, config: Config, queries: Sequence[Query], share: int, cursor: int):
         self.seeds, self.queries = (config.seed, share), queries
-        own = np.random.default_rng(config.seed).permutation(len(queries))[
-            share :: config.searchers
-        ]
+        shuffled = np.random.default_rng(config.seed).permutation(len(queries))
+        own = shuffled[share :: config.searchers]
         # Indices of the queries of this share.
         self.own = own if len(queries) >= config.searchers else np.arange(len(queries))
         self.num_drawn = cursor
@@ -315,7 +311,6 @@ class QueryShare:
         return min(self.in_flight, default=self.num_drawn)
 
     def draw(self) -> Group:
-        """Draw the next query."""
         epoch, place = divmod(self.num_drawn, len(self.own))
         if epoch != self.epoch:
             rng = np.random.default_rng((*self.seeds, epoch))
@@ -327,7 +322,7 @@ class QueryShare:
         return Group(query_id=query.id, query=query, request=name, index=index, visit=epoch)
 
     def end(self, group: Group) -> None:
-        """Note that a group is scored, or will never be: its prompt is too long, score() failed."""
+        """Note that a group is scored, or never will be."""
         self.in_flight.remove(group.index)
 
 

@@ -67,7 +67,7 @@ class Trainer:
         self.buffer = self.make_buffer()
         self.evaluations = EvaluationRequests(config, weights, status)
         self.waits = Waits(config, status, self.report, self.timeline, not self.is_exact)
-        self.metrics = StepMetrics(config, weights, self.buffer, rollout_queue, status)
+        self.metrics = StepMetrics(weights, self.buffer, rollout_queue, status)
         self.checkpoints = CheckpointWriter(run_dir, self.waits, self.report.say)
         parts = self.learner, weights, self.buffer, status, self.metrics, self.evaluations
         self.state = RunState(*parts)

@@ -9,8 +9,7 @@ from weights import SharedWeights
 class EvaluationRequests:
     """Which version is to be evaluated, and which evaluation has arrived.
 
-    A request travels with a version: SharedWeights.publish(..., evaluate=True). Version 0, the base
-    model, is evaluated without one.
+    A request is published with a version (SharedWeights). Version 0 is evaluated without one.
     """
 
     def __init__(self, config: Config, weights: SharedWeights, status: StatusTable):

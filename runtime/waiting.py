@@ -41,8 +41,7 @@ class Wait:
         """Sleep a moment. Returns False at a shutdown.
 
         awaited: what, and how much of it has come. Raises TimeoutError if neither `awaited` nor
-        `progress` has changed for --searcher_timeout seconds. Time in which a searcher loads does
-        not count.
+        `progress` has changed for --searcher_timeout seconds, in which no searcher loads.
         """
         waits, status, now = self.waits, self.waits.status, time.monotonic()
         if self.is_interruptible and status.shutdown:

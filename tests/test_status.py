@@ -59,7 +59,7 @@ def test_the_busy_share_of_a_searcher_whose_work_began_before_the_window_is_not_
     status = StatusTable(["trainer", "searcher 0"])
     timeline = Timeline(str(tmp_path), status, "searcher 0")
     weights = SharedWeights({"weight": (1,)}, torch.float32, readers=1)
-    metrics = StepMetrics(Config(), weights, None, None, status)
+    metrics = StepMetrics(weights, None, None, status)
     with timeline.span("score"):
         time.sleep(0.2)
         metrics.rates(waited=0.0)

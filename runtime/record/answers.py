@@ -24,23 +24,16 @@ def look_at(
             examples["wrong"] = worst
     if len(whole) < len(texts):
         examples["cut off"] = next(i for i in range(len(texts)) if not finished[i])
-    return Answers(
-        cut_off=1 - len(whole) / len(texts),
-        unanswered=sum(answer is None for answer in answers) / len(texts) if has_answers else None,
-        examples=[
-            f"  {kind}: reward {rewards[i]:g}"
-            + (f", answer {answers[i]!r}" if has_answers else "")
-            + f": {shortened(texts[i])!r}"
-            for kind, i in examples.items()
-        ],
-    )
+    lines = []
+    for kind, i in examples.items():
+        answer = f", answer {answers[i]!r}" if has_answers else ""
+        lines.append(f"  {kind}: reward {rewards[i]:g}{answer}: {shortened(texts[i])!r}")
+    unanswered = answers.count(None) / len(texts) if has_answers else None
+    return Answers(1 - len(whole) / len(texts), unanswered, lines)
 
 
 def extract_all(task: Task, texts: Sequence[str]) -> list[str | None]:
-    """Extract the answer of each response, None where there is none.
-
-    Nor is there one where the task's extract() fails: that ends no run (samples.jsonl says it).
-    """
+    """Extract the answer of each response; None where there is none, or extract() fails."""
     answers = [None] * len(texts)
     for i, text in enumerate(texts):
         with suppress(Exception):

@@ -5,7 +5,8 @@ It is a response to each test query. The final evaluation has a process of its o
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,37 +22,29 @@ from weights import SharedWeights
 RESAMPLES = 1000  # of the bootstrap
 
 
+@dataclass
 class EvaluationService:
     """The searcher's side: serves these requests, one at a time.
 
     An evaluation is of one version: while it runs, no weights are loaded, and the slot of its
     version stays pinned, so that the trainer can compare log-probabilities under that version.
 
-    evaluated_version: the newest whose evaluation has arrived. is_enabled: False for a searcher
-    that serves none.
+    rank: of the searcher; 0 serves them. started_version: the newest that one was started for.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        task: Task,
-        tokenizer: PreTrainedTokenizerBase,
-        weights: SharedWeights,
-        pin: int,
-        evaluated_version: int,
-        is_enabled: bool,
-    ):
-        self.config, self.task, self.tokenizer = config, task, tokenizer
-        self.weights, self.pin, self.is_enabled = weights, pin, is_enabled
-        self.queries = task.queries("test")
-        # The newest version that an evaluation was started for.
-        self.started_version = evaluated_version
-        self.run: EvaluationRun | None = None
+    config: Config
+    task: Task
+    queries: Sequence[Query]
+    tokenizer: PreTrainedTokenizerBase
+    weights: SharedWeights
+    rank: int
+    started_version: int
+    run: "EvaluationRun | None" = None
 
     @property
     def is_due(self) -> bool:
         """Whether the trainer has asked for an evaluation that has not started."""
-        return self.is_enabled and self.started_version < self.weights.evaluation_version
+        return self.rank == 0 and self.started_version < self.weights.evaluation_version
 
     def start_if_due(self, version: int) -> list[Group]:
         """Start a requested evaluation of the version in the engine. Returns its groups, or [].
@@ -59,7 +52,7 @@ class EvaluationService:
         Version 0 is the base model, which is always evaluated.
         """
         requested = 0 if version == 0 else self.weights.evaluation_version
-        if not self.is_enabled or not self.started_version < requested <= version:
+        if self.rank != 0 or not self.started_version < requested <= version:
             return []
         self.started_version = version
         self.run = EvaluationRun(self.config, self.task, self.queries, self.tokenizer, version)
@@ -70,7 +63,7 @@ class EvaluationService:
         if not self.run or not self.run.is_done:
             return []
         result, self.run = self.run.result(), None
-        self.weights.unpin(self.pin)
+        self.weights.unpin(self.rank)
         return [result]
 
 
@@ -100,16 +93,10 @@ class EvaluationRun:
                 continue
             seed = sampling.get("seed", query.id * num_samples)
             for i in range(num_samples):
-                number = query.id * num_samples + i
-                group = Group(
-                    query_id=query.id,
-                    prompt=prompt,
-                    query=query,
-                    request=f"evaluation.{number}",
-                    index=number,
-                    is_for_evaluation=True,
-                    sampling=sampling | {"seed": (seed + i) % 2**32},
-                )
+                number, seeded = query.id * num_samples + i, {"seed": (seed + i) % 2**32}
+                group = Group(query_id=query.id, query=query, prompt=prompt, index=number)
+                group.request, group.is_for_evaluation = f"evaluation.{number}", True
+                group.sampling = sampling | seeded
                 self.groups.append(group)
         if not self.groups:
             limit = config.max_prompt_tokens
@@ -131,8 +118,8 @@ class EvaluationRun:
     def is_done(self) -> bool:
         return len(self.scored) + len(self.unscored) == len(self.groups)
 
-    def result(self, all_metrics: bool = False) -> Evaluation:
-        """Return the mean score, or with all_metrics what the task's evaluate() gives."""
+    def result(self, evaluate: Callable[..., dict[str, np.ndarray]] | None = None) -> Evaluation:
+        """Return the mean score, or the means of what an `evaluate` like the task's gives."""
         self.scored.sort(key=lambda group: group.index)  # they came in any order
         queries = [group.query for group in self.scored]
         texts = [group.texts[0] for group in self.scored]
@@ -143,31 +130,11 @@ class EvaluationRun:
         if not ids:
             return Evaluation(self.version, {self.task.metric: (np.nan,) * 3}, *counts)
         values = {self.task.metric: scores}
-        if all_metrics:
-            values = evaluate(self.task, queries, texts, finished, scores)
+        if evaluate:
+            values = evaluate(queries, texts, finished, scores)
         metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
         answers = look_at(self.task, texts, scores.tolist(), finished)
         return Evaluation(self.version, metrics, *counts, answers)
-
-
-def evaluate(
-    task: Task, queries: list[Query], texts: list, finished: list[bool], scores: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Return the metrics of N responses, by name: (N,), or (N, N) of pairs.
-
-    Raises whatever task.evaluate() raises, and ValueError for anything else.
-    """
-    metrics, count = task.evaluate(queries, texts, finished, scores), len(texts)
-    if not isinstance(metrics, dict):
-        raise ValueError(f"evaluate() must give metrics by name, it gave {metrics!r:.100}")
-    metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}
-    for name, value in metrics.items():
-        if value.shape not in ((count,), (count, count)):
-            raise ValueError(
-                f"evaluate() must give {count} values of {name!r} for as many responses, or "
-                f"{count} x {count} of their pairs: it gave an array of shape {value.shape}"
-            )
-    return metrics
 
 
 def mean_and_interval(values: np.ndarray, query_ids: Sequence[int]) -> tuple[float, float, float]:

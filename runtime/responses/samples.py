@@ -22,7 +22,7 @@ Say = Callable[[Notice], None]  # shows the user a line
 class SampleLog:
     """Writes some responses of about a group a second, fewer where responses are long.
 
-    A log ends no run: the first error, such as of the task's extract(), goes to the user by `say`.
+    The first error, such as of the task's extract(), goes to the user by `say`, and ends no run.
     """
 
     def __init__(self, run_dir: str, task: Task, tokenizer: PreTrainedTokenizerBase, say: Say):
@@ -41,8 +41,7 @@ class SampleLog:
         try:
             lines = [
                 {
-                    # Of the weights that the group was started with. These two come first:
-                    # report.html finds the groups by them.
+                    # These two come first: report.html finds the groups by them.
                     "version": row.version,
                     "query_id": row.query_id,
                     "prompt": group.query.prompt,

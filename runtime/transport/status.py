@@ -1,7 +1,6 @@
 """The status table: what the processes of a run tell each other besides weights and groups.
 
-It is plain shared memory without locks: a process killed while it holds a lock leaves it locked,
-and then the others hang.
+It is plain shared memory without locks: a killed process would leave a lock locked.
 """
 
 import time
