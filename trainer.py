@@ -27,11 +27,11 @@ from models.device import lock_pages
 from rollouts import Group, Response
 from runtime.checkpoints.checkpoint import RunState
 from runtime.checkpoints.writer import CheckpointWriter
-from runtime.evaluation_requests import EvaluationRequests
 from runtime.memory_trial import try_largest_batch
 from runtime.record.metrics import StepMetrics, describe
 from runtime.record.report import Report
 from runtime.record.timeline import Timeline
+from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.status import StatusTable
 from runtime.waiting import Waits
 from weights import SharedWeights

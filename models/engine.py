@@ -85,7 +85,7 @@ class Engine:
         return self.llm.llm_engine.get_num_unfinished_requests()
 
     def step(self) -> list:
-        """Generate one token of every response. Returns vllm.RequestOutputs of finished requests."""
+        """Generate one token of every response. Returns vllm.RequestOutputs of ended requests."""
         self.swap_random()
         try:
             return self.llm.llm_engine.step()
@@ -218,7 +218,7 @@ def cpu_settings(config: Config) -> dict:
         # CPU generator cannot.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, sum(config.longest_row)),
-        # Responses share the cache blocks that their prompt fills. Most fill none of 128, the default.
+        # Responses share the blocks that their prompt fills. Most fill none of 128, the default.
         "block_size": CPU_BLOCK,
     }
 

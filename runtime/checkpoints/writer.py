@@ -1,7 +1,6 @@
 """Writing checkpoints beside the training: the trainer copies its state, a thread writes the copy.
 
-The thread reads each file back once, for its checksum. It spends its time in writes and hashes of
-megabytes, for which Python's lock is free.
+The thread spends its time in writes and hashes of megabytes, for which Python's lock is free.
 """
 
 import errno
@@ -33,8 +32,7 @@ NICENESS = 14  # of the thread: where the trainer keeps its cores busy, it takes
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time.
 
-    waits: the trainer's. say: shows the user a line. written_step: of the newest checkpoint that is
-    whole, -1 before the first.
+    say: shows the user a line. written_step: of the newest checkpoint that is whole, or -1.
     """
 
     def __init__(self, run_dir: str, waits: Waits, say: Callable[[str], None]):
@@ -59,9 +57,8 @@ class CheckpointWriter:
     ) -> None:
         """Copy the state, and write it in the background as the checkpoint of `step`.
 
-        Call wait() first: the copies of the previous checkpoint are reused. Tensors arrive one at a
-        time. The arrays must not change afterwards. may_alias: the tensors do not change either, so
-        those that can be written directly are not copied.
+        Call wait() first: the copies of the previous checkpoint are reused. The arrays must not
+        change afterwards. may_alias: nor do the tensors, so those that can be are not copied.
         """
         taken = {
             part: {name: self.take(part, name, tensor, may_alias) for name, tensor in named}
@@ -74,8 +71,8 @@ class CheckpointWriter:
     def take(self, part: str, name: str, tensor: Tensor, may_alias: bool) -> Tensor:
         """Copy a tensor into its buffer in host memory, which all checkpoints reuse.
 
-        With may_alias a contiguous tensor on the CPU is returned as it is. safetensors would copy
-        those on a GPU itself, all at once, and refuses transposed ones.
+        Or return it with may_alias, if it is contiguous on the CPU: safetensors would copy those on
+        a GPU itself, all at once, and refuses transposed ones.
         """
         if may_alias and tensor.is_cpu and tensor.is_contiguous():
             return tensor
@@ -98,7 +95,7 @@ class CheckpointWriter:
     def note_written(self) -> bool:
         """Take note of a write that has ended. Returns whether none is under way.
 
-        A full disk costs the checkpoint, not the run: the user is told.
+        A full disk costs the checkpoint, not the run.
         """
         if self.under_way and self.under_way.done():
             ended, self.under_way, status = self.under_way, None, self.waits.status
@@ -146,8 +143,8 @@ def write_checkpoint(
 ) -> float:
     """Write a checkpoint beside its place, rename it, and keep the latest KEPT.
 
-    state: as JSON. Returns the seconds that it took. Raises OSError, and leaves what was there as
-    it was, when the disk is full.
+    state: as JSON. Returns the seconds that it took. When the disk is full it raises OSError, and
+    what was there is left.
     """
     start, root = time.monotonic(), Path(run_dir) / "checkpoints"
     root.mkdir(exist_ok=True)
