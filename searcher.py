@@ -1,11 +1,10 @@
 """A Searcher: generates responses with its delayed copy of the policy, scores them, sends them off.
 
-Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine
-steps the searcher looks for newer weights and loads them while responses are being generated. A
-response may so span several versions, which is fine: trajectory balance does not ask who sampled
-it. A free-running searcher waits for the trainer only if its queue is full, if it shares the
-trainer's GPU, or for the first weights of a resumed run. In lockstep it is a subclass, in
-extras/lockstep_searcher.py.
+Queries enter vLLM's engine as others leave it: there is no batch to wait for. Newer weights are
+loaded between two engine steps, so a response may span several versions, which is fine: trajectory
+balance does not ask who sampled it. A searcher waits for the trainer only if its queue is full, if
+it shares the trainer's GPU, or for the first weights of a resumed run. In lockstep it is a
+subclass, in extras/lockstep_searcher.py.
 """
 
 import hashlib
@@ -118,10 +117,7 @@ class Searcher:
             self.start_evaluation()
 
     def take_new_weights(self) -> None:
-        """Load newer weights, even while responses are being generated.
-
-        Deferred during an evaluation, which is of one version.
-        """
+        """Load newer weights, but during an evaluation: that is of one version."""
         if self.weights.version > self.engine.version and self.may_load():
             with self.timeline.span("load"):
                 self.load()
@@ -151,8 +147,7 @@ class Searcher:
     def is_ahead(self) -> bool:
         """Return whether the search is config.search_ahead steps, of B groups each, ahead.
 
-        It is set where searcher and trainer share a GPU: groups that are never trained on would
-        slow the trainer down.
+        Where searcher and trainer share a GPU, groups never trained on would slow the trainer down.
         """
         config = self.config
         if config.search_ahead is None:
@@ -214,17 +209,14 @@ class Searcher:
             return self.generation.step()
 
     def is_over(self) -> bool:
-        """Return whether nobody needs what the engine would generate.
-
-        At a shutdown new responses would be lost, and saving needs the cores.
-        """
+        """Return whether nobody needs more. At a shutdown saving needs the cores."""
         has_ended = self.status.last_step_done and not self.evaluation.run
         return has_ended or self.status.shutdown
 
     def score(self, generated: list[Group]) -> list[Group]:
         """Hand generated groups to the task's score(). Returns those that have rewards by now.
 
-        Where score() runs in worker processes, it may be some that were handed over earlier.
+        Where score() runs in worker processes, these may have been handed over earlier.
         """
         for is_test in (True, False):  # a call for each: ids are unique within a split alone
             groups = [group for group in generated if group.is_for_evaluation == is_test]

@@ -40,8 +40,8 @@ from weights import SharedWeights
 class Trainer:
     """The trainer process.
 
-    rollout_queue: of groups and evaluations. resume: directory of a checkpoint to go
-    on from. rank: of extras/sharding.py, where the trainer has several processes.
+    rollout_queue: of groups and evaluations. resume: directory of a checkpoint to go on from. rank:
+    of extras/sharding.py, where the trainer has several processes.
     """
 
     is_exact = False  # True: a killed and resumed run gives the numbers of an unbroken one
@@ -144,8 +144,7 @@ class Trainer:
     def publish(self) -> bool:
         """Copy the weights of this step into shared memory, where searchers look for them.
 
-        Returns False if slow readers hold both copies but the newest. The next sync publishes newer
-        weights; an evaluation stays due until then.
+        Returns False if slow readers hold both copies but the newest: the next sync is to publish.
         """
         if self.weights.version == self.step:
             return True
@@ -159,8 +158,7 @@ class Trainer:
             rows = self.draw()
         wait = self.waits.begin()
         while not rows and wait.goes_on(self.awaited()):
-            # With --max_staleness searchers may need newer weights than the last sync's before they
-            # can send anything young enough.
+            # With --max_staleness nothing may be young enough until searchers have these weights.
             self.publish()
             self.receive()
             rows = self.draw()
@@ -181,19 +179,16 @@ class Trainer:
         )
 
     def awaited(self) -> str:
-        """Say what draw() lacks."""
         wanted = max(1, self.config.initial_responses)
         if self.buffer.received < wanted:
             return f"the first responses, {self.buffer.received} of {wanted}"
         return f"responses at most {self.config.max_staleness} steps old (--max_staleness)"
 
     def log(self, metrics: Metrics, rows: list[Response]) -> None:
-        """Write the metrics of the step that these rows have made."""
         self.report.step(metrics | self.metrics.of(rows, self.step, self.waits.seconds))
         self.status.beat("trainer")
 
     def save_checkpoint_if_due(self) -> None:
-        """Save a checkpoint every --checkpoint_every steps."""
         self.checkpoints.note_written()  # the one before, if it has been
         period = self.config.checkpoint_every
         if period and self.step % period == 0:
@@ -227,8 +222,7 @@ class Trainer:
                 self.save_checkpoint(is_last=True)
                 self.checkpoints.wait()
         if self.status.last_step_done:
-            # Wait for an evaluation that still runs. The final one comes later: it loads the saved
-            # model (launch/evaluate.py).
+            # An evaluation may still run. The final one is of the saved model (launch/evaluate.py).
             self.receive()
             self.receive_until(lambda: not self.evaluations.is_pending, "the evaluation asked for")
         self.status.stop = True

@@ -182,10 +182,9 @@ def check_architecture(model: torch.nn.Module) -> None:
             logprobs = model(input_ids=whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             expected = logprobs.gather(1, whole[len(prompt) :, None])[:, 0]
             if not torch.allclose(row[: len(response)], expected, atol=1e-3):
-                raise ValueError(
-                    f"{type(model).__name__} transforms its logits, or attends in a way of its "
-                    "own, which response_logprobs does not know: use another architecture"
-                )
+                what = "transforms its logits, or attends in a way of its own, which"
+                problem = f"{what} response_logprobs does not know: use another architecture"
+                raise ValueError(f"{type(model).__name__} {problem}")
 
 
 @contextmanager
