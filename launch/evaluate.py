@@ -25,10 +25,10 @@ from launch.supervisor import STOP_SECONDS, RunFailed
 from models.architecture import weight_shapes
 from models.policy import check_finite
 from models.tokens import load_tokenizer
-from runtime.record.answers import extract_all
 from runtime.record.lines import Lines
 from runtime.responses import final_metrics
 from runtime.responses.evaluation import EvaluationRun
+from runtime.responses.samples import extract_all
 from runtime.responses.scoring import make_scorer
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import Watchdog

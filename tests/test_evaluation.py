@@ -11,10 +11,10 @@ import pytest
 from config import Config, UserError
 from launch.checks import check_sampling
 from rollouts import Group
-from runtime.record.answers import look_at
 from runtime.record.lines import to_json
 from runtime.responses.evaluation import EvaluationRun, mean_and_interval, weighted_means
 from runtime.responses.final_metrics import evaluate, over_queries
+from runtime.responses.samples import look_at
 from runtime.responses.scoring import score
 from runtime.transport.messages import Evaluation
 from tasks import Query, Task, sampling_for_tests

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from config import Config
 from models.tokens import encode_prompt
 from rollouts import Group
-from runtime.record.answers import look_at
+from runtime.responses.samples import look_at
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
 from tasks import Query, Task, sampling_for_tests
