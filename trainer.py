@@ -215,7 +215,7 @@ class Trainer:
             self.checkpoints.save_model(self.learner.save_model)
         finally:
             self.checkpoints.wait()
-            self.checkpoints.use_normal_priority()
+            self.checkpoints.start_thread(niceness=-20)  # the run ends, and waits for it
             # In lockstep step 0 needs no checkpoint: version 0 makes its batches again.
             is_needed = self.step > 0 or not self.is_exact
             if self.step != self.checkpoints.written_step and is_needed:

@@ -44,13 +44,9 @@ class CheckpointWriter:
         self.copies: dict[tuple[str, str], Tensor] = {}
 
     def start_thread(self, niceness: int) -> None:
-        """Write in a new thread, at this priority or the process's where that is lower."""
+        """Write in a new thread from now on, at this priority or the process's if that is lower."""
         self.thread = ThreadPoolExecutor(1)
         self.clock = self.thread.submit(give_way, niceness).result()
-
-    def use_normal_priority(self) -> None:
-        """Write at normal priority from now on: the run ends, and waits for it."""
-        self.start_thread(niceness=-20)
 
     def begin(
         self, step: int, tensors: Tensors, arrays: Arrays, state: dict, may_alias: bool = False
@@ -151,7 +147,10 @@ def write_checkpoint(
     unfinished, directory = root / "unfinished", root / f"step-{step:08}"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     parts = [*tensors.values(), *arrays.values()]
-    check_disk(root, sum(value.nbytes for part in parts for value in part.values()))
+    needed = sum(value.nbytes for part in parts for value in part.values()) / 2**20
+    if needed > (free := shutil.disk_usage(root).free / 2**20):  # others write to it too
+        problem = f"a checkpoint needs {needed:.0f} MiB, {root} has {free:.0f} MiB free"
+        raise OSError(errno.ENOSPC, problem)
     try:
         unfinished.mkdir()
         (unfinished / "state.json").write_text(state)
@@ -173,14 +172,6 @@ def write_checkpoint(
     for old in list_checkpoints(run_dir)[:-KEPT]:
         shutil.rmtree(old)
     return time.monotonic() - start
-
-
-def check_disk(root: Path, needed: int) -> None:
-    """Raise OSError before the disk is full: others write to it too. needed: bytes."""
-    free = shutil.disk_usage(root).free
-    if needed > free:
-        has = f"{root} has {free / 2**20:.0f} MiB free"
-        raise OSError(errno.ENOSPC, f"a checkpoint needs {needed / 2**20:.0f} MiB, {has}")
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
