@@ -34,6 +34,8 @@ def full_fence() -> None:
 class SharedWeights:
     """Weights in shared memory, with one writer, the trainer, and several readers, the searchers.
 
+    Made in the parent, and passed to each child as a process argument.
+
     shapes: of every published tensor, in the order they are laid out. dtype: what the searchers
     compute in; published tensors are cast to it. readers: their number; reader i alone uses pin i.
     slots: where there is one, it is written in place, by a writer who knows that no reader comes

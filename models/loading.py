@@ -54,7 +54,7 @@ def read_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer, so that it gives the ids of tokenizer.json. Raises UserError.
 
-    For some classes transformers rebuilds parts of that file; for some it makes up an empty one.
+    For some classes transformers rebuilds parts of that file, or makes up an empty tokenizer.
     """
     directory = Path(directory_of(flag, model, weights=False))
     file = directory / "tokenizer.json"

@@ -69,7 +69,7 @@ def tokens_left_out(tokenizer: PreTrainedTokenizerBase, kept: Iterable[str] = ()
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
     """Return the text that each token adds to those before it, special tokens included.
 
-    A character of several tokens comes with the last, "" with the others; U+FFFD is no text.
+    A character of several tokens comes with the last, "" with the others. U+FFFD: no text.
     """
     if not tokenizer.is_fast:
         return [tokenizer.decode([token]) for token in tokens]

@@ -94,7 +94,7 @@ def look_at(
     for kind, i in examples.items():
         answer = f", answer {answers[i]!r}" if has_answers else ""
         lines.append(f"  {kind}: reward {rewards[i]:g}{answer}: {shortened(texts[i])!r}")
-    unanswered = answers.count(None) / len(texts) if has_answers else None
+    unanswered = sum(answer is None for answer in answers) / len(texts) if has_answers else None
     return Answers(1 - len(whole) / len(texts), unanswered, lines)
 
 
