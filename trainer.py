@@ -33,7 +33,7 @@ from runtime.record.report import Report
 from runtime.record.timeline import Timeline
 from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.status import StatusTable
-from runtime.waiting import Waits
+from runtime.waiting import Wait, Waits
 from weights import SharedWeights
 
 
@@ -137,7 +137,7 @@ class Trainer:
 
     def receive_until(self, is_done: Callable[[], bool], what: str) -> None:
         """Receive until is_done(). Any work of the searchers is progress towards `what`."""
-        wait = self.waits.begin()
+        wait = Wait(self.waits)
         while not is_done() and wait.goes_on(what, progress=self.status.total("busy")):
             self.receive()  # or the queues fill up meanwhile
 
@@ -156,7 +156,7 @@ class Trainer:
         """Take the next B x K rows. Waits while there are too few; [] if the run is to end."""
         with self.timeline.span("sample"):
             rows = self.draw()
-        wait = self.waits.begin()
+        wait = Wait(self.waits)
         while not rows and wait.goes_on(self.awaited()):
             # With --max_staleness nothing may be young enough until searchers have these weights.
             self.publish()

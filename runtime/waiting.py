@@ -23,16 +23,13 @@ class Waits:
     is_interruptible: bool  # by a shutdown; False where checkpoints are exact only between batches
     seconds: float = 0.0  # that the trainer has waited so far
 
-    def begin(self, even_at_end: bool = False) -> "Wait":
-        """Begin a wait. even_at_end: a shutdown does not end it."""
-        return Wait(self, self.is_interruptible and not even_at_end)
-
 
 class Wait:
     """One wait: the condition of a loop, `while not is_done and wait.goes_on(for_what)`."""
 
-    def __init__(self, waits: Waits, is_interruptible: bool):
-        self.waits, self.is_interruptible = waits, is_interruptible
+    def __init__(self, waits: Waits, even_at_end: bool = False):
+        # even_at_end: a shutdown does not end it.
+        self.waits, self.is_interruptible = waits, waits.is_interruptible and not even_at_end
         self.start = self.seen = time.monotonic()
         self.said = self.start if waits.seconds else 0.0  # the first wait is said at once
         self.watchdog = Watchdog()

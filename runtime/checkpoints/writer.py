@@ -24,7 +24,7 @@ from torch import Tensor
 
 from runtime.checkpoints.checkpoint import KEPT, Arrays, Tensors, checksum, list_checkpoints
 from runtime.child import NOT_SAVED
-from runtime.waiting import Waits
+from runtime.waiting import Wait, Waits
 
 NICENESS = 14  # of the thread: where the trainer keeps its cores busy, it takes 4 % of one
 
@@ -82,7 +82,7 @@ class CheckpointWriter:
         Progress is the CPU time of the thread: syncs and checksums take some, and add no bytes.
         """
         unfinished = Path(self.run_dir, "checkpoints", "unfinished")
-        wait = self.waits.begin(even_at_end=True)
+        wait = Wait(self.waits, even_at_end=True)
         while not self.note_written():
             seconds = time.clock_gettime(self.clock)
             written = f"{num_bytes(unfinished)} bytes are, after {seconds:.3f} s of CPU"
@@ -110,7 +110,7 @@ class CheckpointWriter:
         unfinished = model.with_suffix(".unfinished")
         try:
             saved = ThreadPoolExecutor(1).submit(save, model)
-            wait = self.waits.begin(even_at_end=True)
+            wait = Wait(self.waits, even_at_end=True)
             while not saved.done() and wait.goes_on(f"the model, {num_bytes(unfinished)} bytes"):
                 pass
             saved.result()
