@@ -2,8 +2,7 @@
 
 Each query keeps its latest distinct responses. A batch takes a query either from the latest sync
 (fresh, nearly on-policy) or from all that was ever seen (replay), and then K of that query's
-responses. Every operation touches only the queries it is about, so its cost does not depend on how
-many queries the buffer holds.
+responses. What an operation costs does not depend on how many queries the buffer holds.
 """
 
 import json
@@ -15,18 +14,17 @@ import numpy as np
 
 from rollouts import Group, Response, join_tokens
 
+Rng = np.random.Generator
+
 
 class QueryOrder:
-    """Query ids drawn uniformly without replacement, from the start again when all were drawn.
-
-    Adding and drawing cost O(1).
-    """
+    """Query ids drawn uniformly without replacement, anew when all were drawn, in O(1)."""
 
     def __init__(self, ids: list[int] | None = None, drawn: int = 0):
         self.ids = ids or []
         self.drawn = drawn  # ids[:drawn] are out
 
-    def draw(self, rng: np.random.Generator) -> int:
+    def draw(self, rng: Rng) -> int:
         if self.drawn == len(self.ids):
             self.drawn = 0
         # One step of a Fisher-Yates shuffle.
@@ -44,12 +42,10 @@ class QueryOrder:
 
 # A sampling rule chooses which rows of a query are replayed: (rows, their rewards (N,), count, rng)
 # -> `count` indices of rows.
-Rule = Callable[[list[Response], np.ndarray, int, np.random.Generator], np.ndarray]
+Rule = Callable[[list[Response], np.ndarray, int, Rng], np.ndarray]
 
 
-def uniformly(
-    rows: list[Response], rewards: np.ndarray, count: int, rng: np.random.Generator
-) -> np.ndarray:
+def uniformly(rows: list[Response], rewards: np.ndarray, count: int, rng: Rng) -> np.ndarray:
     """Draw `count` rows without replacement, unless there are fewer. Costs O(count)."""
     return rng.choice(len(rows), count, replace=len(rows) < count)
 
@@ -60,9 +56,7 @@ def by_reward(inverse_temperature: float) -> Rule:
     Without replacement, unless there are fewer than `count`. Costs O(rows), about 20 ns for each.
     """
 
-    def rule(
-        rows: list[Response], rewards: np.ndarray, count: int, rng: np.random.Generator
-    ) -> np.ndarray:
+    def rule(rows: list[Response], rewards: np.ndarray, count: int, rng: Rng) -> np.ndarray:
         logits = rewards * inverse_temperature
         if len(rows) >= count:
             # Gumbel top-k: the k largest of logit + noise are a draw without replacement.
@@ -103,9 +97,7 @@ class QueryRows:
                 self.rewards = np.concatenate([self.rewards, np.empty_like(self.rewards)])
         self.rows[index], self.rewards[index], self.place[key] = row, row.reward, index
 
-    def draw(
-        self, count: int, rule: Rule, oldest_version: int, rng: np.random.Generator
-    ) -> list[Response]:
+    def draw(self, count: int, rule: Rule, oldest_version: int, rng: Rng) -> list[Response]:
         """Draw `count` rows of version `oldest_version` or later; [] if there are none."""
         rows, rewards = self.rows, self.rewards[: len(self.rows)]
         if oldest_version:
@@ -126,7 +118,6 @@ class Pool:
         self.num_responses = 0
 
     def add(self, row: Response, key: bytes, capacity: int) -> None:
-        """Add a response to those of its query, as QueryRows.add does."""
         if row.query_id not in self.of_query:
             self.of_query[row.query_id] = QueryRows()
             self.order.ids.append(row.query_id)
@@ -135,9 +126,7 @@ class Pool:
         held.add(row, key, capacity)
         self.num_responses += len(held.rows)
 
-    def draw(
-        self, count: int, rule: Rule, oldest_version: int, rng: np.random.Generator
-    ) -> list[Response]:
+    def draw(self, count: int, rule: Rule, oldest_version: int, rng: Rng) -> list[Response]:
         """Draw `count` responses to the next query that has young ones; [] if none has."""
         while self.order.ids:
             query = self.order.draw(rng)
@@ -150,7 +139,6 @@ class Pool:
         return []
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the whole state as plain arrays."""
         held = [self.of_query[query] for query in self.order.ids]
         rows = [row for query in held for row in query.rows]
         return {
@@ -168,7 +156,6 @@ class Pool:
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Go on exactly where the pool that gave `state` was."""
         prompts = np.split(state["prompts"], np.cumsum(state["prompt_lengths"])[:-1])
         tokens = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])
         facts = (state[name].tolist() for name in ("versions", "rewards", "received_steps"))

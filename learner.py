@@ -168,10 +168,8 @@ class Learner:
                 weights = ((name, whole(p.detach())) for name, p in self.trained.items())
                 name = find_not_finite(weights)
                 cause = f", as the weight {name} is NaN or infinite" if name else ""
-                raise FloatingPointError(
-                    f"{BAD_STEPS} steps in a row had a gradient that is not finite{cause}: "
-                    "lower --learning_rate or raise --beta"
-                )
+                problem = f"{BAD_STEPS} steps in a row had a gradient that is not finite{cause}"
+                raise FloatingPointError(f"{problem}: lower --learning_rate or raise --beta")
         self.optimizer.zero_grad()
         return grad_norm
 
@@ -196,8 +194,7 @@ class Learner:
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the state of the training by name, one full tensor at a time.
 
-        That is three counters, the trained parameters, and AdamW's state of each. The learning rate
-        is a function of the step, so its schedule has no state.
+        The learning rate is a function of the step, so its schedule has no state.
         """
         yield "counters", torch.tensor([self.step, self.bad_steps, self.bad_steps_in_a_row])
         for name, parameter in self.trained.items():
@@ -276,8 +273,7 @@ def importance_figures(parts: list[tuple[Tensor, Tensor]]) -> Metrics:
     """How far a batch is from on-policy: figures of the weights w = pi / b of importance sampling.
 
     That is effective sample sizes as shares of the sample, and quantiles of log w of responses.
-    parts: of each micro-batch of a batch log w of its tokens, and 1 on those that were sampled,
-    both (N, T).
+    parts: by micro-batch log w of its tokens, and 1 on those that were sampled, both (N, T).
     """
     parts = [(log_w.double().cpu(), mask.cpu()) for log_w, mask in parts]
     tokens = torch.cat([log_w[mask.bool()] for log_w, mask in parts])

@@ -85,16 +85,10 @@ class Group:
 
     def responses(self, step: int = 0) -> list["Response"]:
         """Return the S responses, whose tokens are views. step: at which they arrived."""
+        same = dict(query_id=self.query_id, version=self.version, prompt=self.prompt)
         cut = np.split(self.tokens, np.cumsum(self.lengths)[:-1])
         return [
-            Response(
-                query_id=self.query_id,
-                version=self.version,
-                prompt=self.prompt,
-                tokens=tokens,
-                reward=reward,
-                received_step=step,
-            )
+            Response(**same, tokens=tokens, reward=reward, received_step=step)
             for tokens, reward in zip(cut, self.rewards.tolist())
         ]
 

@@ -1,11 +1,10 @@
 """A Searcher: generates responses with its delayed copy of the policy, scores them, sends them off.
 
-Queries enter vLLM's engine as others leave it: there is no batch to wait for. Between two engine
-steps the searcher looks for newer weights and loads them while responses are being generated. A
-response may so span several versions, which is fine: trajectory balance does not ask who sampled
-it. A free-running searcher waits for the trainer only if its queue is full, if it shares the
-trainer's GPU, or for the first weights of a resumed run. In lockstep it is a subclass, in
-extras/lockstep_searcher.py.
+Queries enter vLLM's engine as others leave it: there is no batch to wait for. Newer weights are
+loaded between two engine steps, so a response may span several versions, which is fine: trajectory
+balance does not ask who sampled it. A searcher waits for the trainer only if its queue is full, if
+it shares the trainer's GPU, or for the first weights of a resumed run. In lockstep it is a
+subclass, in extras/lockstep_searcher.py.
 """
 
 import hashlib
@@ -43,8 +42,8 @@ POLL_SECONDS = 0.005  # while the queue is full, or there is nothing to generate
 class Searcher:
     """One searcher process.
 
-    rank: its number, from 0, which is that of its share of the queries and of its pin in `weights`.
-    outgoing: its queue, from which the supervisor forwards to the trainer's.
+    rank: its number from 0, of its share of the queries and of its pin in `weights`. outgoing: its
+    queue, from which the supervisor forwards to the trainer's.
     """
 
     seeds_requests = False  # vLLM draws for each seeded request by itself, which costs time
@@ -83,9 +82,9 @@ class Searcher:
         # What does not fit into the queue yet: the groups among it are part of D_local.
         self.outbox: deque[Group | Evaluation | Notice] = deque()
         self.samples = SampleLog(run_dir, self.task, self.tokenizer, self.outbox.append)
-        evaluated = int(status.get(self.name, "evaluated"))
+        test, evaluated = self.task.queries("test"), int(status.get(self.name, "evaluated"))
         self.evaluation = EvaluationService(
-            config, self.task, self.tokenizer, weights, rank, evaluated, is_enabled=rank == 0
+            config, self.task, test, self.tokenizer, weights, rank, evaluated
         )
         self.generation = make_generation(config, self.tokenizer, self.engine, self.scorer)
 
@@ -118,21 +117,16 @@ class Searcher:
             self.start_evaluation()
 
     def take_new_weights(self) -> None:
-        """Load newer weights, even while responses are being generated.
-
-        Deferred during an evaluation, which is of one version.
-        """
+        """Load newer weights, but during an evaluation: that is of one version."""
         if self.weights.version > self.engine.version and self.may_load():
             with self.timeline.span("load"):
                 self.load()
             self.status.set(self.name, "version", self.engine.version)
 
     def may_load(self) -> bool:
-        """Return whether newer weights may be loaded now."""
         return not self.evaluation.run
 
     def load(self) -> None:
-        """Load the newest weights into the engine."""
         # keep: the slot stays pinned until the evaluation of this version ends.
         with self.weights.read(self.rank, keep=self.evaluation.is_due) as (version, tensors):
             self.engine.load(version, tensors.items())
@@ -153,8 +147,7 @@ class Searcher:
     def is_ahead(self) -> bool:
         """Return whether the search is config.search_ahead steps, of B groups each, ahead.
 
-        It is set where searcher and trainer share a GPU: groups that are never trained on would
-        slow the trainer down.
+        Where searcher and trainer share a GPU, groups never trained on would slow the trainer down.
         """
         config = self.config
         if config.search_ahead is None:
@@ -181,7 +174,6 @@ class Searcher:
         raise ValueError(f"no prompt of the task has 1 to --max_prompt_tokens {limit} tokens")
 
     def draw(self) -> Group:
-        """Draw the next query of the share."""
         self.num_begun += 1
         return self.share.draw()
 
@@ -217,17 +209,14 @@ class Searcher:
             return self.generation.step()
 
     def is_over(self) -> bool:
-        """Return whether nobody needs what the engine would generate.
-
-        At a shutdown new responses would be lost, and saving needs the cores.
-        """
+        """Return whether nobody needs more. At a shutdown saving needs the cores."""
         has_ended = self.status.last_step_done and not self.evaluation.run
         return has_ended or self.status.shutdown
 
     def score(self, generated: list[Group]) -> list[Group]:
         """Hand generated groups to the task's score(). Returns those that have rewards by now.
 
-        Where score() runs in worker processes, it may be some that were handed over earlier.
+        Where score() runs in worker processes, these may have been handed over earlier.
         """
         for is_test in (True, False):  # a call for each: ids are unique within a split alone
             groups = [group for group in generated if group.is_for_evaluation == is_test]
@@ -300,9 +289,8 @@ class QueryShare:
 
     def __init__(self, config: Config, queries: Sequence[Query], share: int, cursor: int):
         self.seeds, self.queries = (config.seed, share), queries
-        own = np.random.default_rng(config.seed).permutation(len(queries))[
-            share :: config.searchers
-        ]
+        shuffled = np.random.default_rng(config.seed).permutation(len(queries))
+        own = shuffled[share :: config.searchers]
         # Indices of the queries of this share.
         self.own = own if len(queries) >= config.searchers else np.arange(len(queries))
         self.num_drawn = cursor
@@ -315,7 +303,6 @@ class QueryShare:
         return min(self.in_flight, default=self.num_drawn)
 
     def draw(self) -> Group:
-        """Draw the next query."""
         epoch, place = divmod(self.num_drawn, len(self.own))
         if epoch != self.epoch:
             rng = np.random.default_rng((*self.seeds, epoch))
@@ -327,7 +314,7 @@ class QueryShare:
         return Group(query_id=query.id, query=query, request=name, index=index, visit=epoch)
 
     def end(self, group: Group) -> None:
-        """Note that a group is scored, or will never be: its prompt is too long, score() failed."""
+        """Note that a group is scored, or never will be."""
         self.in_flight.remove(group.index)
 
 

@@ -27,21 +27,21 @@ from models.device import lock_pages
 from rollouts import Group, Response
 from runtime.checkpoints.checkpoint import RunState
 from runtime.checkpoints.writer import CheckpointWriter
-from runtime.evaluation_requests import EvaluationRequests
 from runtime.memory_trial import try_largest_batch
 from runtime.record.metrics import StepMetrics, describe
 from runtime.record.report import Report
 from runtime.record.timeline import Timeline
+from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.status import StatusTable
-from runtime.waiting import Waits
+from runtime.waiting import Wait, Waits
 from weights import SharedWeights
 
 
 class Trainer:
     """The trainer process.
 
-    rollout_queue: of groups and evaluations. resume: directory of a checkpoint to go
-    on from. rank: of extras/sharding.py, where the trainer has several processes.
+    rollout_queue: of groups and evaluations. resume: directory of a checkpoint to go on from. rank:
+    of extras/sharding.py, where the trainer has several processes.
     """
 
     is_exact = False  # True: a killed and resumed run gives the numbers of an unbroken one
@@ -67,7 +67,7 @@ class Trainer:
         self.buffer = self.make_buffer()
         self.evaluations = EvaluationRequests(config, weights, status)
         self.waits = Waits(config, status, self.report, self.timeline, not self.is_exact)
-        self.metrics = StepMetrics(config, weights, self.buffer, rollout_queue, status)
+        self.metrics = StepMetrics(weights, self.buffer, rollout_queue, status)
         self.checkpoints = CheckpointWriter(run_dir, self.waits, self.report.say)
         parts = self.learner, weights, self.buffer, status, self.metrics, self.evaluations
         self.state = RunState(*parts)
@@ -137,15 +137,14 @@ class Trainer:
 
     def receive_until(self, is_done: Callable[[], bool], what: str) -> None:
         """Receive until is_done(). Any work of the searchers is progress towards `what`."""
-        wait = self.waits.begin()
+        wait = Wait(self.waits)
         while not is_done() and wait.goes_on(what, progress=self.status.total("busy")):
             self.receive()  # or the queues fill up meanwhile
 
     def publish(self) -> bool:
         """Copy the weights of this step into shared memory, where searchers look for them.
 
-        Returns False if slow readers hold both copies but the newest. The next sync publishes newer
-        weights; an evaluation stays due until then.
+        Returns False if slow readers hold both copies but the newest: the next sync is to publish.
         """
         if self.weights.version == self.step:
             return True
@@ -157,10 +156,9 @@ class Trainer:
         """Take the next B x K rows. Waits while there are too few; [] if the run is to end."""
         with self.timeline.span("sample"):
             rows = self.draw()
-        wait = self.waits.begin()
+        wait = Wait(self.waits)
         while not rows and wait.goes_on(self.awaited()):
-            # With --max_staleness searchers may need newer weights than the last sync's before they
-            # can send anything young enough.
+            # With --max_staleness nothing may be young enough until searchers have these weights.
             self.publish()
             self.receive()
             rows = self.draw()
@@ -181,19 +179,16 @@ class Trainer:
         )
 
     def awaited(self) -> str:
-        """Say what draw() lacks."""
         wanted = max(1, self.config.initial_responses)
         if self.buffer.received < wanted:
             return f"the first responses, {self.buffer.received} of {wanted}"
         return f"responses at most {self.config.max_staleness} steps old (--max_staleness)"
 
     def log(self, metrics: Metrics, rows: list[Response]) -> None:
-        """Write the metrics of the step that these rows have made."""
         self.report.step(metrics | self.metrics.of(rows, self.step, self.waits.seconds))
         self.status.beat("trainer")
 
     def save_checkpoint_if_due(self) -> None:
-        """Save a checkpoint every --checkpoint_every steps."""
         self.checkpoints.note_written()  # the one before, if it has been
         period = self.config.checkpoint_every
         if period and self.step % period == 0:
@@ -220,15 +215,14 @@ class Trainer:
             self.checkpoints.save_model(self.learner.save_model)
         finally:
             self.checkpoints.wait()
-            self.checkpoints.use_normal_priority()
+            self.checkpoints.start_thread(niceness=-20)  # the run ends, and waits for it
             # In lockstep step 0 needs no checkpoint: version 0 makes its batches again.
             is_needed = self.step > 0 or not self.is_exact
             if self.step != self.checkpoints.written_step and is_needed:
                 self.save_checkpoint(is_last=True)
                 self.checkpoints.wait()
         if self.status.last_step_done:
-            # Wait for an evaluation that still runs. The final one comes later: it loads the saved
-            # model (launch/evaluate.py).
+            # An evaluation may still run. The final one is of the saved model (launch/evaluate.py).
             self.receive()
             self.receive_until(lambda: not self.evaluations.is_pending, "the evaluation asked for")
         self.status.stop = True

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 SLOTS = 3  # the newest, one that a slow reader still pins, one to write into
 SHARED_MEMORY = "/dev/shm"  # where torch puts shared tensors on Linux
 _LOCAL_LOCK = threading.Lock()  # of this process alone
@@ -33,24 +34,18 @@ def full_fence() -> None:
 class SharedWeights:
     """Weights in shared memory, with one writer, the trainer, and several readers, the searchers.
 
-    Created in the parent, and passed to each child as a process argument.
+    Made in the parent, and passed to each child as a process argument.
 
-    shapes: of every published tensor, by name, in the order they are laid out. dtype: what the
-    searchers compute in; published tensors are cast to it. readers: their number; reader i uses pin
-    i and nobody else does. slots: where there is one, it is written in place, by a writer who knows
-    that no reader comes meanwhile (extras/lockstep.py).
+    shapes: of every published tensor, in the order they are laid out. dtype: what the searchers
+    compute in; published tensors are cast to it. readers: their number; reader i alone uses pin i.
+    slots: where there is one, it is written in place, by a writer who knows that no reader comes
+    meanwhile (extras/lockstep.py).
     """
 
     # The reference policy, where it is reset: extras/lockstep.py.
     reference: "SharedWeights | None" = None
 
-    def __init__(
-        self,
-        shapes: dict[str, tuple[int, ...]],
-        dtype: torch.dtype,
-        readers: int,
-        slots: int = SLOTS,
-    ):
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, readers: int, slots: int = SLOTS):
         self.shapes = shapes
         size = num_elements(shapes)
         self.slots = [torch.empty(size, dtype=dtype).share_memory_() for _ in range(slots)]
@@ -153,6 +148,6 @@ class SharedWeights:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
 
 
-def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:
+def num_elements(shapes: Shapes) -> int:
     """Numbers in all tensors together."""
     return sum(torch.Size(shape).numel() for shape in shapes.values())

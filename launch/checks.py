@@ -30,7 +30,7 @@ from models.folder import fetch_weights
 from models.hub import fetch_model, find_model, identify_weights
 from models.tokens import encode_prompt, load_tokenizer
 from runtime.checkpoints import checkpoint
-from runtime.responses.evaluation import evaluate
+from runtime.responses.final_metrics import evaluate
 from tasks import LazyQueries, Messages, Query, Task, load_task, sampling_for_tests
 from tasks.support.data import is_chat
 

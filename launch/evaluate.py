@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,11 +25,11 @@ from launch.supervisor import STOP_SECONDS, RunFailed
 from models.architecture import weight_shapes
 from models.policy import check_finite
 from models.tokens import load_tokenizer
-from runtime.record.answers import extract_all
 from runtime.record.lines import Lines
+from runtime.responses import final_metrics
 from runtime.responses.evaluation import EvaluationRun
+from runtime.responses.samples import extract_all
 from runtime.responses.scoring import make_scorer
-from runtime.responses.several_samples import over_queries
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import Watchdog
 from tasks import Task, load_task
@@ -151,9 +152,9 @@ def evaluate_model(config: Config, connection: Connection) -> None:
         raise ValueError(f"no response to a test query got a score: {error}") from error
     if task.score_timeout is not None:
         task.load()  # the workers had, this process has not yet
-    result = run.result(all_metrics=True)
+    result = run.result(partial(final_metrics.evaluate, task))
     if run.num_samples > 1:
         ids, scores = zip(*((g.query_id, float(g.rewards[0])) for g in run.scored))
         answers = extract_all(task, [group.texts[0] for group in run.scored])
-        result.metrics |= over_queries(ids, np.array(scores), answers)
+        result.metrics |= final_metrics.over_queries(ids, np.array(scores), answers)
     connection.send(result)

@@ -36,23 +36,17 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """
     model = policy_without_weights(config)
     check_attention(model)
-    tokens = sum(config.longest_row)
-    flags = "--max_prompt_tokens {} + --max_response_tokens {}".format(*config.longest_row)
-    flags = "--max_episode_tokens" if config.max_episode_tokens else flags
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and tokens > limit:
-        raise UserError(
-            f"{flags} is {tokens}, more than the {limit} positions of --model {config.model!r}"
-        )
+    limits = {getattr(model.config, "max_position_embeddings", None) or math.inf: "positions"}
     rope = getattr(model.config, "rope_parameters", None) or {}
     for each in (rope, *rope.values()):  # of all layers, or by their type
-        is_longrope = isinstance(each, dict) and each.get("rope_type") == "longrope"
-        original = each["original_max_position_embeddings"] if is_longrope else math.inf
-        if tokens > original:
-            raise UserError(
-                f"{flags} is {tokens}, more than the {original} positions up to which vLLM and "
-                f"transformers rotate alike for --model {config.model!r} (longrope): lower it"
-            )
+        if isinstance(each, dict) and each.get("rope_type") == "longrope":
+            original = each["original_max_position_embeddings"]
+            limits[original] = "positions up to which vLLM and transformers rotate alike (longrope)"
+    if (tokens := sum(config.longest_row)) > (least := min(limits)):
+        flags = "--max_prompt_tokens {} + --max_response_tokens {}".format(*config.longest_row)
+        flags = "--max_episode_tokens" if config.max_episode_tokens else flags
+        has = f"more than the {least} {limits[least]} of --model {config.model!r}"
+        raise UserError(f"{flags} is {tokens}, {has}")
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

@@ -3,7 +3,7 @@
 Each distinct prompt runs once, and each distinct response to it once. Only attention has to know
 where one ends: attend() takes the place of the model's own. It works by segments: a prompt, a piece
 of one, or a response. A segment's queries are its own tokens. Its keys are those, and before them
-what its tokens see: its prompt, or the earlier pieces.
+its prompt, or the earlier pieces.
 """
 
 from types import SimpleNamespace
@@ -32,23 +32,20 @@ def attend(
     attention_mask: Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    position_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,  # they are in query and key by now
     segments: "Packed | Padded | None" = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend within segments, for transformers: query (1, heads, N, D) to (1, N, heads, D).
 
-    Raises UserError for whatever else a layer wants, such as a cap of scores. position_ids: they
-    are in query and key by now.
+    Raises UserError for whatever else a layer wants, such as a cap of scores.
     """
     unknown = [name for name, what in others.items() if isinstance(what, Tensor) or what]
     if attention_mask is not None or segments is None:
         unknown.append("a mask of its own")
     if unknown:
-        raise UserError(
-            f"--model: {type(module).__name__} wants {unknown[0]}, which models/attention.py does "
-            "not know: use another architecture"
-        )
+        what = f"wants {unknown[0]}, which models/attention.py does not know"
+        raise UserError(f"--model: {type(module).__name__} {what}: use another architecture")
     # Under autocast rotary embeddings may return queries and keys in fp32.
     query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     return segments.attend(query, key, value, scaling, sliding_window)[None], None
@@ -209,7 +206,5 @@ def check_attention(model: torch.nn.Module) -> None:
             return
     kinds = {*(getattr(model.config, "layer_types", None) or ())}
     if not asked or kinds - {"full_attention", "sliding_attention"}:
-        raise UserError(
-            f"--model: {type(model).__name__} attends in a way of its own, for which "
-            "models/attention.py has no place: use another architecture"
-        )
+        what = "attends in a way of its own, for which models/attention.py has no place"
+        raise UserError(f"--model: {type(model).__name__} {what}: use another architecture")

@@ -36,8 +36,8 @@ class Engine:
 
     def __init__(self, config: Config, seed: int = 0):
         # A model that vLLM has no code of its own for (GPT-NeoX: Pythia) runs through transformers'
-        # class. vLLM rewrites that class to compile it, and then no other instance can be made in
-        # this process, such as the reference policy.
+        # class. vLLM would rewrite that class to compile it, and then no other instance, such as
+        # the reference policy, could be made in this process.
         Base._decorate_for_torch_compile = lambda self: None
         # One worker needs no semaphore, which a process killed while it loads would leave behind.
         uniproc_executor.Lock = threading.Lock
@@ -85,10 +85,7 @@ class Engine:
         return self.llm.llm_engine.get_num_unfinished_requests()
 
     def step(self) -> list:
-        """Generate one token of every running response.
-
-        Returns the requests that finished with it, as vllm.RequestOutput.
-        """
+        """Generate one token of every response. Returns vllm.RequestOutputs of ended requests."""
         self.swap_random()
         try:
             return self.llm.llm_engine.step()
@@ -105,8 +102,7 @@ class Engine:
     def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load a version's weights in place, by their transformers names, while requests run.
 
-        For models whose weights vLLM keeps as they are: dense and not quantized. The test compares
-        log-probabilities with transformers' after a load.
+        For models whose weights vLLM keeps as they are: dense and not quantized.
         """
         self.llm.apply_model(lambda model: model.load_weights(tensors))
         self.set_version(version)
@@ -131,7 +127,7 @@ class Generation:
 
     @property
     def rows(self) -> int:
-        """Responses that are not finished, those that wait for room included."""
+        """Responses that are not finished."""
         return self.engine.rows
 
     @property
@@ -140,7 +136,7 @@ class Generation:
         return not self.engine.rows
 
     def start(self, group: Group) -> None:
-        """Generate the responses of a group, which has its prompt and sampling."""
+        """Begin to generate the responses of a group, which has its prompt and sampling."""
         group.version, group.temperature = self.engine.version, group.sampling["temperature"]
         self.engine.add(group.request, group.prompt.tolist(), **group.sampling)
         self.generating[group.request] = group
@@ -189,7 +185,7 @@ def make_generation(
 
 
 def request_parameters(sampling: dict) -> SamplingParams:
-    """Make what vLLM takes for a request. Raises whatever it refuses: TypeError, ValueError, …"""
+    """Make what vLLM takes for a request. Raises what it says: TypeError, ValueError, …"""
     finds_text = bool(sampling.get("stop"))  # stop strings are looked for in the text
     own = dict(logprobs=0, detokenize=finds_text, output_kind=RequestOutputKind.FINAL_ONLY)
     return SamplingParams(**sampling, **own)
@@ -209,9 +205,8 @@ def gpu_settings(config: Config) -> dict:
 
 def cpu_settings(config: Config) -> dict:
     """Switch off vLLM's packing of weights, and return its further settings on a CPU."""
-    # vLLM's CPU build would pack each matrix, for oneDNN or for the matrix tiles that some
-    # processors have (AMX), and free it. Then a load would pack all of them anew, which takes ten
-    # times as long as a copy.
+    # vLLM's CPU build would pack each matrix, for oneDNN or for the tiles of some processors (AMX),
+    # and free it. Then a load would pack all of them anew, ten times as slow as a copy.
     _custom_ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *shape: False
     # vLLM's attention in bf16 uses those tiles. The operating system must grant them first; oneDNN,
@@ -223,8 +218,7 @@ def cpu_settings(config: Config) -> dict:
         # CPU generator cannot.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, sum(config.longest_row)),
-        # The responses to a query share the cache blocks that its prompt fills. Most prompts fill
-        # none of the default size, 128.
+        # Responses share the blocks that their prompt fills. Most fill none of 128, the default.
         "block_size": CPU_BLOCK,
     }
 
@@ -234,10 +228,8 @@ def _multiply_unpacked(model: torch.nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             if not module.weight.numel():
-                raise RuntimeError(
-                    f"this vLLM has packed {type(module).__name__} and can take no new weights: "
-                    "install requirements-cpu.txt"
-                )
+                what = f"this vLLM has packed {type(module).__name__} and can take no new weights"
+                raise RuntimeError(f"{what}: install requirements-cpu.txt")
             is_fast = onednn_multiplies(module.weight.dtype)
             module.cpu_linear = _multiply if is_fast else torch.nn.functional.linear
 

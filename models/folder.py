@@ -30,16 +30,14 @@ def fetch_weights(
 ) -> str:
     """Fetch a whole model and return its directory, if its files make a model of that kind.
 
-    kind: the class of transformers for it. transformers decides: it loads the headers of the files
-    onto the meta device. is_policy: vLLM reads the files too, and the model is saved at the end.
-    Raises UserError.
+    kind: a class of transformers, which loads the headers of the files onto the meta device.
+    is_policy: vLLM reads the files too, and the model is saved at the end. Raises UserError.
     """
     directory, name = Path(fetch_model(flag, model)), f"{flag} {model!r}"
     if (directory / "adapter_config.json").exists() and find_spec("peft"):
-        raise UserError(
-            f"{name}: for its adapter_config.json transformers loads an adapter over another "
-            "model: merge it (peft's merge_and_unload), or move that file elsewhere"
-        )
+        problem = "for its adapter_config.json transformers loads an adapter over another model"
+        advice = "merge it (peft's merge_and_unload), or move that file elsewhere"
+        raise UserError(f"{name}: {problem}: {advice}")
     logging.set_verbosity(logging.CRITICAL)  # instead of transformers' reports a line
     logging.disable_progress_bar()
     files, headers = weight_files(directory), {}

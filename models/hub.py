@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub import DatasetInfo, ModelInfo, constants, snapshot_download
+import huggingface_hub as hub
+from huggingface_hub import DatasetInfo, ModelInfo, constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
@@ -50,10 +50,8 @@ def find_model(flag: str, model: str) -> str:
             raise UserError(f"{flag} {model!r} holds no model: it has no config.json")
         return str(path.resolve())
     if path.is_absolute() or model.startswith((".", "~")) or not NAME.fullmatch(model):
-        raise UserError(
-            f"{flag} {model!r} does not exist: "
-            "give a local directory or a hub id like organisation/name"
-        )
+        advice = "give a local directory or a hub id like organisation/name"
+        raise UserError(f"{flag} {model!r} does not exist: {advice}")
     return model
 
 
@@ -71,33 +69,25 @@ def fetch_model(flag: str, model: str, weights: bool = True) -> str:
         info = ask_hub(name, "model", branch or None)
         sizes = {file.rfilename: (file.size or 0) / 1e6 for file in info.siblings}
         needed = needed_files(list(sizes), weights)
-        find_cached = partial(huggingface_hub.try_to_load_from_cache, name, revision=info.sha)
-        missing = [sizes[file] for file in needed if not isinstance(find_cached(file), str)]
+        find = partial(hub.try_to_load_from_cache, name, revision=info.sha)
+        missing = [sizes[file] for file in needed if not isinstance(find(file), str)]
         if weights and missing:
             what = f"{len(missing)} files, {sum(missing):,.1f} MB"
             print(f"fetching {model} from the hub: {what}", file=sys.stderr, flush=True)
         with ended_by_signal():
-            return snapshot_download(name, revision=branch or None, allow_patterns=needed)
+            return hub.snapshot_download(name, revision=branch or None, allow_patterns=needed)
     except Exception as error:  # the many ways of having no network
-        return cached_model(flag, model, weights, explain(error), error)
+        return cached_model(flag, model, weights, explain(error))
 
 
-def cached_model(
-    flag: str,
-    model: str,
-    weights: bool = True,
-    problem: str = "the run has begun",
-    cause: Exception | None = None,
-) -> str:
+def cached_model(flag: str, model: str, weights: bool, problem: str = "the run has begun") -> str:
     """Return the directory of a model in the hub's cache, without asking the hub.
 
     Whoever put it there, it is taken if all is there that is needed. problem: why the hub is not
     asked. Raises UserError.
     """
-    if Path(model).is_dir():
-        return model
     name, _, branch = model.partition("@")
-    found = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=branch or None)
+    found = hub.try_to_load_from_cache(name, "config.json", revision=branch or None)
     if isinstance(found, str):
         directory = Path(found).parent
         files = [directory / file for file in weight_files(directory)] if weights else [directory]
@@ -106,7 +96,7 @@ def cached_model(
     raise UserError(
         f"{flag} {model!r} is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and cannot "
         f"be fetched: {problem}"
-    ) from cause
+    )
 
 
 def identify_weights(directory: str) -> str:
@@ -174,13 +164,8 @@ def ask_hub(name: str, kind: str, branch: str | None = None) -> ModelInfo | Data
     print(f"asking the hub, {constants.ENDPOINT}, for {name}", file=sys.stderr, flush=True)
     try:
         with ended_by_signal():
-            return huggingface_hub.HfApi().repo_info(
-                name,
-                repo_type=kind,
-                revision=branch,
-                files_metadata=kind == "model",
-                timeout=ANSWER_SECONDS,
-            )
+            how = dict(repo_type=kind, revision=branch, files_metadata=kind == "model")
+            return hub.HfApi().repo_info(name, timeout=ANSWER_SECONDS, **how)
     except HfHubHTTPError:  # an answer, of a kind
         raise
     except Exception as error:
@@ -212,8 +197,8 @@ def explain(error: Exception) -> str:
 def ended_by_signal() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end this process at once, in mid-download too.
 
-    The hub's client would wait for the files that its threads are at. Files that came whole stay in
-    its cache; it never goes on with a part of one, so parts are removed.
+    The hub's client would wait for the files that its threads are at. It keeps files that came
+    whole, but never goes on with a part of one: parts are removed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

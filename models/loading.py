@@ -1,7 +1,6 @@
 """Models and tokenizers, loaded from and saved into directories.
 
-Trainer and vLLM must read the same weights, and all of them: from_pretrained makes up what is
-missing. So each load is checked by what transformers says of it.
+from_pretrained makes up weights that are missing: each load is checked by what it says of them.
 """
 
 import os
@@ -11,16 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub.utils import filter_repo_objects
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from config import UserError
 
@@ -30,7 +24,6 @@ COMPANIONS = (
     "*token* vocab* merges* *bpe* *.model *.tiktoken tekken.json chat_template* *.py "
     "generation_config.json"
 ).split()
-TEMPLATES = "additional_chat_templates"
 
 
 def directory_of(flag: str, model: str, weights: bool = True) -> str:
@@ -61,17 +54,17 @@ def read_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer, so that it gives the ids of tokenizer.json. Raises UserError.
 
-    For some classes transformers rebuilds parts of that file, and for some architectures it makes
-    up an empty tokenizer where a repository has none.
+    For some classes transformers rebuilds parts of that file, or makes up an empty tokenizer.
     """
     directory = Path(directory_of(flag, model, weights=False))
-    file, how = directory / "tokenizer.json", dict(trust_remote_code=trust_remote_code)
+    file = directory / "tokenizer.json"
+    how = dict(trust_remote_code=trust_remote_code, mistral_format=False)
     try:
         if not file.exists() and (directory / "tekken.json").exists():  # Mistral's own format
             raise ValueError("it has tekken.json alone: use one that has tokenizer.json too")
-        tokenizer = AutoTokenizer.from_pretrained(directory, mistral_format=False, **how)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **how)
         if file.exists() and not encodes_as(tokenizer, file):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
             if not encodes_as(tokenizer, file):
                 raise ValueError("it does not give the ids of its tokenizer.json")
     except Exception as error:  # the library tokenizers has no other
@@ -80,10 +73,8 @@ def read_tokenizer(
         problem = f"the tokenizer of {flag} {model!r} cannot be used"
         raise UserError(f"{problem}: {explain(file, error)}") from error
     if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens}:
-        raise UserError(
-            f"{flag} {model!r} has no files of a tokenizer, and the one made up for it knows no "
-            "ordinary token: use a model that brings them"
-        )
+        problem = "has no files of a tokenizer, and the one made up for it knows no ordinary token"
+        raise UserError(f"{flag} {model!r} {problem}: use a model that brings them")
     return tokenizer
 
 
@@ -100,14 +91,16 @@ def save_model(
     model: torch.nn.Module, weights: dict[str, Tensor], came_from: str, to: Path
 ) -> None:
     """Save a model with these weights; copy tokenizer, chat template and generation_config."""
-    model.generation_config = GenerationConfig()  # not every one that can be read can be written
+    # Not every generation_config that can be read can be written.
+    model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(to, state_dict=weights)
     (to / "generation_config.json").unlink(missing_ok=True)
     for name in filter_repo_objects(os.listdir(came_from), allow_patterns=COMPANIONS):
         if (file := Path(came_from, name)).is_file():
             shutil.copyfile(file, to / name)
-    if (templates := Path(came_from, TEMPLATES)).is_dir():
-        shutil.copytree(templates, to / TEMPLATES, dirs_exist_ok=True)
+    templates = "additional_chat_templates"
+    if Path(came_from, templates).is_dir():
+        shutil.copytree(Path(came_from, templates), to / templates, dirs_exist_ok=True)
 
 
 @contextmanager

@@ -1,8 +1,4 @@
-"""Log-probabilities of responses, with transformers.
-
-Trainer and searchers both take them from here, the one for the policy, the others for the reference
-policy, so that the two come from the same framework, dtype and temperature.
-"""
+"""Log-probabilities of responses, with transformers: of the policy and of the reference policy."""
 
 import math
 from collections.abc import Iterator
@@ -45,10 +41,8 @@ def response_logprobs(
     # One autocast for all passes: within it each weight is cast once.
     with torch.autocast(device.type, dtype, enabled=dtype != next(model.parameters()).dtype):
         for rows in passes:
-            own = [responses[i] for i in rows]
-            states, targets, pair_of = response_states(
-                model, [prompts[i] for i in rows], own, dtype
-            )
+            of_rows = ([texts[i] for i in rows] for texts in (prompts, responses))
+            states, targets, pair_of = response_states(model, *of_rows, dtype)
             head = model.get_output_embeddings()
             full = torch.promote_types(states.dtype, torch.float32)
             states = (states.to(full) / temperature).to(dtype)
@@ -88,10 +82,7 @@ def response_states(
 
 
 def split_rows(
-    prompts: list[np.ndarray],
-    responses: list[np.ndarray],
-    most_tokens: float,
-    together: int = 1,
+    prompts: list[np.ndarray], responses: list[np.ndarray], most_tokens: float, together: int = 1
 ) -> list[range]:
     """Split rows into parts that are computed at once: the indices of each.
 
@@ -178,8 +169,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def check_architecture(model: torch.nn.Module) -> None:
     """Raise ValueError or UserError for a model, on a CPU, for which response_logprobs is wrong.
 
-    That is one whose logits are more than its output embedding of its last hidden state (scaled,
-    capped), or whose tokens see what they should not in a flat pass.
+    That is one that changes its logits (scaled, capped), or whose tokens see in a flat pass what
+    they should not.
     """
     check_attention(model)
     ids = np.arange(9) % model.get_input_embeddings().num_embeddings
@@ -191,10 +182,9 @@ def check_architecture(model: torch.nn.Module) -> None:
             logprobs = model(input_ids=whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             expected = logprobs.gather(1, whole[len(prompt) :, None])[:, 0]
             if not torch.allclose(row[: len(response)], expected, atol=1e-3):
-                raise ValueError(
-                    f"{type(model).__name__} transforms its logits, or attends in a way of its "
-                    "own, which response_logprobs does not know: use another architecture"
-                )
+                what = "transforms its logits, or attends in a way of its own, which"
+                problem = f"{what} response_logprobs does not know: use another architecture"
+                raise ValueError(f"{type(model).__name__} {problem}")
 
 
 @contextmanager

@@ -16,10 +16,9 @@ def load_policy(
 ) -> torch.nn.Module:
     """Load config.model in --master_dtype and evaluation mode: pi is without dropout.
 
-    linear_dtype: what a policy that is not trained computes in (cast_linear_layers).
-
-    Raises ValueError for an architecture that response_logprobs does not know, and UserError for
-    weights that are not finite, or not the model's.
+    linear_dtype: what a policy that is not trained computes in (cast_linear_layers). Raises
+    ValueError for an architecture that response_logprobs does not know, and UserError for weights
+    that are not finite, or not the model's.
     """
     how = dict(dtype=torch.float32, trust_remote_code=config.trust_remote_code)
     model = load_model("--model", config.model, **how)
@@ -55,8 +54,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def trained_parameters(policy: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters that are trained, by name: the adapters' where there are any."""
-    named = policy.named_parameters()
-    return {name: parameter for name, parameter in named if parameter.requires_grad}
+    return {name: value for name, value in policy.named_parameters() if value.requires_grad}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,8 +88,8 @@ def check_finite(model: torch.nn.Module, config: Config) -> None:
 def cast_linear_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast the matrices of linear layers to the dtype in which autocast multiplies by them.
 
-    They take half of the memory in bf16, and no casts. The products are the same. The input
-    embedding stays as it is: it is read in fp32.
+    In bf16 they take half of the memory, and the products are the same. The input embedding stays
+    as it is: it is read in fp32.
     """
     for layer in linear_layers(model):
         layer.to(dtype)

@@ -23,8 +23,7 @@ def encode_prompt(
     """Return the token ids of a prompt, with one beginning-of-sequence at most and no end of one.
 
     Messages go through the model's chat template, which writes its own first token. Of what the
-    tokenizer adds to a text only the opening stays. A text that is not Unicode, such as half of an
-    emoji, has no tokens: it is skipped as an empty one is.
+    tokenizer adds to a text only the opening stays. Text that is not Unicode has no tokens.
     """
     text = prompt if isinstance(prompt, str) else render(tokenizer, prompt)
     try:
@@ -70,8 +69,7 @@ def tokens_left_out(tokenizer: PreTrainedTokenizerBase, kept: Iterable[str] = ()
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
     """Return the text that each token adds to those before it, special tokens included.
 
-    A character that several tokens make comes with the last of them, "" with the others. What is no
-    text is U+FFFD.
+    A character of several tokens comes with the last, "" with the others. U+FFFD: no text.
     """
     if not tokenizer.is_fast:
         return [tokenizer.decode([token]) for token in tokens]

@@ -1,7 +1,4 @@
-"""The entry point of every process of a run: it dies with its parent, and has a log of its own.
-
-Text that cannot be written is dropped, the run goes on.
-"""
+"""The entry point of every process of a run: it dies with its parent, and has a log of its own."""
 
 import ctypes
 import faulthandler

@@ -17,8 +17,7 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
     """Run forward, backward and AdamW on the longest micro-batch that can come, to no effect.
 
     With --low_memory auto a batch that does not fit makes the learner take two passes. say: shows
-    the user a line: what is tried, and from its time how long the steps may take. Raises
-    MemoryError that says what to lower.
+    a line: what is tried, and how long the steps may take. Raises MemoryError with what to lower.
     """
     rows = largest_micro_batch(config, learner.policy.get_input_embeddings().num_embeddings)
     prompt, response = config.longest_row
@@ -44,10 +43,9 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
     if config.full_queries > 1:
         smaller = "--tokens_per_micro_batch"
     also = " or try --low_memory on" if config.low_memory == "off" else ""
-    raise MemoryError(
-        f"{len(rows)} responses of {len(rows[0].prompt)} + {len(rows[0].tokens)} tokens do not fit "
-        f"into memory in one forward and backward pass: lower {smaller}{also}"
-    )
+    problem = "do not fit into memory in one forward and backward pass"
+    size = f"{len(rows)} responses of {prompt} + {response} tokens"
+    raise MemoryError(f"{size} {problem}: lower {smaller}{also}")
 
 
 def time_step(learner: Learner, rows: list[Response]) -> float | None:
@@ -69,12 +67,11 @@ def largest_micro_batch(config: Config, vocabulary: int) -> list[Response]:
     rng = np.random.default_rng(0)
     prompts = rng.integers(vocabulary, size=(num_queries, prompt_tokens))
     ids = rng.integers(vocabulary, size=(num_queries * group_size, response_tokens))
-    same = dict(query_id=-1, version=0, reward=0.0)
-    tokens = [make_tokens(own, ref_logprob=1.0, behavior_logprob=1.0) for own in ids]
-    return [
-        Response(prompt=prompts[i // group_size], tokens=own, **same)
-        for i, own in enumerate(tokens)
-    ]
+    rows = []
+    for prompt, own in zip(prompts.repeat(group_size, axis=0), ids):
+        tokens = make_tokens(own, ref_logprob=1.0, behavior_logprob=1.0)
+        rows.append(Response(query_id=-1, version=0, reward=0.0, prompt=prompt, tokens=tokens))
+    return rows
 
 
 def check_inputs(learner: Learner, rows: list[Response]) -> None:

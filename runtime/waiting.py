@@ -23,16 +23,13 @@ class Waits:
     is_interruptible: bool  # by a shutdown; False where checkpoints are exact only between batches
     seconds: float = 0.0  # that the trainer has waited so far
 
-    def begin(self, even_at_end: bool = False) -> "Wait":
-        """Begin a wait. even_at_end: a shutdown does not end it."""
-        return Wait(self, self.is_interruptible and not even_at_end)
-
 
 class Wait:
     """One wait: the condition of a loop, `while not is_done and wait.goes_on(for_what)`."""
 
-    def __init__(self, waits: Waits, is_interruptible: bool):
-        self.waits, self.is_interruptible = waits, is_interruptible
+    def __init__(self, waits: Waits, even_at_end: bool = False):
+        # even_at_end: a shutdown does not end it.
+        self.waits, self.is_interruptible = waits, waits.is_interruptible and not even_at_end
         self.start = self.seen = time.monotonic()
         self.said = self.start if waits.seconds else 0.0  # the first wait is said at once
         self.watchdog = Watchdog()
@@ -41,8 +38,7 @@ class Wait:
         """Sleep a moment. Returns False at a shutdown.
 
         awaited: what, and how much of it has come. Raises TimeoutError if neither `awaited` nor
-        `progress` has changed for --searcher_timeout seconds. Time in which a searcher loads does
-        not count.
+        `progress` has changed for --searcher_timeout seconds, in which no searcher loads.
         """
         waits, status, now = self.waits, self.waits.status, time.monotonic()
         if self.is_interruptible and status.shutdown:

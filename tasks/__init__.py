@@ -25,7 +25,7 @@ class Query:
     """What is asked of the policy.
 
     prompt: a text as it is, or messages for the model's chat template. answer: whatever the task's
-    score needs; where it is a text, it is shown as the wanted answer.
+    score needs; shown as the wanted answer.
     """
 
     id: int
@@ -37,8 +37,8 @@ class Query:
 class LazyQueries(Sequence):
     """A sequence of `size` queries, each made by make(index) when it is read. Its id is its index.
 
-    make() must give the same query in every process. All prompts are of one kind, texts or messages
-    of the same roles, so checks at the start read only the first.
+    make() must give the same query in every process. All prompts are texts, or messages of the same
+    roles: checks at the start read only the first.
     """
 
     size: int
@@ -54,9 +54,9 @@ class LazyQueries(Sequence):
 class Task:
     """Base class of all tasks. Override queries(), and score(), is_right() or extract().
 
-    A task with options of its own is a dataclass: its fields, each with its help in a string under
-    it, are flags, as those of Config are. A task is made in every process, and by the command line
-    before anything slow is imported: keep its file light, and import models where they are used.
+    A task with options is a dataclass: its fields, each with its help in a string under it, are
+    flags, as those of Config are. A task is made in every process, and by the command line before
+    anything slow is imported: import models where they are used.
     """
 
     # What the mean of score() over the test queries is called.
@@ -83,20 +83,14 @@ class Task:
     evaluation_sampling: dict = {"temperature": 0.0}
 
     def prepare(self) -> None:
-        """Fetch what load() needs. Called once, before anything starts.
-
-        Raises UserError for what cannot be used.
-        """
+        """Fetch what load() needs, once, before anything starts. Raises UserError."""
 
     def models(self) -> list[str]:
         """The models that a searcher may hold at once, for --plan."""
         return []
 
     def load(self) -> None:
-        """Put the models that score() and evaluate() need on this process's device.
-
-        Called once in each process that calls one of them, before it does.
-        """
+        """Put the models that score() and evaluate() need on the device of a process, once."""
 
     def sampling(self, rng: np.random.Generator) -> dict:
         """What differs, of vllm.SamplingParams, from the policy at --temperature for one query."""
@@ -135,8 +129,8 @@ class Task:
         """What the environment says after the latest of the model's turns; None ends the episode.
 
         A task that defines this has episodes of several turns. The same turns must give the same
-        reply, in any process: then nothing of it needs to be saved, and trajectory balance may
-        learn from old episodes. It runs where score() does, within score_timeout.
+        reply, in any process: then trajectory balance may learn from old episodes. It runs where
+        score() does, within score_timeout.
         """
 
     def evaluate(
@@ -144,9 +138,8 @@ class Task:
     ) -> dict[str, np.ndarray]:
         """Metrics of responses to N test queries, one to each, by name.
 
-        scores: (N,) what score() gave for them. Each metric is (N,) values per response, of which
-        the mean is the metric, or (N, N) values per pair of responses, of which the mean over all
-        pairs is.
+        scores: (N,) what score() gave for them. A metric is the mean of (N,) values of responses,
+        or of (N, N) values of pairs of responses.
         """
         return {self.metric: scores}
 
@@ -156,9 +149,7 @@ class Task:
 
     def base_model(self) -> str:
         """The model to start from when --model is not given: a local directory or a hub id."""
-        raise UserError(
-            "this task brings no model of its own: give --model, a local directory or a hub id"
-        )
+        raise UserError("this task brings no model: give --model, a local directory or a hub id")
 
 
 def sampling_for_tests(config: Config, task: Task) -> dict:
@@ -166,10 +157,10 @@ def sampling_for_tests(config: Config, task: Task) -> dict:
 
     They end where those to other queries do: by the task's sampling().
     """
-    defaults = {"temperature": 0.0, "max_tokens": config.max_response_tokens}
+    sampling = {"temperature": 0.0, "max_tokens": config.max_response_tokens}
     of_others = task.sampling(np.random.default_rng(0))
-    ends = {name: value for name, value in of_others.items() if name in ENDS}
-    sampling = defaults | ends | task.evaluation_sampling
+    sampling |= {name: value for name, value in of_others.items() if name in ENDS}
+    sampling |= task.evaluation_sampling
     if config.evaluation_temperature is not None:
         sampling["temperature"] = config.evaluation_temperature
     return sampling
@@ -185,16 +176,14 @@ def find_task(name_or_path: str) -> type[Task]:
     module = import_task(name_or_path)
     kinds = filter(inspect.isclass, vars(module).values())
     own = [kind for kind in kinds if issubclass(kind, Task) and kind.__module__ == module.__name__]
+    name = f"task {name_or_path!r}"
     if len(own) != 1:
-        raise UserError(
-            f"task {name_or_path!r} defines {len(own)} subclasses of Task: it must define one"
-        )
+        raise UserError(f"{name} defines {len(own)} subclasses of Task: it must define one")
     for methods in ["queries"], ["score", "is_right", "extract"]:
         if all(getattr(own[0], method) is getattr(Task, method) for method in methods):
-            raise UserError(f"task {name_or_path!r} has no method {' or '.join(methods)}")
-    if waiting := inspect.getmembers(own[0], inspect.iscoroutinefunction):
-        method, _ = waiting[0]
-        raise UserError(f"task {name_or_path!r}: {method}() is async, and nothing awaits it")
+            raise UserError(f"{name} has no method {' or '.join(methods)}")
+    for method, _ in inspect.getmembers(own[0], inspect.iscoroutinefunction):
+        raise UserError(f"{name}: {method}() is async, and nothing awaits it")
     return own[0]
 
 
@@ -203,10 +192,8 @@ def import_task(name_or_path: str) -> ModuleType:
     if name_or_path.endswith(".py"):
         return import_file("task", name_or_path)
     if name_or_path not in task_names():
-        raise UserError(
-            f"unknown task {name_or_path!r}: the tasks are {', '.join(task_names())}, "
-            "or give the path of a .py file"
-        )
+        known = f"the tasks are {', '.join(task_names())}, or give the path of a .py file"
+        raise UserError(f"unknown task {name_or_path!r}: {known}")
     return importlib.import_module(f"tasks.{name_or_path}")
 
 

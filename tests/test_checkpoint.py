@@ -331,7 +331,7 @@ def test_the_writer_gives_way_to_the_trainer_but_for_the_last_checkpoint(trainer
 
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert of_writer() == max(NICENESS, own)
-    trainer.checkpoints.use_normal_priority()
+    trainer.checkpoints.start_thread(niceness=-20)
     assert of_writer() == own
 
 

@@ -68,7 +68,7 @@ def logprobs_of(group: Group, model, dtype: torch.dtype) -> list[np.ndarray]:
 
 
 def mismatch(group: Group, logprobs: list[np.ndarray]) -> float:
-    metrics = StepMetrics(*[None] * 5)
+    metrics = StepMetrics(*[None] * 4)
     metrics.compare(group, logprobs, step=0)
     return metrics.figures["mismatch"]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ import pytest
 from config import Config, UserError
 from launch.checks import check_sampling
 from rollouts import Group
-from runtime.record.answers import look_at
 from runtime.record.lines import to_json
 from runtime.responses.evaluation import EvaluationRun, mean_and_interval, weighted_means
+from runtime.responses.final_metrics import evaluate, over_queries
+from runtime.responses.samples import look_at
 from runtime.responses.scoring import score
-from runtime.responses.several_samples import over_queries
 from runtime.transport.messages import Evaluation
 from tasks import Query, Task, sampling_for_tests
 
@@ -31,7 +32,7 @@ def test_a_tasks_own_metrics_see_each_score_beside_its_response_whichever_ended_
             return {"fits": np.array([float(len(r) == s) for r, s in zip(responses, scores)])}
 
     run = evaluation_run(Lengths(), scores={2: 2, 0: 0, 1: 1})
-    assert run.result(all_metrics=True).metrics["fits"][0] == 1.0
+    assert run.result(partial(evaluate, Lengths())).metrics["fits"][0] == 1.0
 
 
 def evaluation_run(task: Task, scores: dict[int, float]) -> EvaluationRun:

@@ -7,7 +7,7 @@ import pytest
 from conftest import flags, steps_of, tba
 
 from config import UserError
-from runtime.record.answers import look_at
+from runtime.responses.samples import look_at
 from tasks import load_task
 
 CHAT = [{"role": "user", "content": "1+1?"}]

@@ -235,6 +235,7 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
         own = f"evaluation_due {due}, received {state['received']}, reference {reference}"
         return f"checkpoint at step {step}: {own}"
 
+    found.trainer = Trainer(config, weights, found, status, str(tmp_path))
     record.watch(SharedWeights, "publish", published)
     record.watch(ReplayBuffer, "add", added)
     record.watch(ReplayBuffer, "sample", lambda rows, _, *how: f"sample {how}: {identify(rows)}")
@@ -243,6 +244,5 @@ def test_a_trainer_does_what_it_did_when_this_was_recorded(untied_model, tmp_pat
     record.watch(Report, "step", lambda _, __, line: f"record { {n: line.get(n) for n in shown} }")
     record.watch(CheckpointWriter, "begin", saved)
     record.watch(Learner, "save_model", lambda *_: "save the model")
-    found.trainer = Trainer(config, weights, found, status, str(tmp_path))
     found.trainer.train()
     record.compare("trainer.txt")

@@ -16,7 +16,7 @@ from runtime.record.timeline import Timeline
 from runtime.responses.scoring import FailureLimit
 from runtime.transport import status as module
 from runtime.transport.status import StatusTable
-from runtime.waiting import Waits
+from runtime.waiting import Wait, Waits
 from weights import SharedWeights
 
 
@@ -59,7 +59,7 @@ def test_the_busy_share_of_a_searcher_whose_work_began_before_the_window_is_not_
     status = StatusTable(["trainer", "searcher 0"])
     timeline = Timeline(str(tmp_path), status, "searcher 0")
     weights = SharedWeights({"weight": (1,)}, torch.float32, readers=1)
-    metrics = StepMetrics(Config(), weights, None, None, status)
+    metrics = StepMetrics(weights, None, None, status)
     with timeline.span("score"):
         time.sleep(0.2)
         metrics.rates(waited=0.0)
@@ -78,7 +78,7 @@ def test_the_first_wait_is_said_at_once_and_a_searcher_is_loading_alive_or_silen
     )
     waits = Waits(config, status, report, timeline, is_interruptible=True)
     for _ in range(2):
-        waits.begin().goes_on("the first responses, 0 of 9")
+        Wait(waits).goes_on("the first responses, 0 of 9")
     said = "waiting 0 s for the first responses, 0 of 9; searcher 0: loading …\n"
     assert capsys.readouterr().out == said
     status.mark_ready("searcher 0")

@@ -19,9 +19,9 @@ from loss import LossInputs, trajectory_balance
 from models.architecture import weight_shapes
 from models.logprobs import split_rows
 from rollouts import Group, Response, make_tokens
-from runtime.evaluation_requests import EvaluationRequests
 from runtime.memory_trial import try_largest_batch
 from runtime.record.metrics import describe
+from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import StatusTable
 from trainer import Trainer

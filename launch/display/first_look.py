@@ -10,8 +10,8 @@ from config import Config
 from launch.files import read_lines
 from models.tokens import load_tokenizer, tokens_left_out
 from rollouts import Group
-from runtime.record.answers import shortened
 from runtime.record.metrics import describe
+from runtime.responses.samples import shortened
 from runtime.transport.status import StatusTable
 from tasks import Task, load_task
 

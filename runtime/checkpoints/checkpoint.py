@@ -1,8 +1,7 @@
 """Checkpoints: all that a run needs to go on, a directory per step in checkpoints/.
 
-Each is written beside its place and renamed into it (runtime/checkpoints/writer.py), and holds the
-checksum of each of its files: what is found under its name is whole, or can be told not to be.
-Nothing in it can run code when it is read.
+Each is renamed into its place when it is whole (writer.py), and holds a checksum of each of its
+files. Nothing in it can run code when it is read.
 """
 
 import hashlib
@@ -20,8 +19,8 @@ from torch import Tensor
 from buffer import ReplayBuffer
 from learner import Learner
 from runtime.checkpoints import FORMAT
-from runtime.evaluation_requests import EvaluationRequests
 from runtime.record.metrics import StepMetrics
+from runtime.responses.evaluation import EvaluationRequests
 from runtime.transport.status import StatusTable
 from weights import SharedWeights
 

@@ -1,7 +1,6 @@
 """Writing checkpoints beside the training: the trainer copies its state, a thread writes the copy.
 
-The thread reads each file back once, for its checksum. It spends its time in writes and hashes of
-megabytes, for which Python's lock is free.
+The thread spends its time in writes and hashes of megabytes, for which Python's lock is free.
 """
 
 import errno
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from runtime.checkpoints.checkpoint import KEPT, Arrays, Tensors, checksum, list_checkpoints
 from runtime.child import NOT_SAVED
-from runtime.waiting import Waits
+from runtime.waiting import Wait, Waits
 
 NICENESS = 14  # of the thread: where the trainer keeps its cores busy, it takes 4 % of one
 
@@ -33,8 +32,7 @@ NICENESS = 14  # of the thread: where the trainer keeps its cores busy, it takes
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time.
 
-    waits: the trainer's. say: shows the user a line. written_step: of the newest checkpoint that is
-    whole, -1 before the first.
+    say: shows the user a line. written_step: of the newest checkpoint that is whole, or -1.
     """
 
     def __init__(self, run_dir: str, waits: Waits, say: Callable[[str], None]):
@@ -46,22 +44,17 @@ class CheckpointWriter:
         self.copies: dict[tuple[str, str], Tensor] = {}
 
     def start_thread(self, niceness: int) -> None:
-        """Write in a new thread, at this priority or the process's where that is lower."""
+        """Write in a new thread from now on, at this priority or the process's if that is lower."""
         self.thread = ThreadPoolExecutor(1)
         self.clock = self.thread.submit(give_way, niceness).result()
-
-    def use_normal_priority(self) -> None:
-        """Write at normal priority from now on: the run ends, and waits for it."""
-        self.start_thread(niceness=-20)
 
     def begin(
         self, step: int, tensors: Tensors, arrays: Arrays, state: dict, may_alias: bool = False
     ) -> None:
         """Copy the state, and write it in the background as the checkpoint of `step`.
 
-        Call wait() first: the copies of the previous checkpoint are reused. Tensors arrive one at a
-        time. The arrays must not change afterwards. may_alias: the tensors do not change either, so
-        those that can be written directly are not copied.
+        Call wait() first: the copies of the previous checkpoint are reused. The arrays must not
+        change afterwards. may_alias: nor do the tensors, so those that can be are not copied.
         """
         taken = {
             part: {name: self.take(part, name, tensor, may_alias) for name, tensor in named}
@@ -74,8 +67,8 @@ class CheckpointWriter:
     def take(self, part: str, name: str, tensor: Tensor, may_alias: bool) -> Tensor:
         """Copy a tensor into its buffer in host memory, which all checkpoints reuse.
 
-        With may_alias a contiguous tensor on the CPU is returned as it is. safetensors would copy
-        those on a GPU itself, all at once, and refuses transposed ones.
+        Or return it with may_alias, if it is contiguous on the CPU: safetensors would copy those on
+        a GPU itself, all at once, and refuses transposed ones.
         """
         if may_alias and tensor.is_cpu and tensor.is_contiguous():
             return tensor
@@ -89,7 +82,7 @@ class CheckpointWriter:
         Progress is the CPU time of the thread: syncs and checksums take some, and add no bytes.
         """
         unfinished = Path(self.run_dir, "checkpoints", "unfinished")
-        wait = self.waits.begin(even_at_end=True)
+        wait = Wait(self.waits, even_at_end=True)
         while not self.note_written():
             seconds = time.clock_gettime(self.clock)
             written = f"{num_bytes(unfinished)} bytes are, after {seconds:.3f} s of CPU"
@@ -98,7 +91,7 @@ class CheckpointWriter:
     def note_written(self) -> bool:
         """Take note of a write that has ended. Returns whether none is under way.
 
-        A full disk costs the checkpoint, not the run: the user is told.
+        A full disk costs the checkpoint, not the run.
         """
         if self.under_way and self.under_way.done():
             ended, self.under_way, status = self.under_way, None, self.waits.status
@@ -117,7 +110,7 @@ class CheckpointWriter:
         unfinished = model.with_suffix(".unfinished")
         try:
             saved = ThreadPoolExecutor(1).submit(save, model)
-            wait = self.waits.begin(even_at_end=True)
+            wait = Wait(self.waits, even_at_end=True)
             while not saved.done() and wait.goes_on(f"the model, {num_bytes(unfinished)} bytes"):
                 pass
             saved.result()
@@ -146,15 +139,18 @@ def write_checkpoint(
 ) -> float:
     """Write a checkpoint beside its place, rename it, and keep the latest KEPT.
 
-    state: as JSON. Returns the seconds that it took. Raises OSError, and leaves what was there as
-    it was, when the disk is full.
+    state: as JSON. Returns the seconds that it took. When the disk is full it raises OSError, and
+    what was there is left.
     """
     start, root = time.monotonic(), Path(run_dir) / "checkpoints"
     root.mkdir(exist_ok=True)
     unfinished, directory = root / "unfinished", root / f"step-{step:08}"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     parts = [*tensors.values(), *arrays.values()]
-    check_disk(root, sum(value.nbytes for part in parts for value in part.values()))
+    needed = sum(value.nbytes for part in parts for value in part.values()) / 2**20
+    if needed > (free := shutil.disk_usage(root).free / 2**20):  # others write to it too
+        problem = f"a checkpoint needs {needed:.0f} MiB, {root} has {free:.0f} MiB free"
+        raise OSError(errno.ENOSPC, problem)
     try:
         unfinished.mkdir()
         (unfinished / "state.json").write_text(state)
@@ -176,14 +172,6 @@ def write_checkpoint(
     for old in list_checkpoints(run_dir)[:-KEPT]:
         shutil.rmtree(old)
     return time.monotonic() - start
-
-
-def check_disk(root: Path, needed: int) -> None:
-    """Raise OSError before the disk is full: others write to it too. needed: bytes."""
-    free = shutil.disk_usage(root).free
-    if needed > free:
-        has = f"{root} has {free / 2**20:.0f} MiB free"
-        raise OSError(errno.ENOSPC, f"a checkpoint needs {needed / 2**20:.0f} MiB, {has}")
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -1,7 +1,4 @@
-"""The metrics of a step but the learner's own: of groups and rows, rates and counts.
-
-And the mismatch between vLLM's log-probabilities and the trainer's, which is measured now and then.
-"""
+"""The metrics of a step but the learner's own: of groups and rows, rates, counts, the mismatch."""
 
 import time
 from collections import deque
@@ -11,7 +8,6 @@ import numpy as np
 import torch.multiprocessing
 
 from buffer import ReplayBuffer
-from config import Config
 from loss import Metrics
 from rollouts import Group, Response, join_tokens
 from runtime.transport.status import StatusTable
@@ -29,13 +25,12 @@ class StepMetrics:
 
     def __init__(
         self,
-        config: Config,
         weights: SharedWeights,
         buffer: ReplayBuffer,
         rollout_queue: torch.multiprocessing.Queue,
         status: StatusTable,
     ):
-        self.config, self.weights, self.buffer = config, weights, buffer
+        self.weights, self.buffer = weights, buffer
         self.rollout_queue, self.status = rollout_queue, status
         self.figures: dict[str, float] = {}
         self.mismatch_due = 0  # step from which the mismatch is to be measured again
@@ -52,11 +47,10 @@ class StepMetrics:
             setattr(self, name, state[name])
 
     def find_to_compare(self, groups: list[Group], step: int) -> Group | None:
-        """Find a group to measure the mismatch on, if it is due.
+        """Find a group to measure the mismatch on, if it is due: of a version still in a slot.
 
-        That is the latest of one version whose weights are still in a slot. It is measured once for
-        the base model, once for newer weights, which shows whether they arrive, and every
-        MISMATCH_PERIOD steps.
+        It is due once for the base model, once for newer weights, which shows whether they arrive,
+        and every MISMATCH_PERIOD steps.
         """
         is_due = step >= self.mismatch_due
         if not is_due and self.figures.get("mismatch_version") != 0:
@@ -77,10 +71,7 @@ class StepMetrics:
         self.mismatch_due = step + MISMATCH_PERIOD
 
     def of(self, rows: list[Response], step: int, waited: float) -> Metrics:
-        """Return the metrics of the step that was just made, from these rows.
-
-        waited: seconds for which the trainer has waited so far.
-        """
+        """Return the metrics of the step just made. waited: the trainer's seconds of waiting."""
         version = step - 1  # of the weights that the step started from
         staleness = version - np.array([row.version for row in rows])
         in_buffer = version - np.array([row.received_step for row in rows])
@@ -117,11 +108,10 @@ class StepMetrics:
 
 
 def describe(groups: list[Group]) -> dict[str, float]:
-    """Describe groups as they were generated, in figures.
+    """Describe groups as they were generated, in figures of the tokens that were sampled.
 
     KL (nats a response, against the reference policy, if there is one) and entropy (nats a token)
-    are estimates for the policy that sampled; KL contains the mismatch with vLLM. Tokens that
-    were not sampled are left out.
+    are estimates for the policy that sampled; KL contains the mismatch with vLLM.
     """
     tokens = join_tokens([group.tokens for group in groups])
     was_sampled = tokens["sampled"]

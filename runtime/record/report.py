@@ -10,7 +10,7 @@ from runtime.transport.status import StatusTable
 
 
 class Report:
-    """Writes metrics.jsonl, which the launching process shows (launch/display/progress.py)."""
+    """Writes metrics.jsonl and prints, both of which the launching process shows."""
 
     def __init__(self, run_dir: str, config: Config, status: StatusTable):
         self.config, self.status = config, status
@@ -18,7 +18,6 @@ class Report:
         self.metrics = Lines(Path(run_dir) / "metrics.jsonl")
 
     def step(self, metrics: dict) -> None:
-        """Write the line of a step."""
         self.metrics.write(metrics | {"seconds": time.monotonic() - self.start})
 
     def say(self, text: str) -> None:

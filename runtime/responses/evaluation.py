@@ -1,11 +1,11 @@
-"""Evaluation: a searcher makes one beside its search when the trainer asks for it.
+"""Evaluation: responses to the test queries, which the trainer asks for and a searcher makes.
 
-It is a response to each test query. The final evaluation has a process of its own
-(launch/evaluate.py).
+The final evaluation has a process of its own (launch/evaluate.py).
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,45 +13,76 @@ from transformers import PreTrainedTokenizerBase
 from config import Config
 from models.tokens import encode_prompt
 from rollouts import Group
-from runtime.record.answers import look_at
+from runtime.responses.samples import look_at
 from runtime.transport.messages import Evaluation
+from runtime.transport.status import StatusTable
 from tasks import Query, Task, sampling_for_tests
 from weights import SharedWeights
 
 RESAMPLES = 1000  # of the bootstrap
 
 
+class EvaluationRequests:
+    """The trainer's side: which version is to be evaluated, which evaluation has arrived.
+
+    A request is published with a version (SharedWeights). Version 0 is evaluated without one.
+    """
+
+    def __init__(self, config: Config, weights: SharedWeights, status: StatusTable):
+        self.config, self.weights, self.status = config, weights, status
+        self.asked_step = 0  # step of the latest request before a resume; -1: ask at once
+        self.arrived_version = -1
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a sync has passed a multiple of --eval_every since the latest request."""
+        period, k = self.config.eval_every, self.config.sync_period
+        latest = max(self.asked_step, self.weights.evaluation_version)
+        step, latest = step - step % k, latest - latest % k  # each one's latest sync
+        return step // period > latest // period if period else latest < 0
+
+    def arrive(self, evaluation: Evaluation) -> None:
+        self.arrived_version = max(self.arrived_version, evaluation.version)
+        # Not before: a searcher that dies with it unsent is replaced by one that repeats it.
+        self.status.set(self.status.searchers[0], "evaluated", evaluation.version)
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether an evaluation was asked for and has not arrived: of version 0 always."""
+        return self.arrived_version < max(0, self.weights.evaluation_version)
+
+    def state_dict(self, step: int) -> dict:
+        """Return what a run resumed at this step needs: it asks again for what has not arrived."""
+        is_due = self.is_pending or self.is_due(step - 1)
+        return {"evaluation_due": is_due, "evaluated": self.arrived_version}
+
+    def load_state_dict(self, state: dict, step: int) -> None:
+        self.arrived_version = state["evaluated"]
+        self.asked_step = -1 if state["evaluation_due"] else step - 1
+
+
+@dataclass
 class EvaluationService:
     """The searcher's side: serves these requests, one at a time.
 
     An evaluation is of one version: while it runs, no weights are loaded, and the slot of its
     version stays pinned, so that the trainer can compare log-probabilities under that version.
 
-    evaluated_version: the newest whose evaluation has arrived. is_enabled: False for a searcher
-    that serves none.
+    rank: of the searcher; 0 serves them. started_version: the newest that one was started for.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        task: Task,
-        tokenizer: PreTrainedTokenizerBase,
-        weights: SharedWeights,
-        pin: int,
-        evaluated_version: int,
-        is_enabled: bool,
-    ):
-        self.config, self.task, self.tokenizer = config, task, tokenizer
-        self.weights, self.pin, self.is_enabled = weights, pin, is_enabled
-        self.queries = task.queries("test")
-        # The newest version that an evaluation was started for.
-        self.started_version = evaluated_version
-        self.run: EvaluationRun | None = None
+    config: Config
+    task: Task
+    queries: Sequence[Query]
+    tokenizer: PreTrainedTokenizerBase
+    weights: SharedWeights
+    rank: int
+    started_version: int
+    run: "EvaluationRun | None" = None
 
     @property
     def is_due(self) -> bool:
         """Whether the trainer has asked for an evaluation that has not started."""
-        return self.is_enabled and self.started_version < self.weights.evaluation_version
+        return self.rank == 0 and self.started_version < self.weights.evaluation_version
 
     def start_if_due(self, version: int) -> list[Group]:
         """Start a requested evaluation of the version in the engine. Returns its groups, or [].
@@ -59,7 +90,7 @@ class EvaluationService:
         Version 0 is the base model, which is always evaluated.
         """
         requested = 0 if version == 0 else self.weights.evaluation_version
-        if not self.is_enabled or not self.started_version < requested <= version:
+        if self.rank != 0 or not self.started_version < requested <= version:
             return []
         self.started_version = version
         self.run = EvaluationRun(self.config, self.task, self.queries, self.tokenizer, version)
@@ -70,7 +101,7 @@ class EvaluationService:
         if not self.run or not self.run.is_done:
             return []
         result, self.run = self.run.result(), None
-        self.weights.unpin(self.pin)
+        self.weights.unpin(self.rank)
         return [result]
 
 
@@ -100,16 +131,10 @@ class EvaluationRun:
                 continue
             seed = sampling.get("seed", query.id * num_samples)
             for i in range(num_samples):
-                number = query.id * num_samples + i
-                group = Group(
-                    query_id=query.id,
-                    prompt=prompt,
-                    query=query,
-                    request=f"evaluation.{number}",
-                    index=number,
-                    is_for_evaluation=True,
-                    sampling=sampling | {"seed": (seed + i) % 2**32},
-                )
+                number, seeded = query.id * num_samples + i, {"seed": (seed + i) % 2**32}
+                group = Group(query_id=query.id, query=query, prompt=prompt, index=number)
+                group.request, group.is_for_evaluation = f"evaluation.{number}", True
+                group.sampling = sampling | seeded
                 self.groups.append(group)
         if not self.groups:
             limit = config.max_prompt_tokens
@@ -131,8 +156,8 @@ class EvaluationRun:
     def is_done(self) -> bool:
         return len(self.scored) + len(self.unscored) == len(self.groups)
 
-    def result(self, all_metrics: bool = False) -> Evaluation:
-        """Return the mean score, or with all_metrics what the task's evaluate() gives."""
+    def result(self, evaluate: Callable[..., dict[str, np.ndarray]] | None = None) -> Evaluation:
+        """Return the mean score, or the means of what an `evaluate` like the task's gives."""
         self.scored.sort(key=lambda group: group.index)  # they came in any order
         queries = [group.query for group in self.scored]
         texts = [group.texts[0] for group in self.scored]
@@ -143,31 +168,11 @@ class EvaluationRun:
         if not ids:
             return Evaluation(self.version, {self.task.metric: (np.nan,) * 3}, *counts)
         values = {self.task.metric: scores}
-        if all_metrics:
-            values = evaluate(self.task, queries, texts, finished, scores)
+        if evaluate:
+            values = evaluate(queries, texts, finished, scores)
         metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
         answers = look_at(self.task, texts, scores.tolist(), finished)
         return Evaluation(self.version, metrics, *counts, answers)
-
-
-def evaluate(
-    task: Task, queries: list[Query], texts: list, finished: list[bool], scores: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Return the metrics of N responses, by name: (N,), or (N, N) of pairs.
-
-    Raises whatever task.evaluate() raises, and ValueError for anything else.
-    """
-    metrics, count = task.evaluate(queries, texts, finished, scores), len(texts)
-    if not isinstance(metrics, dict):
-        raise ValueError(f"evaluate() must give metrics by name, it gave {metrics!r:.100}")
-    metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}
-    for name, value in metrics.items():
-        if value.shape not in ((count,), (count, count)):
-            raise ValueError(
-                f"evaluate() must give {count} values of {name!r} for as many responses, or "
-                f"{count} x {count} of their pairs: it gave an array of shape {value.shape}"
-            )
-    return metrics
 
 
 def mean_and_interval(values: np.ndarray, query_ids: Sequence[int]) -> tuple[float, float, float]:

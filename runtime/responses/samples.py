@@ -1,8 +1,9 @@
-"""samples.jsonl: what the policy answers, token by token, for report.html and for a person."""
+"""What the policy answers: samples.jsonl, token by token, and a look at some responses in lines."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +12,19 @@ from transformers import PreTrainedTokenizerBase
 from models.tokens import token_texts
 from rollouts import Group
 from runtime.record.lines import SAMPLES, Lines
-from runtime.transport.messages import Notice
+from runtime.transport.messages import Answers, Notice
 from tasks import Task
 
 PERIOD = 1.0  # seconds between two groups of one searcher
 TOKENS_PER_SECOND = 200  # of one searcher at most, at about 20 bytes a token
+SHOWN_CHARACTERS = 200  # of a response in a line
 Say = Callable[[Notice], None]  # shows the user a line
 
 
 class SampleLog:
     """Writes some responses of about a group a second, fewer where responses are long.
 
-    A log ends no run: the first error, such as of the task's extract(), goes to the user by `say`.
+    The first error, such as of the task's extract(), goes to the user by `say`, and ends no run.
     """
 
     def __init__(self, run_dir: str, task: Task, tokenizer: PreTrainedTokenizerBase, say: Say):
@@ -41,8 +43,7 @@ class SampleLog:
         try:
             lines = [
                 {
-                    # Of the weights that the group was started with. These two come first:
-                    # report.html finds the groups by them.
+                    # These two come first: report.html finds the groups by them.
                     "version": row.version,
                     "query_id": row.query_id,
                     "prompt": group.query.prompt,
@@ -72,3 +73,43 @@ def rounded(logprobs: np.ndarray) -> list[float] | None:
     if not np.isfinite(logprobs).all():
         return None
     return [round(value, 3) for value in logprobs.tolist()]
+
+
+def look_at(
+    task: Task, texts: Sequence[str], rewards: Sequence[float], finished: Sequence[bool]
+) -> Answers:
+    """Look at N responses, N at least 1. With episodes a text is the list of the model's turns."""
+    has_answers, answers = type(task).extract is not Task.extract, extract_all(task, texts)
+    whole = [i for i in range(len(texts)) if finished[i]]
+    best = max(whole, key=lambda i: rewards[i], default=None)
+    worst = min(whole, key=lambda i: rewards[i], default=None)
+    examples = {}
+    if best is not None:
+        examples["best"] = best
+        if rewards[worst] < rewards[best]:
+            examples["wrong"] = worst
+    if len(whole) < len(texts):
+        examples["cut off"] = next(i for i in range(len(texts)) if not finished[i])
+    lines = []
+    for kind, i in examples.items():
+        answer = f", answer {answers[i]!r}" if has_answers else ""
+        lines.append(f"  {kind}: reward {rewards[i]:g}{answer}: {shortened(texts[i])!r}")
+    unanswered = sum(answer is None for answer in answers) / len(texts) if has_answers else None
+    return Answers(1 - len(whole) / len(texts), unanswered, lines)
+
+
+def extract_all(task: Task, texts: Sequence[str]) -> list[str | None]:
+    """Extract the answer of each response; None where there is none, or extract() fails."""
+    answers = [None] * len(texts)
+    for i, text in enumerate(texts):
+        with suppress(Exception):
+            answers[i] = task.extract(text)
+    return answers
+
+
+def shortened(text: str | list[str]) -> str | list[str]:
+    """Leave out the middle of a long text: an answer stands at the end."""
+    if not isinstance(text, str) or len(text) <= SHOWN_CHARACTERS:
+        return text
+    half = SHOWN_CHARACTERS // 2
+    return f"{text[:half]} … {text[-half:]}"

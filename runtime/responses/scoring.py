@@ -92,10 +92,6 @@ class FailureLimit:
         self.failures: deque[bool] = deque(maxlen=SCORES_WATCHED)  # of the latest groups
 
     def count(self, group: Group) -> None:
-        """Count a group that was scored.
-
-        It has an error if score() or reply() raised, took too long, or gave something else.
-        """
         self.failures.append(group.error is not None)
         if error := group.error:
             self.status.add(self.name, "unscored_groups", 1)

@@ -1,7 +1,6 @@
 """The status table: what the processes of a run tell each other besides weights and groups.
 
-It is plain shared memory without locks: a process killed while it holds a lock leaves it locked,
-and then the others hang.
+It is plain shared memory without locks: a killed process would leave a lock locked.
 """
 
 import time
@@ -45,8 +44,7 @@ def flag(number: int) -> property:
 class StatusTable:
     """A row of numbers per process, and the flags that end the run.
 
-    A word has one writer at a time: the process of its row, or the supervisor during a restart; the
-    trainer writes `evaluated`. All processes read all words.
+    A word has one writer at a time: the process of its row, or the supervisor during a restart.
     """
 
     COLUMNS = (
@@ -84,7 +82,6 @@ class StatusTable:
 
     @property
     def searchers(self) -> list[str]:
-        """The names of the searchers."""
         return [self.names[i] for i in self.searching]
 
     def get(self, name: str, column: str) -> float:
@@ -113,10 +110,7 @@ class StatusTable:
                 self.set(name, column, value)
 
     def figures(self, version: int) -> dict[str, float]:
-        """What metrics.jsonl says of further nodes (extras/nodes/cluster.py): here are none.
-
-        version: the newest.
-        """
+        """Return figures of further nodes for metrics.jsonl (extras/nodes/cluster.py): none."""
         return {}
 
     def beat(self, name: str) -> None:

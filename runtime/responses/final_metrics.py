@@ -1,6 +1,7 @@
-"""Metrics of several samples to each test query: pass@k, and how many different answers there are.
+"""Metrics of the final evaluation: the task's own, and of several samples to each test query.
 
-Diversity is what trajectory balance is for, and one greedy response cannot show it.
+Those are pass@k, and how many different answers there are: diversity is what trajectory balance is
+for, and one greedy response cannot show it.
 """
 
 import math
@@ -10,6 +11,27 @@ from collections.abc import Sequence
 import numpy as np
 
 from runtime.responses.evaluation import mean_and_interval
+from tasks import Query, Task
+
+
+def evaluate(
+    task: Task, queries: list[Query], texts: list, finished: list[bool], scores: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the metrics of N responses, by name: (N,), or (N, N) of pairs.
+
+    Raises whatever task.evaluate() raises, and ValueError for anything else.
+    """
+    metrics, count = task.evaluate(queries, texts, finished, scores), len(texts)
+    if not isinstance(metrics, dict):
+        raise ValueError(f"evaluate() must give metrics by name, it gave {metrics!r:.100}")
+    metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}
+    for name, value in metrics.items():
+        if value.shape not in ((count,), (count, count)):
+            raise ValueError(
+                f"evaluate() must give {count} values of {name!r} for as many responses, or "
+                f"{count} x {count} of their pairs: it gave an array of shape {value.shape}"
+            )
+    return metrics
 
 
 def over_queries(
