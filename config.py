@@ -9,7 +9,9 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -49,17 +51,32 @@ def import_file(kind: str, file: str) -> ModuleType:
     # A name that no other module has. Without a dot, so that what the file defines can be pickled:
     # pickle would look for a package.
     name, modified = f"{kind} file {path}".replace(".", "_"), path.stat().st_mtime_ns
-    if name not in sys.modules or sys.modules[name].modified != modified:
+    if getattr(sys.modules.get(name), "modified", None) != modified:
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        module.modified = modified
-        try:
+        with users_code(f"importing {kind} file {file!r}"):
             spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            problem = f"fails to import: {type(error).__name__}: {error}"
-            raise UserError(f"{kind} file {file!r} {problem}") from error
+        module.modified = modified
     return sys.modules[name]
+
+
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Run what a user wrote: whatever it raises becomes a UserError with a line of his file.
+
+    SystemExit too, which would end the process without a word, but not KeyboardInterrupt.
+    """
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        place = ""
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            if " file " in str(frame.f_globals.get("__name__")):  # as import_file() names it
+                place = f" ({frame.f_code.co_filename}, line {line})"
+        said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+        raise UserError(f"{what} fails: {said:.300}{place}") from error
 
 
 ENGINE_ROWS = 256  # responses that vLLM generates at a time

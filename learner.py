@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformers import get_scheduler
 
-from config import Config, UserError, import_file
+from config import Config, UserError, import_file, users_code
 from loss import LossInputs, Metrics, Objective, sequence_sum, trajectory_balance
 from models.device import compute_dtype, device, to_device
 from models.loading import replacing, save_model
@@ -360,4 +360,4 @@ def find_objective(name_or_file: str) -> Objective:
             f"objective file {name_or_file!r} defines {len(own)} functions: it must define one, "
             "besides those whose names begin with _"
         )
-    return own[0]
+    return users_code(f"--loss {name_or_file}")(own[0])

@@ -221,6 +221,7 @@ class Searcher:
         for is_test in (True, False):  # a call for each: ids are unique within a split alone
             groups = [group for group in generated if group.is_for_evaluation == is_test]
             if groups:
+                self.status.set(self.name, "scoring", len(groups))
                 with self.timeline.span("score"):
                     self.scorer.add(groups)
         scored = []
@@ -234,6 +235,7 @@ class Searcher:
             else:
                 self.share.end(group)
                 scored.append(group)
+        self.status.set(self.name, "scoring", len(self.scorer.waiting))
         self.status.set(self.name, "cursor", self.share.cursor)
         return scored
 

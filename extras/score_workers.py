@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
-from config import Config
+from config import Config, UserError
 from rollouts import Group
 from runtime.child import die_with_parent
 from runtime.responses.scoring import RewardScorer, score
@@ -88,7 +88,12 @@ def _begin(task: str, options: dict) -> None:
 
 
 def _score(query: Query, text: str, finished: bool) -> float:
-    return float(score(_task, [query], [text], [finished])[0])
+    try:
+        return float(score(_task, [query], [text], [finished])[0])
+    except UserError as error:
+        if isinstance(error.__cause__, LATE):
+            raise TimeoutError(str(error)) from error
+        raise
 
 
 def _reply(query: Query, turns: list[str]) -> str | None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from config import Config, Extra, UserError, first_line
+from config import Config, Extra, UserError, users_code
 from launch.places import Place, find_places, resolve
 from launch.planning.plan import check_plan
 from launch.resume import newest_whole, shape_mismatch
@@ -32,7 +32,7 @@ from models.tokens import encode_prompt, load_tokenizer
 from runtime.checkpoints import checkpoint
 from runtime.responses.final_metrics import evaluate
 from tasks import LazyQueries, Messages, Query, Task, load_task, sampling_for_tests
-from tasks.support.data import is_chat
+from tasks.support.data import chat_fault
 
 Shapes = dict[str, tuple[int, ...]]  # by a parameter's name
 Prompts = dict[str, list[str | Messages]]  # by split
@@ -75,11 +75,12 @@ def check_run(given: Config) -> CheckedRun:
     check_extras(given)
     resume = find_checkpoint(given) if given.resume else None
     state = checkpoint.load_state(resume) if resume else {}
-    task, sizes, prompts, digest = load_data(given)
+    task, sizes, queries, digest = load_data(given)
+    prompts = {split: [query.prompt for query in own] for split, own in queries.items()}
     began = state.get("base_model")
     goes_on_there = resume and given.output_dir == given.resume
     run_dir = given.output_dir if goes_on_there else find_run_dir(given)
-    asked = check_model(replace(given, output_dir=run_dir), task, began)
+    asked = check_model(replace(given, output_dir=run_dir), task, queries["test"][0], began)
     searchers = asked.searchers
     if resume and searchers is None and not asked.ray:
         # Their shares of the queries, and the cursors in those, are part of the checkpoint.
@@ -136,48 +137,45 @@ def make_task(config: Config) -> Task:
     return task
 
 
-def load_data(config: Config) -> tuple[Task, dict[str, int], Prompts, str]:
-    """Load the task; returns it, the number of queries per split, their prompts, and a digest.
+def load_data(config: Config) -> tuple[Task, dict[str, int], dict[str, list[Query]], str]:
+    """Load the task; returns it, the number of queries per split, the queries, and a digest.
 
-    The data is read once here, so that a bad row shows now and not in a searcher. The digest is of
-    all prompts and answers. Raises UserError.
+    The data is read once here, so that a bad row shows now and not in a searcher; of LazyQueries
+    the first. The digest is of all prompts and answers that are read. Raises UserError.
     """
-    task, sizes, prompts = make_task(config), {}, {}
+    task, sizes, read = make_task(config), {}, {}
     digest = hashlib.blake2b(digest_size=6)
     for split in ("train", "test"):
-        try:
+        with users_code(f"task {config.task!r}: reading its {split} queries"):
             queries = task.queries(split)
             sizes[split] = len(queries)
             is_lazy = isinstance(queries, LazyQueries)
-            read = [queries[0]] if is_lazy and queries else [*queries]
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:
-            problem = f"its queries({split!r}) fail: {type(error).__name__}: {error}"
-            raise UserError(f"task {config.task!r}: {problem}") from error
-        if not read:
-            raise UserError(f"task {config.task!r} has no {split} queries")
-        prompts[split], ids = [], set()
-        digest.update(f"{split} {sizes[split]}".encode())
-        for query in read:
-            if not isinstance(query, Query):
-                raise UserError(f"task {config.task!r}: {query!r:.60} is no tasks.Query")
-            name = f"task {config.task!r}, {split} query {query.id!r:.60}"
-            if type(query.id) is not int or abs(query.id) >= 2**63 or query.id in ids:
-                raise UserError(f"{name}: its id must be an int of 64 bits that no other has")
-            ids.add(query.id)
-            if not isinstance(query.prompt, str) and not is_chat(query.prompt):
-                raise UserError(
-                    f"{name}: its prompt is {query.prompt!r:.60}: it must be a string, or a list "
-                    'of messages {"role": …, "content": …}'
-                )
-            prompts[split].append(query.prompt)
-            answer = query.answer
-            if not isinstance(answer, str | int | float):
-                answer = pformat(answer, width=1, sort_dicts=False)  # sets in order
-            row = ADDRESS.sub("", repr((query.prompt, answer)))
-            digest.update(row.encode(errors="surrogatepass"))
-    return task, sizes, prompts, digest.hexdigest()
+            read[split] = [queries[0]] if is_lazy and queries else [*queries]
+            check_queries(f"task {config.task!r}", split, read[split])
+            digest.update(f"{split} {sizes[split]}".encode())
+            for query in read[split]:
+                answer = query.answer
+                if not isinstance(answer, str | int | float):
+                    answer = pformat(answer, width=1)  # sets in order
+                row = ADDRESS.sub("", repr((query.prompt, answer)))
+                digest.update(row.encode(errors="surrogatepass"))
+    return task, sizes, read, digest.hexdigest()
+
+
+def check_queries(task: str, split: str, queries: list[Query]) -> None:
+    """Raise UserError where there are none, or one that cannot be used."""
+    if not queries:
+        raise UserError(f"{task} has no {split} queries")
+    ids = set()
+    for query in queries:
+        if not isinstance(query, Query):
+            raise UserError(f"{task}: {query!r:.60} is no tasks.Query")
+        name = f"{task}, {split} query {query.id!r:.60}"
+        if type(query.id) is not int or abs(query.id) >= 2**63 or query.id in ids:
+            raise UserError(f"{name}: its id must be an int of 64 bits that no other has")
+        ids.add(query.id)
+        if not isinstance(query.prompt, str) and (fault := chat_fault(query.prompt)):
+            raise UserError(f"{name}: its prompt is {query.prompt!r:.60}: {fault}")
 
 
 def check_tokenizer(
@@ -206,18 +204,16 @@ def check_tokenizer(
             f"the prompts of task {config.task!r} are chat messages, but the tokenizer of --model "
             f"{config.model!r} has no chat template: use a model that has one"
         )
-    try:
+    # A template may refuse in words of its own.
+    with users_code(
+        f"the chat template of --model {config.model!r}, on prompts of {config.task!r},"
+    ):
         read = [encode_prompt(tokenizer, prompt) for prompt in kinds.values()]
         if config.max_episode_tokens is not None:
             from extras.replies import encode_reply
 
             for messages in chats:
                 encode_reply(tokenizer, messages, "?", last_token=0)
-    except Exception as error:  # a template may refuse in words of its own
-        raise UserError(
-            f"the chat template of --model {config.model!r} does not take the prompts of task "
-            f"{config.task!r}: {first_line(error)}"
-        ) from error
     known, added = len(policy.get_input_embeddings().weight), tokenizer.get_added_vocab()
     wanted = {number for ids in read for number in ids} | {tokenizer.eos_token_id or 0}
     for token, number in tokenizer.get_vocab().items():
@@ -244,7 +240,7 @@ def check_lengths(
     for split, own in prompts.items():
         is_lazy = len(own) < sizes[split]  # only the first is here
         own = own[:: math.ceil(len(own) / PROMPTS_READ)]
-        try:
+        with users_code(f"the chat template of --model {config.model!r}, on a {split} prompt,"):
             lengths = [
                 len(encode_prompt(tokenizer, prompt))
                 for prompt in own
@@ -252,9 +248,6 @@ def check_lengths(
                 if not isinstance(prompt, str)
                 or not 0 < len(prompt.encode(errors="replace")) < limit
             ]
-        except Exception as error:  # of a chat template
-            what = f"the chat template of --model {config.model!r} does not take a {split} prompt"
-            raise UserError(f"{what} of task {config.task!r}: {first_line(error)}") from error
         if unfit := sum(not 0 < length <= limit for length in lengths):
             what = f"--max_prompt_tokens {limit} (the longest has {max(lengths)}), or none"
             found = f"{unfit} of {len(own)} {split} prompts have more tokens than {what}"
@@ -270,7 +263,7 @@ def check_sampling(config: Config, task: Task) -> None:
     """
     rngs = map(np.random.default_rng, range(8))
     default = {"temperature": config.temperature, "max_tokens": config.max_response_tokens}
-    try:
+    with users_code(f"the sampling() or evaluation_sampling of task {config.task!r}"):
         all_kinds = [default | task.sampling(rng) for rng in rngs]
         for_tests = sampling_for_tests(config, task)
         all_kinds.append(for_tests)
@@ -281,9 +274,6 @@ def check_sampling(config: Config, task: Task) -> None:
 
             for sampling in all_kinds:
                 request_parameters(sampling)
-    except Exception as error:  # a user's code, and what vLLM says of it
-        problem = f"the sampling() or evaluation_sampling of task {config.task!r} cannot be used"
-        raise UserError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
     if config.takes_sampler_for_policy:
         neutral = NEUTRAL | {"temperature": (config.temperature,)}
         given = [(name, value) for kind in all_kinds[:-1] for name, value in kind.items()]
@@ -308,10 +298,10 @@ def is_plain(sampling: dict) -> bool:
     return sampling.keys() <= names and has_room and 0 <= sampling["temperature"] <= 2
 
 
-def check_model(config: Config, task: Task, revision: str | None = None) -> Config:
+def check_model(config: Config, task: Task, query: Query, revision: str | None = None) -> Config:
     """Check the objective, the sampling and the models; the settings with the model's name or path.
 
-    revision: of the hub, that a run to resume began with: its branch may have moved.
+    query: a test query. revision: of the hub, that a run to resume began with: a branch may move.
     """
     check_objective(config)
     check_sampling(config, task)
@@ -319,20 +309,18 @@ def check_model(config: Config, task: Task, revision: str | None = None) -> Conf
     task.prepare()
     is_own = config.task.endswith(".py") and type(task).evaluate is not Task.evaluate
     if is_own and not task.models():
-        check_evaluate(config, task)
+        check_evaluate(config, task, query)
     return config
 
 
-def check_evaluate(config: Config, task: Task) -> None:
+def check_evaluate(config: Config, task: Task, query: Query) -> None:
     """Raise UserError for an evaluate() that fails on two responses: a run calls it at its end."""
     texts = ["", "1"] if config.max_episode_tokens is None else [[""], ["1"]]
+    task.load()
     try:
-        queries = [task.queries("test")[0]] * 2
-        task.load()
-        evaluate(task, queries, texts, [True, False], np.zeros(2))
-    except (Exception, SystemExit) as error:
-        problem = f"evaluate() fails for two responses, {texts}: {type(error).__name__}"
-        raise UserError(f"task {config.task!r}: {problem}: {first_line(error)}") from error
+        evaluate(task, [query] * 2, texts, [True, False], np.zeros(2))
+    except UserError as error:
+        raise UserError(f"tried on two responses, {texts}: {error}") from error
 
 
 def find_policy(config: Config, task: Task, revision: str | None = None) -> Config:
@@ -347,17 +335,12 @@ def find_policy(config: Config, task: Task, revision: str | None = None) -> Conf
 def check_objective(config: Config) -> None:
     """Try the objective on two groups of responses of three tokens. Raises UserError."""
     name, objective, inputs = f"--loss {config.loss}", find_objective(config.loss), example(config)
-    try:
+    with users_code(f"{name}, which must return a loss and a dict of metrics,"):
         loss, metrics = objective(inputs)
         loss = torch.as_tensor(loss)
         metrics = {metric: torch.as_tensor(value) for metric, value in metrics.items()}
         if loss.requires_grad and not loss.shape:
             loss.backward()
-    except Exception as error:
-        problem = f"it fails on an example: {type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"{name}: {problem} (it must return a loss and a dict of metrics)"
-        ) from error
     if loss.shape or not loss.isfinite():
         what = f"of shape {tuple(loss.shape)}" if loss.shape else loss.item()
         raise UserError(f"{name}: its loss must be one finite number; of an example it is {what}")

@@ -41,11 +41,12 @@ POLL_SECONDS = 0.005  # while only workers are busy
 
 def evaluate_only(config: Config) -> int:
     """Evaluate --model without a run (--eval_only). Returns the exit code; raises UserError."""
-    task, sizes, prompts, _ = checks.load_data(config)
-    config = checks.check_model(config, task)
+    task, sizes, queries, _ = checks.load_data(config)
+    prompts = [query.prompt for query in queries["test"]]
+    config = checks.check_model(config, task, queries["test"][0])
     weight_shapes(config)  # raises UserError for a model that cannot be used
-    tokenizer, _ = checks.check_tokenizer(config, prompts["test"])
-    checks.check_lengths(config, sizes, {"test": prompts["test"]}, tokenizer)
+    tokenizer, _ = checks.check_tokenizer(config, prompts)
+    checks.check_lengths(config, sizes, {"test": prompts}, tokenizer)
     name, config = config.model, checks.fetch(config, task)
     interrupt = Interrupt()
     with tempfile.TemporaryDirectory() as directory:

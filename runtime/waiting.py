@@ -44,15 +44,15 @@ class Wait:
         if self.is_interruptible and status.shutdown:
             return False
         status.beat("trainer")
+        health = "; ".join(f"{name}: {status.health(name)}" for name in status.searchers)
         if now - self.said > SAY_PERIOD:
             self.said = now
-            health = ", ".join(f"{name}: {status.health(name)}" for name in status.searchers)
             waits.report.say(f"waiting {now - self.start:.0f} s for {awaited}; {health} …")
         are_ready = all(status.get(name, "ready") for name in status.searchers)
         # `now` is new each time: while a searcher loads the timeout does not run.
         seconds = self.watchdog.look((awaited, progress) if are_ready else now)
         if seconds > waits.config.searcher_timeout:
-            problem = f"no progress for {seconds:.0f} s (--searcher_timeout)"
+            problem = f"no progress for {seconds:.0f} s (--searcher_timeout); {health}"
             raise TimeoutError(f"the trainer waited for {awaited}: {problem}")
         with waits.timeline.span("wait"):
             time.sleep(POLL_SECONDS)

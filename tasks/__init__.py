@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from config import Config, UserError, import_file
+from config import Config, UserError, import_file, users_code
 
 ENDS = "stop", "stop_token_ids", "include_stop_str_in_output"  # of SamplingParams
 Messages = list[dict[str, str]]  # a chat: {"role": …, "content": …} each
@@ -48,7 +48,9 @@ class LazyQueries(Sequence):
         return self.size
 
     def __getitem__(self, index: int) -> Query:
-        return self.make(range(self.size)[index])
+        index = range(self.size)[index]
+        with users_code("LazyQueries.make()"):
+            return self.make(index)
 
 
 class Task:
@@ -81,6 +83,16 @@ class Task:
     # How the responses to test queries are sampled, as vllm.SamplingParams has it, unless a flag
     # (--evaluation_samples, --evaluation_temperature) says otherwise.
     evaluation_sampling: dict = {"temperature": 0.0}
+
+    def __init_subclass__(cls) -> None:
+        """Have whatever the methods of a task raise become a UserError: see users_code()."""
+        for name, default in vars(Task).items():
+            method = inspect.getattr_static(cls, name)
+            if name[0] == "_" or method is default or not inspect.isfunction(method):
+                continue
+            if inspect.iscoroutinefunction(method):
+                raise UserError(f"{cls.__name__}.{name}() is async, and nothing awaits it")
+            setattr(cls, name, users_code(f"{cls.__name__}.{name}()")(method))
 
     def prepare(self) -> None:
         """Fetch what load() needs, once, before anything starts. Raises UserError."""
@@ -168,7 +180,9 @@ def sampling_for_tests(config: Config, task: Task) -> dict:
 
 def load_task(name_or_path: str, **options) -> Task:
     """Make the task of that name in tasks/, or the one in a .py file. Raises UserError."""
-    return find_task(name_or_path)(**options)
+    task = find_task(name_or_path)
+    with users_code(f"making task {name_or_path!r}"):
+        return task(**options)
 
 
 def find_task(name_or_path: str) -> type[Task]:
@@ -182,8 +196,6 @@ def find_task(name_or_path: str) -> type[Task]:
     for methods in ["queries"], ["score", "is_right", "extract"]:
         if all(getattr(own[0], method) is getattr(Task, method) for method in methods):
             raise UserError(f"{name} has no method {' or '.join(methods)}")
-    for method, _ in inspect.getmembers(own[0], inspect.iscoroutinefunction):
-        raise UserError(f"{name}: {method}() is async, and nothing awaits it")
     return own[0]
 
 

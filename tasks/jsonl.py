@@ -12,7 +12,7 @@ import numpy as np
 from config import UserError
 from tasks import Query, Task
 from tasks.competition_math import is_correct, last_boxed
-from tasks.support.data import is_chat, read_jsonl
+from tasks.support.data import chat_fault, read_jsonl
 from tasks.support.numbers import last_number, plain, read_number
 
 
@@ -79,9 +79,11 @@ class JsonLines(Task):
                 prompt, answer = (row[name] for name in columns.values())
                 if self.chat and isinstance(prompt, str):
                     prompt = [{"role": "user", "content": prompt}]
-                if not (isinstance(prompt, str) and prompt.strip() or is_chat(prompt)):
-                    name = self.prompt_column
-                    raise ValueError(f"{name!r} is empty, or neither a text nor messages")
+                fault = chat_fault(prompt)
+                if isinstance(prompt, str):
+                    fault = None if prompt.strip() else "it is empty"
+                if fault:
+                    raise ValueError(f"{self.prompt_column!r}: {fault}")
                 queries.append(Query(len(queries), prompt, self.read_answer(answer)))
             except (ValueError, OverflowError, RecursionError, re.error) as error:
                 raise UserError(f"{place}, --match {self.match}: {error}: {row!r:.80}") from error

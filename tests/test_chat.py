@@ -69,7 +69,7 @@ def test_score_sees_the_special_tokens_that_the_task_keeps(tokenizer):
 def test_a_tokenizer_without_a_template_is_named_before_anything_starts(untied_model):
     config = Config(task="sums", model=str(untied_model))
     assert load_tokenizer(config).chat_template is None
-    _, _, chats, _ = load_data(config)
+    _, _, queries, _ = load_data(config)
     with pytest.raises(UserError, match="chat messages, but the tokenizer of --model .* has no"):
-        check_tokenizer(config, chats["train"])
+        check_tokenizer(config, [query.prompt for query in queries["train"]])
     check_tokenizer(config, [])  # a task whose prompts are texts needs none

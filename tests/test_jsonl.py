@@ -11,6 +11,7 @@ from runtime.responses.samples import look_at
 from tasks import load_task
 
 CHAT = [{"role": "user", "content": "1+1?"}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
 
 
 def write(file, *rows) -> str:
@@ -56,9 +57,12 @@ BAD_ROWS = [
     ({"question": "q", "answer": 1}, "exact", "it lacks 'prompt' (--prompt_column): {"),
     ({"prompt": "q", "answer": None}, "exact", "it lacks 'answer' (--answer_column): {"),
     ('["q", 1]', "exact", "it lacks 'prompt' (--prompt_column) and 'answer' (--answer_column): ["),
-    ('{"prompt": "q"', "exact", "is not JSON in UTF-8"),
-    ({"prompt": "  ", "answer": 1}, "exact", "'prompt' is empty, or neither a text nor messages"),
-    ({"prompt": [{"role": "user"}], "answer": 1}, "exact", "neither a text nor messages"),
+    ('{"prompt": "q"', "exact", "cannot be read as JSON in UTF-8: "),
+    ({"prompt": "  ", "answer": 1}, "exact", "'prompt': it is empty"),
+    ({"prompt": 7, "answer": 1}, "exact", "'prompt': it must be a string, or a list"),
+    ({"prompt": [{"role": "user"}], "answer": 1}, "exact", "message 1 has no text as 'content'"),
+    ({"prompt": [*CHAT, CALL], "answer": 1}, "exact", "message 2 has 'tool_calls', which is not"),
+    ('{"prompt": "q", "answer": ' + "7" * 5000 + "}", "exact", "value has 5000 digits"),
     ({"prompt": "q", "answer": []}, "exact", "'answer' is neither a text nor a number"),
     ({"prompt": "q", "answer": math.nan}, "exact", "'answer' is neither a text nor a number"),
     ({"prompt": "q", "answer": True}, "exact", "'answer' is neither a text nor a number"),

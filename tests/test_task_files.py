@@ -2,9 +2,11 @@
 
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
+import time
 from multiprocessing import get_context
 
 import pytest
@@ -48,7 +50,7 @@ def test_what_a_task_file_defines_can_be_pickled_and_called_in_another_process(t
     query = task.queries("train")[0]
     assert pickle.loads(pickle.dumps(query)) == query
     with get_context("fork").Pool(1) as pool:
-        assert pool.map(task.score.__globals__["length"], ["a", "bb"]) == [1.0, 2.0]
+        assert pool.map(sys.modules[type(task).__module__].length, ["a", "bb"]) == [1.0, 2.0]
 
 
 def test_a_task_file_that_was_changed_is_imported_again(tmp_path):
@@ -63,6 +65,10 @@ def test_a_task_file_that_was_changed_is_imported_again(tmp_path):
 WITH_WORKERS = """
 from tasks import Query, Task
 
+class JudgeError(Exception):  # cannot be unpickled
+    def __init__(self, code, text):
+        super().__init__(text)
+
 class Timed(Task):
     score_timeout = 5.0
 
@@ -70,7 +76,7 @@ class Timed(Task):
         return [Query(0, "0+1=", 1)]
 
     def score(self, queries, responses, finished):
-        raise RuntimeError("the judge is not there")
+        raise JudgeError(503, "the judge is not there")
 """
 EXITS = """
 from tasks import Query, Task
@@ -99,8 +105,12 @@ def ended_group(number: int) -> Group:
 def begin_workers_and_fail(file: str) -> None:
     """Leave a process whose score workers live, by an exception."""
     task = load_task(file)
-    make_scorer(Config(task=file), task).reply(task.queries("train")[0], []).exception()
-    raise SystemExit(3)
+    scorer = make_scorer(Config(task=file), task)
+    scorer.add([ended_group(0)])
+    while not (scored := scorer.take()):
+        time.sleep(0.1)
+    problem = f"Timed.score() fails: JudgeError: the judge is not there ({file}, line 15)"
+    raise SystemExit(3 if str(scored[0].error) == problem else str(scored[0].error))
 
 
 def test_a_process_with_score_workers_ends_at_once_by_an_exception_too(tmp_path):
@@ -120,9 +130,11 @@ def test_a_task_that_exits_in_score_or_reply_loses_its_query_alone(tmp_path):
     groups = [ended_group(number) for number in range(3)]
     scorer.add(groups)
     failed, *others = scorer.take()
-    assert isinstance(failed.error, SystemExit)
+    failures = failed.error, scorer.reply(groups[0].query, ["a"]).exception()
+    for error, said in zip(failures, ["score() fails: SystemExit", "reply() fails: SystemExit: 2"]):
+        assert isinstance(error, UserError) and str(error).startswith(f"Exits.{said}")
+        assert re.search(r" \(.*/exits.py, line 1[04]\)$", str(error))
     assert [group.rewards.tolist() for group in others] == [[1.0], [2.0]]
-    assert isinstance(scorer.reply(groups[0].query, ["a"]).exception(), SystemExit)
 
 
 WITH_SETS = """
@@ -172,7 +184,7 @@ def test_prompts_that_are_too_long_are_counted_at_the_start_and_refused_if_all_a
         ("{'length': scores.mean()}", "2 values of 'length' for .* an array of shape ()"),
         ("{'length': scores[:1]}", r"2 values of 'length' for .* an array of shape \(1,\)"),
         ("{'length': [None, 'x']}", "could not convert"),
-        ("exit()", "SystemExit"),
+        ("exit()", r"SystemExit.*own\.py, line 21\)"),
     ],
 )
 def test_an_evaluate_of_the_users_own_is_tried_at_the_start(returned, problem, tmp_path):
@@ -183,10 +195,12 @@ def test_an_evaluate_of_the_users_own_is_tried_at_the_start(returned, problem, t
 """
     file.write_text(OWN_TYPES + method)
     config = Config(task=str(file))
+    task = load_task(config.task)
+    query = task.queries("test")[0]
     if problem is None:
-        return check_evaluate(config, load_task(config.task))
-    with pytest.raises(UserError, match=rf"evaluate\(\) fails for two responses, .*{problem}"):
-        check_evaluate(config, load_task(config.task))
+        return check_evaluate(config, task, query)
+    with pytest.raises(UserError, match=rf"^tried on two responses, .*evaluate\(\) .*{problem}"):
+        check_evaluate(config, task, query)
 
 
 def test_a_response_ends_in_an_evaluation_where_it_does_in_training(tmp_path):
@@ -203,6 +217,8 @@ def test_a_response_ends_in_an_evaluation_where_it_does_in_training(tmp_path):
 
 def test_an_async_score_is_refused(tmp_path):
     file = tmp_path / "waits.py"
+    file.write_text(OWN_TYPES + "    async def ask(self): pass  # his score() may await it\n")
+    assert find_task(str(file))
     file.write_text(OWN_TYPES.replace("    def score", "    async def score"))
     with pytest.raises(UserError, match=r"score\(\) is async"):
         find_task(str(file))

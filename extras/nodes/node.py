@@ -35,14 +35,8 @@ from runtime.transport.status import StatusTable
 from tasks import load_task
 from weights import SharedWeights
 
-COUNTED = (
-    "tokens",
-    "busy",
-    "waited",
-    "restarts",
-    "long_prompts",
-    "unscored_groups",
-)  # of the status table
+# Columns of the status table.
+COUNTED = "tokens busy waited restarts long_prompts unscored_groups".split()
 COLLECT_SECONDS = 0.1  # that a call waits for groups: calls are dearer than groups
 Weights = dict[str, np.ndarray]
 

@@ -167,7 +167,8 @@ class ProgressView:
         health = [status.health(name) for name in names]
         name, state = names[0], health[0]
         if len(names) > 1:
-            name, state = f"{len(names)} searchers", f"{health.count('alive')} alive"
+            alive = sum(each.startswith("alive") for each in health)
+            name, state = f"{len(names)} searchers", f"{alive} alive"
         if restarts:
             state += f", {restarts:.0f} restarts"
         return f"{name}: {tokens_per_second:,.0f} tokens/s, {behind} steps behind, {state}"

@@ -123,7 +123,7 @@ def check_needs(needs: Needs) -> None:
     for place in needs.places_in_use:
         if needs.is_short(place):
             has, needed = needs.available[place] / GIB, needs.total(place) / GIB
-            what = f"{place} is short: the run needs {needed:.2f} GiB, there are {has:.2f}"
+            what = f"{place} is short: the run needs {needed:.4g} GiB, there are {has:.4g}"
             hint = HINTS[place if place in HINTS else "GPU"]
             if place == MEMORY and not needs.on_gpu:
                 hint += f"; {why_no_gpu()}"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from config import UserError, users_code
 from runtime.responses.evaluation import mean_and_interval
 from tasks import Query, Task
 
@@ -19,15 +20,16 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """Return the metrics of N responses, by name: (N,), or (N, N) of pairs.
 
-    Raises whatever task.evaluate() raises, and ValueError for anything else.
+    Raises UserError for whatever task.evaluate() raises, and for anything else.
     """
-    metrics, count = task.evaluate(queries, texts, finished, scores), len(texts)
-    if not isinstance(metrics, dict):
-        raise ValueError(f"evaluate() must give metrics by name, it gave {metrics!r:.100}")
-    metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}
+    with users_code("evaluate()"):
+        metrics, count = task.evaluate(queries, texts, finished, scores), len(texts)
+        if not isinstance(metrics, dict):
+            raise TypeError(f"it must give metrics by name, it gave {metrics!r:.100}")
+        metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}
     for name, value in metrics.items():
         if value.shape not in ((count,), (count, count)):
-            raise ValueError(
+            raise UserError(
                 f"evaluate() must give {count} values of {name!r} for as many responses, or "
                 f"{count} x {count} of their pairs: it gave an array of shape {value.shape}"
             )

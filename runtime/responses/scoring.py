@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from config import Config
+from config import Config, UserError, users_code
 from rollouts import Group
 from runtime.child import GIVE_UP
 from runtime.transport.status import StatusTable
@@ -31,14 +31,14 @@ class RewardScorer:
             group.error = self._score([group]) if len(groups) > 1 else error
         self.scored += groups
 
-    def _score(self, groups: list[Group]) -> BaseException | None:
-        """Give groups their rewards. Returns what score() raises, if it does."""
+    def _score(self, groups: list[Group]) -> UserError | None:
+        """Give groups their rewards. Returns why they have none, if score() fails."""
         queries = [group.query for group in groups for _ in group.texts]
         texts = [text for group in groups for text in group.texts]
         finished = np.concatenate([group.finished for group in groups]).tolist()
         try:
             rewards = score(self.task, queries, texts, finished)
-        except (Exception, SystemExit) as error:
+        except UserError as error:
             return error
         ends = np.cumsum([len(group.texts) for group in groups])
         for group, own in zip(groups, np.split(rewards, ends)):
@@ -49,7 +49,7 @@ class RewardScorer:
         future = Future()
         try:
             future.set_result(self.task.reply(query, turns))
-        except (Exception, SystemExit) as error:
+        except UserError as error:
             future.set_exception(error)
         return future
 
@@ -75,12 +75,13 @@ def make_scorer(config: Config, task: Task) -> RewardScorer:
 def score(task: Task, queries: list[Query], texts: list[str], finished: list[bool]) -> np.ndarray:
     """(N,) finite float32 for N responses, each to the query beside it.
 
-    Raises whatever task.score() raises, and ValueError for anything else than N finite numbers.
+    Raises UserError for whatever task.score() raises, and for anything else than N finite numbers.
     """
-    scores = np.array(task.score(queries, texts, finished), np.float32)
+    with users_code("score()"):
+        scores = np.array(task.score(queries, texts, finished), np.float32)
     if scores.shape != (len(texts),) or not np.isfinite(scores).all():
         wanted = f"{len(texts)} finite numbers for as many responses"
-        raise ValueError(f"score() must give {wanted}, it gave {scores!r}")
+        raise UserError(f"score() must give {wanted}, it gave {scores!r}")
     return scores
 
 

@@ -58,6 +58,7 @@ class StatusTable:
         "cursor",  # queries of its share before this one are done: a restart resumes there
         "restarts",
         "long_prompts",  # queries dropped, prompt too long or without tokens
+        "scoring",  # groups that are in score() now, which may take long
         "unscored_groups",  # groups dropped, score() raised or gave no finite number
         "failed",  # time.monotonic() at which it raised, else 0
         "save_seconds",  # that the trainer's slowest checkpoint took to be written
@@ -131,11 +132,12 @@ class StatusTable:
             raise
 
     def health(self, name: str) -> str:
-        """Say whether a process is loading, alive or silent."""
+        """Say whether a process is loading, alive or silent, and whether score() runs."""
         if not self.get(name, "ready"):
             return "loading"
         silence = time.monotonic() - self.get(name, "beat")
-        return "alive" if silence < ALIVE_SECONDS else f"silent for {silence:.0f} s"
+        health = "alive" if silence < ALIVE_SECONDS else f"silent for {silence:.0f} s"
+        return f"{health}, in score()" if self.get(name, "scoring") else health
 
     def silence(self, name: str) -> float:
         """Return the seconds since the last heartbeat, for the process that watches over it."""

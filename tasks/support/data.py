@@ -66,9 +66,8 @@ def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
     """Place and content, without null, of each line that is not blank. Raises UserError."""
     rows, number = [], 0
     try:
-        with open(
-            find_path("data file", path), "rb"
-        ) as lines:  # decoded line by line: else the number is that of a block
+        # Decoded line by line: else the number is that of a block.
+        with find_path("data file", path).open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():
@@ -79,7 +78,7 @@ def read_jsonl(path: Path | str) -> list[tuple[str, object]]:
                     # An escape may be half of a character, as of an emoji, which nothing encodes.
                     json.dumps(row, ensure_ascii=False, default=str).encode()
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} line {number} is not JSON in UTF-8: {error}") from error
+        raise UserError(f"{path} line {number} cannot be read as JSON in UTF-8: {error}") from error
     except OSError as error:
         raise UserError(f"data file {path} cannot be read: {error.strerror}") from error
     if not rows:
@@ -105,12 +104,18 @@ def is_text_part(part: object) -> bool:
     return is_text and isinstance(part.get("text"), str)
 
 
-def is_chat(prompt: object) -> bool:
-    """Whether a prompt is a list of messages."""
-    return isinstance(prompt, list) and bool(prompt) and all(map(is_message, prompt))
+def chat_fault(prompt: object) -> str | None:
+    """Say why a prompt is no list of messages, {"role": …, "content": …} with texts; None if it is.
 
-
-def is_message(message: object) -> bool:
-    """Whether this is {"role": …, "content": …} with texts."""
-    is_dict = isinstance(message, dict) and message.keys() == {"role", "content"}
-    return is_dict and all(isinstance(value, str) for value in message.values())
+    Tools are not read: their calls have keys of their own.
+    """
+    if not isinstance(prompt, list) or not prompt:
+        return 'it must be a string, or a list of messages {"role": …, "content": …}'
+    for number, message in enumerate(prompt, start=1):
+        found = message if isinstance(message, dict) else {}
+        if others := found.keys() - {"role", "content"}:
+            return f"message {number} has {min(map(str, others))!r}, which is not read"
+        for key in ("role", "content"):
+            if not isinstance(found.get(key), str):
+                return f"message {number} has no text as {key!r}"
+    return None

@@ -10,7 +10,9 @@ from fractions import Fraction
 MOST_DIGITS = 1000  # of a number or a power: more would take time, and answers nothing
 SUPERSCRIPTS = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
 LOWERED = str.maketrans(SUPERSCRIPTS, "-0123456789")
-SEPARATOR = r"(?:,(?:\\!)?|\{,\}|\\[,;:! ]|['’~ \u00a0\u2009\u202f])"  # before three digits
+COMMA = r"(?:,(?:\\!)?|\{,\})"
+SEPARATOR = rf"(?:{COMMA}|\\[,;:! ]|['’~ \u00a0\u2009\u202f])"  # before three digits
+INDIAN = rf"(?<!\d{{3}})(?:{COMMA}\d\d){{1,7}}{COMMA}\d{{3}}(?!\d)"  # what follows in 1,00,000
 # Groups are not possessive: Python before 3.11.5 (Debian 12's) would keep half of one that fails.
 DECIMAL = r"\d++(?:\.\d++)?"
 WHOLE = r"\s*+(?:\{\s*+([-+]?\d++)\s*+\}|\(\s*+([-+]?\d++)\s*+\)|([-+]?\d++))"  # an exponent
@@ -22,7 +24,7 @@ REWRITTEN = [
     (f"[{SUPERSCRIPTS}]++", lambda match: f"^{{{match[0].translate(LOWERED)}}}"),
     # 1,000 and 1{,}000 and 1\,000 and 1'000, and with a space, narrow or not
     (
-        rf"(?<![\w.^])(?<!\^\{{)\d{{1,3}}+(?:{SEPARATOR}\d{{3}}(?!\d))+",
+        rf"(?<![\w.^])(?<!\^\{{)\d{{1,3}}+(?:{INDIAN}|(?:{SEPARATOR}\d{{3}}(?!\d))+)",
         lambda match: re.sub(r"\D", "", match[0]),
     ),
     (r"(?<=\d) *+(?=\\[dtc]?frac)", " "),  # 1\frac{1}{2}

@@ -109,9 +109,9 @@ def test_lazy_queries_are_made_when_they_are_asked_for_and_checks_read_the_first
     queries = LazyQueries(1000, make)
     monkeypatch.setattr("launch.checks.load_task", lambda *_, **__: Task())
     monkeypatch.setattr(Task, "queries", lambda *_: queries)
-    _, sizes, prompts, _ = load_data(Config(task="lazy"))
+    _, sizes, read, _ = load_data(Config(task="lazy"))
     assert sizes == {"train": 1000, "test": 1000} and set(made) == {0}
-    assert prompts == {"train": ["0?"], "test": ["0?"]}
+    assert read == {"train": [Query(0, "0?", None)], "test": [Query(0, "0?", None)]}
     assert queries[np.int64(7)].id == 7
     with pytest.raises(IndexError):
         queries[1000]

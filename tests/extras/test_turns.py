@@ -6,7 +6,7 @@ import torch
 from conftest import drain
 from test_engine import logprobs_of, mismatch
 
-from config import Config
+from config import Config, UserError
 from models.engine import make_generation
 from models.tokens import load_tokenizer
 from rollouts import Group
@@ -76,9 +76,7 @@ def test_an_episode_that_a_limit_ends_is_unfinished(limits, turns, play):
         assert (2 + group.lengths <= most).all()
 
 
-@pytest.mark.parametrize(
-    "fault, error", [(lambda: 1 / 0, ZeroDivisionError), (lambda: 7, TypeError)]
-)
+@pytest.mark.parametrize("fault, error", [(lambda: 1 / 0, UserError), (lambda: 7, TypeError)])
 def test_a_reply_that_raises_or_is_no_text_costs_its_group_alone(fault, error, play):
     class Faulty(Task):
         def reply(self, query: Query, turns: list[str]) -> str | None:
