@@ -33,7 +33,7 @@ from config import Config
 from extras.sharding import Rank
 from launch.files import read_spans
 from launch.places import find_places, resolve
-from launch.planning.needs import CUDA_BYTES, GIB, Needs
+from launch.planning.plan import CUDA_BYTES, GIB, Plan
 from learner import Learner, make_learner
 from loss import LossInputs
 from models.architecture import weight_shapes
@@ -109,9 +109,8 @@ def batch_of(rows: list[Response], config: Config, step: int = 0) -> list[Respon
 def counted(config: Config) -> float:
     """GiB that --plan counts of the trainer's tensors on a GPU."""
     places = find_places(config, list("0123"))
-    needs = Needs(config, places, {f"GPU {gpu}": CARD_GIB * GIB for gpu in range(4)})
-    own = [need for need in needs.process(places[0], needs.trainer()) if need.place == "GPU 0"]
-    return (sum(need.bytes for need in own) - CUDA_BYTES) / GIB
+    plan = Plan(config, places, {f"GPU {gpu}": CARD_GIB * GIB for gpu in range(4)})
+    return sum(nbytes for _, nbytes in plan.trainer()) / GIB
 
 
 def correctness(root: str, quick: bool, say: Say) -> None:

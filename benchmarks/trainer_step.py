@@ -43,7 +43,7 @@ from config import Config
 from extras.sharding import Rank, connect
 from launch import children
 from launch.places import Place, find_places
-from launch.planning.needs import GIB
+from launch.planning.plan import GIB
 from learner import Learner, make_learner
 from models.architecture import weight_shapes
 from models.device import device

@@ -37,11 +37,10 @@ def find_gpus() -> list[str]:
 
     Raises UserError for none that CUDA can use, where vLLM needs one.
     """
-    # The first asks CUDA, the other the driver, which may be too old for CUDA.
+    # is_available() asks CUDA, device_count() the driver, which may be too old for CUDA.
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    all_gpus = ",".join(map(str, range(count)))
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
-    gpus = [gpu.strip() for gpu in named][:count]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    gpus = [gpu.strip() for gpu in named.split(",")][:count]
     if not gpus and any(package.name == "vllm" for package in importlib.metadata.distributions()):
         raise UserError(
             f"{why_no_gpu()}, but the vLLM that is installed is the one for GPUs: mend that, or "
@@ -91,18 +90,18 @@ def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
 
 def check_gpus(config: Config, gpus: int, searchers: int) -> None:
     """Raise UserError where so many GPUs do not hold the processes. One may hold two of them."""
-    trainers = config.trainer_processes
+    trainers, most = config.trainer_processes, max(1, gpus - 1)
     there_are = "there is one GPU" if gpus == 1 else f"there are {gpus} GPUs"
-    if trainers > max(1, gpus - 1):
+    if trainers > most:
         raise UserError(
             f"--trainer_processes is {trainers}, but {there_are}: each takes one, a searcher "
-            f"another; give at most {max(1, gpus - 1)}"
+            f"another; give at most {most}"
         )
-    room = max(0 if config.ray else 1, gpus - trainers)
-    if searchers > room:
+    most = max(0 if config.ray else 1, gpus - trainers)
+    if searchers > most:
         beside = "the trainer" if trainers == 1 else f"{trainers} trainer processes"
         raise UserError(
-            f"--searchers is {searchers}, but {there_are}: room for {room} beside {beside}"
+            f"--searchers is {searchers}, but {there_are}: room for {most} beside {beside}"
         )
 
 
@@ -143,8 +142,8 @@ def resolve(config: Config, places: list[Place]) -> Config:
 
 def search_ahead(config: Config, places: list[Place]) -> int | None:
     """How many steps searchers may be ahead: two syncs where one shares the trainer's GPU."""
-    may_limit = not config.lockstep and config.max_staleness is None  # else the trainer may wait
-    is_limited = may_limit and is_gpu_shared(places)
+    trainer_may_wait = config.lockstep or config.max_staleness is not None
+    is_limited = is_gpu_shared(places) and not trainer_may_wait
     return SHARED_AHEAD * config.sync_period if is_limited else None
 
 

@@ -11,7 +11,7 @@ from test_engine import changed, logprobs_of, mismatch, sample_group, take_over
 from test_trainer import gradient, make_rows
 
 from config import Config
-from launch.planning.sizes import Pass, pass_bytes
+from launch.planning.memory import PolicyMemory
 from learner import Learner
 from models.architecture import weight_shapes
 from models.device import device, lock_pages
@@ -75,7 +75,8 @@ def test_activations_take_what_the_plan_counts(tied_model, record_property):
     logprobs = learner.logprobs(rows)
     held = torch.cuda.memory_allocated() - before
     assert logprobs.shape == (20, 400)
-    counted = pass_bytes(config, Pass(20, 1, 200, 400), torch.bfloat16, True, True).kept
+    inputs = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
+    counted = PolicyMemory(config, on_gpu=True).count(inputs, is_trained=True).kept
     record_property("activations on a GPU, counted / held", round(counted / held, 3))
     assert 0.85 < counted / held < 1.15
 

@@ -19,9 +19,7 @@ from extras.lockstep import LockstepTrainer
 from launch.checks import check_for_plan
 from launch.launcher import launch
 from launch.places import find_places
-from launch.planning import sizes
-from launch.planning.needs import Needs
-from launch.planning.sizes import Pass
+from launch.planning.plan import Plan
 from models.architecture import trained_shapes, weight_shapes
 from models.logprobs import response_logprobs
 from models.policy import cast_linear_layers, load_policy, trained_parameters
@@ -220,24 +218,24 @@ def test_the_plan_counts_what_adapters_keep_and_no_gradient_of_the_base(dtype, t
     cast_linear_layers(policy, dtype)
     lora.add_adapters(policy, config)
     rows = largest_micro_batch(config, 1000)
-    inputs = [row.prompt for row in rows], [row.tokens["token"] for row in rows], 1.0, dtype
-    counted = sizes.pass_bytes(config, Pass(5, 1, *config.longest_row), dtype, has_gradient=True)
-    assert counted.is_counted
-    assert 0.85 < counted.kept / saved_bytes(policy, *inputs) < 1.15
+    inputs = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
     places = find_places(config, [])
-    needs = Needs(config, places, {})
-    expected = counted.kept + max(needs.head(5 * 50, has_gradient=True), counted.beyond)
-    assert 0.9 < expected / peak_bytes(policy, *inputs) < 1.35
+    plan = Plan(config, places, {})
+    counted = plan.policy.count(inputs, is_trained=True)
+    assert counted.is_counted
+    assert 0.85 < counted.kept / saved_bytes(policy, *inputs, 1.0, dtype) < 1.15
+    peak = peak_bytes(policy, *inputs, 1.0, dtype)
+    assert 0.9 < (counted.kept + counted.beyond) / peak < 1.35
 
     numbers = sum(parameter.numel() for parameter in trained_parameters(policy).values())
-    parts, (written,) = dict(needs.trainer()), needs.loading_or_written()
+    parts, ((*_, written),) = dict(plan.trainer()), plan.loaded_or_written()
     assert parts["base policy"] == sum(p.nbytes for p in policy.parameters() if not p.requires_grad)
     assert (parts["gradients"], parts["AdamW's two moments"]) == (4 * numbers, 8 * numbers)
-    assert needs.checkpoint == 12 * numbers
-    assert written.bytes == 12 * numbers + needs.masters, "and model/, merged"
-    whole = Needs(replace(config, lora_rank=0), places, {})
-    assert needs.head(100, has_gradient=True) < whole.head(100, has_gradient=True)
-    short = Needs(replace(config, max_response_tokens=1, max_prompt_tokens=1), places, {})
+    assert plan.checkpoint == 12 * numbers
+    assert written == 12 * numbers + plan.policy.masters, "and model/, merged"
+    whole = Plan(replace(config, lora_rank=0), places, {}).policy
+    assert plan.policy.count_head(100, is_trained=True) < whole.count_head(100, is_trained=True)
+    short = Plan(replace(config, max_response_tokens=1, max_prompt_tokens=1), places, {})
     assert "weights of an earlier version, beyond that" in dict(short.trainer())
 
 

@@ -3,14 +3,13 @@
 import re
 
 import pytest
-from test_plan import GSM8K, make_shapes, plan_on
+from test_plan import GSM8K, make_shapes, num_responses, plan_on
 
 from config import Config
 from launch.command_line import find_presets
 from launch.places import find_places, resolve
 from launch.planning import plan
-from launch.planning.needs import DISK, GIB, MEMORY, SHARED, Needs
-from launch.planning.plan import check_plan
+from launch.planning.plan import DISK, GIB, MEMORY, SHARED, Plan, check_plan
 from tasks import load_task
 
 
@@ -24,9 +23,9 @@ def test_beside_the_trainer_vllm_gets_what_its_share_leaves_for_the_cache(shapes
     places, task = find_places(config, ["0"]), load_task("gsm8k")
     monkeypatch.setattr(plan, "this_machine", lambda *_: {"GPU 0": 79 * GIB})
     checked = check_plan(resolve(config, places), task, places)
-    needs = Needs(checked, places, {"GPU 0": 79 * GIB})
-    assert sum(needs.vllm(places[1])) == 0.5 * 79 * GIB
-    assert checked.kv_cache_bytes == int(needs.vllm(places[1])[1]) > 30 * GIB
+    fixed, room, _ = Plan(checked, places, {"GPU 0": 79 * GIB}).vllm(places[1])
+    assert fixed + room == 0.5 * 79 * GIB
+    assert checked.kv_cache_bytes == int(room) > 30 * GIB
     two = find_places(config, ["0", "1"])
     monkeypatch.setattr(plan, "this_machine", lambda *_: {f"GPU {i}": 79 * GIB for i in (0, 1)})
     assert check_plan(resolve(config, two), task, two).kv_cache_bytes is None
@@ -68,7 +67,7 @@ def test_a_plan_that_does_not_fit_says_what_is_short_and_what_takes_less(
 def test_the_small_preset_fits_on_one_card_of_24_gib(shapes):
     settings = find_presets("gsm8k")["small"] | {"model": shapes["qwen"]}
     made, problem = plan_on("1x24", **settings)
-    assert problem is None and made.responses >= 50
+    assert problem is None and num_responses(made) >= 50
     assert plan_on("1x22", **settings)[1] is None, "some cards of 24 GB have less"
 
 
@@ -78,7 +77,7 @@ def test_the_lora_preset_of_math_fits_on_one_card_of_80_gib(shapes):
     own = {"task": "competition_math", "model": shapes["qwen_7b"]}
     settings = find_presets("competition_math")["lora"] | own
     made, problem = plan_on("1x80", **settings)
-    assert problem is None and made.responses >= 30
+    assert problem is None and num_responses(made) >= 30
     assert plan_on("1x80", **settings | {"lora_rank": 0})[1].startswith("GPU 0 is short")
 
 

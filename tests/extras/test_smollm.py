@@ -17,10 +17,7 @@ from test_plan import DTYPES, peak_bytes
 from config import Config, UserError
 from extras.replies import encode_reply
 from launch.display.alarms import NORMAL_MISMATCH
-from launch.places import find_places
-from launch.planning import sizes
-from launch.planning.needs import Needs
-from launch.planning.sizes import Pass
+from launch.planning.memory import PolicyMemory
 from learner import make_learner
 from models.engine import Engine
 from models.policy import load_policy
@@ -153,13 +150,10 @@ def test_a_run_killed_and_resumed_has_the_weights_and_moments_of_one_that_was_no
 def test_a_steps_peak_is_what_the_plan_counts(model, record_property):
     config = Config(model=str(model), **PRESETS["smollm"])
     rows = largest_micro_batch(config, vocabulary=49_152)
-    prompts, responses = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
-    longest, size = config.longest_row, len(rows)
-    one = Pass(size, config.full_queries, *longest)
-    counted = sizes.pass_bytes(config, one, torch.float32, has_gradient=True)
-    head = Needs(config, find_places(config, []), {}).head(size * longest[1], has_gradient=True)
+    inputs = [row.prompt for row in rows], [row.tokens["token"] for row in rows]
+    counted = PolicyMemory(config, on_gpu=False).count(inputs, is_trained=True)
     policy = load_policy(config, torch.device("cpu"))
-    measured = peak_bytes(policy, prompts, responses, config.temperature)
-    ratio = (counted.kept + max(head, counted.beyond)) / measured
+    measured = peak_bytes(policy, *inputs, config.temperature)
+    ratio = (counted.kept + counted.beyond) / measured
     record_property("peak: counted / measured", round(ratio, 3))
     assert 0.9 < ratio < 1.35, "rather more than less"

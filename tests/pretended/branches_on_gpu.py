@@ -13,7 +13,7 @@ from test_trainer import SHORT, make_rows
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
 
 from config import Config
-from launch.planning.sizes import Pass, pass_bytes
+from launch.planning.memory import PolicyMemory
 from learner import Learner
 from models.architecture import weight_shapes
 from models.attention import Packed, Padded
@@ -87,10 +87,8 @@ def test_the_kernel_for_packed_segments_is_told_what_a_padded_batch_attends_to(
 ):
     heads = dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=window)
     shape = MistralConfig(hidden_size=64, num_hidden_layers=2, vocab_size=50, **heads)
-    model, rng = (
-        AutoModelForCausalLM.from_config(shape).eval().to(device()),
-        np.random.default_rng(0),
-    )
+    model = AutoModelForCausalLM.from_config(shape).eval().to(device())
+    rng = np.random.default_rng(0)
     prompts = [np.arange(length) for length in (40, 40, 40, 3, 1)]
     responses = [rng.integers(50, size=length) for length in (9, 1, 20, 2, 7)]
     found = []
@@ -125,8 +123,9 @@ def test_activations_take_what_the_plan_counts_under_cudas_autocast(tmp_path):
     model = AutoModelForCausalLM.from_config(GPT2Config(**shape)).eval()
     model.config.save_pretrained(tmp_path)
     inputs = [np.arange(7)] * 20, [*np.random.default_rng(0).integers(50, size=(20, 40))]
-    one, config, kept = Pass(20, 1, 7, 40), Config(model=str(tmp_path)), {}
-    counted, as_on_cpu = (pass_bytes(config, one, torch.bfloat16, True, on) for on in (1, 0))
+    config, kept = Config(model=str(tmp_path), dtype="bfloat16"), {}
+    policies = (PolicyMemory(config, on_gpu) for on_gpu in (True, False))
+    counted, as_on_cpu = (policy.count(inputs, is_trained=True) for policy in policies)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = getattr(tensor, "inner", tensor).untyped_storage()
