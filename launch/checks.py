@@ -21,7 +21,7 @@ from config import Config, Extra, UserError, first_line
 from launch.places import Place, find_places, resolve
 from launch.planning.plan import check_plan
 from launch.resume import newest_whole, shape_mismatch
-from launch.settings import check_extras, find_lacking_module
+from launch.settings import check_extras, check_modules
 from learner import find_objective
 from loss import LossInputs
 from models.architecture import policy_without_weights, trained_shapes, weight_shapes
@@ -131,8 +131,8 @@ def make_task(config: Config) -> Task:
     A task's own setting may decide that: so it is no matter of flags.
     """
     task = load_task(config.task, **config.options)
-    if task.score_timeout is not None and (lacking := find_lacking_module(Extra("score_workers"))):
-        raise UserError(f"task {config.task}, as it has a score_timeout, {lacking}")
+    if task.score_timeout is not None:
+        check_modules(f"task {config.task}, as it has a score_timeout,", Extra("score_workers"))
     return task
 
 
