@@ -9,7 +9,10 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from pprint import pformat
 
@@ -20,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from config import Config, Extra, UserError, first_line
 from launch.places import Place, find_places, resolve
 from launch.planning.plan import check_plan
-from launch.resume import newest_whole, shape_mismatch
+from launch.resume import newest_whole
 from launch.settings import check_extras, check_modules
 from learner import find_objective
 from loss import LossInputs
@@ -38,11 +41,10 @@ Shapes = dict[str, tuple[int, ...]]  # by a parameter's name
 Prompts = dict[str, list[str | Messages]]  # by split
 PROMPTS_READ = 1000  # of a split, to tell how long they are
 # With these parameters of vLLM a sampler is still the policy at --temperature: some say where a
-# response ends, and the others have the values that change nothing.
+# response ends, and the others have values that change nothing, as a 0 or none does.
 HARMLESS = set("max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed".split())
 HARMLESS |= {"skip_special_tokens", "spaces_between_special_tokens"}
-NEUTRAL = dict(top_p=(1,), top_k=(0, -1), min_p=(0,), min_tokens=(0,), repetition_penalty=(1,))
-NEUTRAL |= dict(presence_penalty=(0,), frequency_penalty=(0,), bad_words=([],), logit_bias=({},))
+NEUTRAL = dict(top_p=1, top_k=-1, repetition_penalty=1)
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, in a repr
 # What metrics.jsonl has already, and an objective might take for its own.
 COLUMNS = "step", "loss", "grad_norm", "learning_rate", "beta", "reward", "kl", "entropy"
@@ -76,9 +78,9 @@ def check_run(given: Config) -> CheckedRun:
     resume = find_checkpoint(given) if given.resume else None
     state = checkpoint.load_state(resume) if resume else {}
     task, sizes, prompts, digest = load_data(given)
-    began = state.get("base_model")
     goes_on_there = resume and given.output_dir == given.resume
     run_dir = given.output_dir if goes_on_there else find_run_dir(given)
+    began = state.get("base_model")
     asked = check_model(replace(given, output_dir=run_dir), task, began)
     searchers = asked.searchers
     if resume and searchers is None and not asked.ray:
@@ -90,10 +92,6 @@ def check_run(given: Config) -> CheckedRun:
     check_lengths(asked, sizes, prompts, tokenizer)
     planned = check_plan(resolve(asked, places), task, places)
     trained = trained_shapes(planned)
-    if resume and (mismatch := shape_mismatch(resume, trained)):
-        raise UserError(
-            f"--resume {given.resume!r}: --model {asked.model!r} has changed since: {mismatch}"
-        )
     config = replace(fetch(planned, task, began), data_digest=f"{digest} {prompt}")
     before = state.get("data_digest", config.data_digest)
     if before != config.data_digest:  # other prompts alone: a chat template may write the date
@@ -162,15 +160,16 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], Prompts, str]:
         for query in read:
             if not isinstance(query, Query):
                 raise UserError(f"task {config.task!r}: {query!r:.60} is no tasks.Query")
-            name = f"task {config.task!r}, {split} query {query.id!r:.60}"
+            problem = ""
             if type(query.id) is not int or abs(query.id) >= 2**63 or query.id in ids:
-                raise UserError(f"{name}: its id must be an int of 64 bits that no other has")
+                problem = "its id must be an int of 64 bits that no other has"
+            elif not isinstance(query.prompt, str) and not is_chat(query.prompt):
+                must = 'be a string, or a list of messages {"role": …, "content": …}'
+                problem = f"its prompt is {query.prompt!r:.60}: it must {must}"
+            if problem:
+                name = f"task {config.task!r}, {split} query {query.id!r:.60}"
+                raise UserError(f"{name}: {problem}")
             ids.add(query.id)
-            if not isinstance(query.prompt, str) and not is_chat(query.prompt):
-                raise UserError(
-                    f"{name}: its prompt is {query.prompt!r:.60}: it must be a string, or a list "
-                    'of messages {"role": …, "content": …}'
-                )
             prompts[split].append(query.prompt)
             answer = query.answer
             if not isinstance(answer, str | int | float):
@@ -178,6 +177,18 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], Prompts, str]:
             row = ADDRESS.sub("", repr((query.prompt, answer)))
             digest.update(row.encode(errors="surrogatepass"))
     return task, sizes, prompts, digest.hexdigest()
+
+
+@contextmanager
+def refused_by_template(config: Config) -> Iterator[None]:
+    """Raise UserError where the chat template of --model does not take the task's prompts."""
+    try:
+        yield
+    except Exception as error:  # a template may refuse in words of its own
+        raise UserError(
+            f"the chat template of --model {config.model!r} does not take the prompts of task "
+            f"{config.task!r}: {first_line(error)}"
+        ) from error
 
 
 def check_tokenizer(
@@ -195,34 +206,23 @@ def check_tokenizer(
             "its config.json: no response could end; use a model that has one"
         )
     kinds: dict[tuple[str, ...], str | Messages] = {}
-    texts = []
     for prompt in prompts:
         messages = [] if isinstance(prompt, str) else prompt
         kinds.setdefault(tuple(message["role"] for message in messages), prompt)
-        texts += [message["content"] for message in messages] or [prompt]
-    chats = [prompt for prompt in kinds.values() if not isinstance(prompt, str)]
-    if chats and not tokenizer.chat_template:
-        raise UserError(
-            f"the prompts of task {config.task!r} are chat messages, but the tokenizer of --model "
-            f"{config.model!r} has no chat template: use a model that has one"
-        )
-    try:
+    with refused_by_template(config):
+        if kinds.keys() - {()} and not tokenizer.chat_template:
+            raise ValueError("there is none, and they are messages: use a model that has one")
         read = [encode_prompt(tokenizer, prompt) for prompt in kinds.values()]
         if config.max_episode_tokens is not None:
             from extras.replies import encode_reply
 
-            for messages in chats:
-                encode_reply(tokenizer, messages, "?", last_token=0)
-    except Exception as error:  # a template may refuse in words of its own
-        raise UserError(
-            f"the chat template of --model {config.model!r} does not take the prompts of task "
-            f"{config.task!r}: {first_line(error)}"
-        ) from error
+            for prompt in kinds.values():
+                encode_reply(tokenizer, prompt, "?", last_token=0)
     known, added = len(policy.get_input_embeddings().weight), tokenizer.get_added_vocab()
-    wanted = {number for ids in read for number in ids} | {tokenizer.eos_token_id or 0}
+    wanted, texts = {tokenizer.eos_token_id or 0}.union(*read), str(prompts)
     for token, number in tokenizer.get_vocab().items():
         # Added ones may be there that no text has: those of images are, in models for text.
-        if number >= known and (token not in added or any(token in text for text in texts)):
+        if number >= known and (token not in added or token in texts):
             wanted.add(number)
     if (number := max(wanted)) >= known:
         raise UserError(
@@ -244,7 +244,7 @@ def check_lengths(
     for split, own in prompts.items():
         is_lazy = len(own) < sizes[split]  # only the first is here
         own = own[:: math.ceil(len(own) / PROMPTS_READ)]
-        try:
+        with refused_by_template(config):
             lengths = [
                 len(encode_prompt(tokenizer, prompt))
                 for prompt in own
@@ -252,9 +252,6 @@ def check_lengths(
                 if not isinstance(prompt, str)
                 or not 0 < len(prompt.encode(errors="replace")) < limit
             ]
-        except Exception as error:  # of a chat template
-            what = f"the chat template of --model {config.model!r} does not take a {split} prompt"
-            raise UserError(f"{what} of task {config.task!r}: {first_line(error)}") from error
         if unfit := sum(not 0 < length <= limit for length in lengths):
             what = f"--max_prompt_tokens {limit} (the longest has {max(lengths)}), or none"
             found = f"{unfit} of {len(own)} {split} prompts have more tokens than {what}"
@@ -268,12 +265,11 @@ def check_sampling(config: Config, task: Task) -> None:
 
     Eight of the task's samplings are looked at.
     """
-    rngs = map(np.random.default_rng, range(8))
     default = {"temperature": config.temperature, "max_tokens": config.max_response_tokens}
     try:
-        all_kinds = [default | task.sampling(rng) for rng in rngs]
+        own = [default | task.sampling(np.random.default_rng(seed)) for seed in range(8)]
         for_tests = sampling_for_tests(config, task)
-        all_kinds.append(for_tests)
+        all_kinds = [*own, for_tests]
         if any("n" in sampling for sampling in all_kinds):
             raise ValueError("--samples_per_query is for 'n'")
         if not all(map(is_plain, all_kinds)):
@@ -285,10 +281,10 @@ def check_sampling(config: Config, task: Task) -> None:
         problem = f"the sampling() or evaluation_sampling of task {config.task!r} cannot be used"
         raise UserError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
     if config.takes_sampler_for_policy:
-        neutral = NEUTRAL | {"temperature": (config.temperature,)}
-        given = [(name, value) for kind in all_kinds[:-1] for name, value in kind.items()]
-        for name, value in given:
-            if name not in HARMLESS and value not in (None, *neutral.get(name, ())):
+        neutral = NEUTRAL | {"temperature": config.temperature}
+        for name, value in chain.from_iterable(kind.items() for kind in own):
+            is_off = not value and name != "temperature"
+            if name not in HARMLESS and not is_off and value != neutral.get(name):
                 raise UserError(
                     f"--loss {config.loss} takes the sampler for the policy, but task "
                     f"{config.task!r} samples with {name} {value!r}: give another --loss"
@@ -346,7 +342,7 @@ def find_policy(config: Config, task: Task, revision: str | None = None) -> Conf
 
 def check_objective(config: Config) -> None:
     """Try the objective on two groups of responses of three tokens. Raises UserError."""
-    name, objective, inputs = f"--loss {config.loss}", find_objective(config.loss), example(config)
+    objective, inputs = find_objective(config.loss), example(config)
     try:
         loss, metrics = objective(inputs)
         loss = torch.as_tensor(loss)
@@ -356,19 +352,20 @@ def check_objective(config: Config) -> None:
     except Exception as error:
         problem = f"it fails on an example: {type(error).__name__}: {first_line(error)}"
         raise UserError(
-            f"{name}: {problem} (it must return a loss and a dict of metrics)"
+            f"--loss {config.loss}: {problem} (it must return a loss and a dict of metrics)"
         ) from error
-    if loss.shape or not loss.isfinite():
-        what = f"of shape {tuple(loss.shape)}" if loss.shape else loss.item()
-        raise UserError(f"{name}: its loss must be one finite number; of an example it is {what}")
+    problem = ""
+    if inputs.logprobs.grad is None:
+        problem = "its loss has no gradient with respect to logprobs"
     for metric, value in metrics.items():
         if value.numel() != 1 or metric in COLUMNS:
-            raise UserError(
-                f"{name}: its metric {metric!r} must be one number, under a name that is none of "
-                f"{', '.join(COLUMNS)}"
-            )
-    if inputs.logprobs.grad is None:
-        raise UserError(f"{name}: its loss has no gradient with respect to logprobs")
+            name = f"under a name that is none of {', '.join(COLUMNS)}"
+            problem = f"its metric {metric!r} must be one number, {name}"
+    if loss.shape or not loss.isfinite():
+        what = f"of shape {tuple(loss.shape)}" if loss.shape else loss.item()
+        problem = f"its loss must be one finite number; of an example it is {what}"
+    if problem:
+        raise UserError(f"--loss {config.loss}: {problem}")
 
 
 def example(config: Config) -> LossInputs:
@@ -417,8 +414,8 @@ def find_checkpoint(config: Config) -> str:
     """
     lock(config.resume)
     directory, complaints = newest_whole(config.resume)
-    for complaint in complaints:
-        print(complaint, file=sys.stderr)
+    if complaints:
+        print(*complaints, sep="\n", file=sys.stderr)
     if directory is None:
         condition = " that is whole" if complaints else ""
         raise UserError(f"--resume {config.resume!r} has no checkpoint{condition}")
@@ -431,20 +428,16 @@ def find_run_dir(config: Config) -> str:
     Raises UserError for one that cannot be written to or already holds a run.
     """
     default = f"runs/{Path(config.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = Path(config.output_dir or default)
+    directory, problem = Path(config.output_dir or default), ""
     if directory.is_dir() and any(directory.iterdir()):
-        raise UserError(
-            f"--output_dir {str(directory)!r} already holds a run: give another one, or remove it"
-        )
-    ancestors = [directory, *directory.absolute().parents]
-    existing = next(filter(Path.exists, ancestors))
+        problem = "already holds a run: give another one, or remove it"
+    existing = next(filter(Path.exists, [directory, *directory.absolute().parents]))
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise UserError(
-            f"--output_dir {str(directory)!r} cannot be written: "
-            f"{error.strerror} in {str(existing)!r}"
-        ) from error
+        problem = f"cannot be written: {error.strerror} in {str(existing)!r}"
+    if problem:
+        raise UserError(f"--output_dir {str(directory)!r} {problem}")
     return str(directory)
 
 

@@ -70,6 +70,6 @@ def test_a_tokenizer_without_a_template_is_named_before_anything_starts(untied_m
     config = Config(task="sums", model=str(untied_model))
     assert load_tokenizer(config).chat_template is None
     _, _, chats, _ = load_data(config)
-    with pytest.raises(UserError, match="chat messages, but the tokenizer of --model .* has no"):
+    with pytest.raises(UserError, match="template of --model .*: there is none, .*: use a model"):
         check_tokenizer(config, chats["train"])
     check_tokenizer(config, [])  # a task whose prompts are texts needs none
