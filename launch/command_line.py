@@ -93,13 +93,13 @@ def find_value(arguments: list[str], name: str) -> str | None:
 
 def preset_config(arguments: list[str]) -> Config:
     """The settings of the task's preset: --preset, --tiny, or the first of its file."""
-    task = arguments[0] if arguments and arguments[0][0] != "-" else Config.task
+    task = next((word for word in arguments[:1] if not word.startswith("-")), Config.task)
     presets = find_presets(task)
     is_tiny = find_value(arguments, "tiny") is not None and "tiny" in presets
     preset = "tiny" if is_tiny else find_value(arguments, "preset") or next(iter(presets))
     if preset not in presets:
-        choices = "this task has none" if "" in presets else f"it is one of {', '.join(presets)}"
-        raise UserError(f"--preset is {preset!r}: {choices}")
+        names = "this task has none" if "" in presets else f"it is one of {', '.join(presets)}"
+        raise UserError(f"--preset is {preset!r}: {names} (task {task}: TASK comes first)")
     try:
         return Config(**{**presets[preset], "task": task, "preset": preset})
     except TypeError as error:  # a setting that Config does not have
@@ -205,8 +205,9 @@ def parse(arguments: list[str], base: Config) -> Config:
         advice = "give a --config of that task" if parsed.process.config else "TASK comes first"
         raise UserError(f"{problem}: {advice}")
     given = {name: vars(getattr(parsed, name)) for name in groups}
-    own = given.pop("task", {}).items()
-    options = {k: v for k, v in own if k in base.options or v != getattr(task, k, None)}
+    own = given.pop("task", {})
+    plain = vars(own_settings(task, {})) if own else {}
+    options = {k: v for k, v in own.items() if k in base.options or v != plain[k]}
     settings = {name: value for group in given.values() for name, value in group.items()}
     for name in filter(settings.get, PATHS):
         settings[name] = str(find_path(f"--{name}", settings[name]))
