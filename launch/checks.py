@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from pprint import pformat
 
@@ -20,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from config import Config, Extra, UserError, users_code
 from launch.places import Place, find_places, resolve
 from launch.planning.plan import check_plan
-from launch.resume import newest_whole, shape_mismatch
-from launch.settings import check_extras, find_lacking_module
+from launch.resume import newest_whole
+from launch.settings import check_extras, check_modules
 from learner import find_objective
 from loss import LossInputs
 from models.architecture import policy_without_weights, trained_shapes, weight_shapes
@@ -38,11 +39,10 @@ Shapes = dict[str, tuple[int, ...]]  # by a parameter's name
 Prompts = dict[str, list[str | Messages]]  # by split
 PROMPTS_READ = 1000  # of a split, to tell how long they are
 # With these parameters of vLLM a sampler is still the policy at --temperature: some say where a
-# response ends, and the others have the values that change nothing.
+# response ends, and the others have values that change nothing, as a 0 or none does.
 HARMLESS = set("max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed".split())
 HARMLESS |= {"skip_special_tokens", "spaces_between_special_tokens"}
-NEUTRAL = dict(top_p=(1,), top_k=(0, -1), min_p=(0,), min_tokens=(0,), repetition_penalty=(1,))
-NEUTRAL |= dict(presence_penalty=(0,), frequency_penalty=(0,), bad_words=([],), logit_bias=({},))
+NEUTRAL = dict(top_p=1, top_k=-1, repetition_penalty=1)
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, in a repr
 # What metrics.jsonl has already, and an objective might take for its own.
 COLUMNS = "step", "loss", "grad_norm", "learning_rate", "beta", "reward", "kl", "entropy"
@@ -91,10 +91,6 @@ def check_run(given: Config) -> CheckedRun:
     check_lengths(asked, sizes, prompts, tokenizer)
     planned = check_plan(resolve(asked, places), task, places)
     trained = trained_shapes(planned)
-    if resume and (mismatch := shape_mismatch(resume, trained)):
-        raise UserError(
-            f"--resume {given.resume!r}: --model {asked.model!r} has changed since: {mismatch}"
-        )
     config = replace(fetch(planned, task, began), data_digest=f"{digest} {prompt}")
     before = state.get("data_digest", config.data_digest)
     if before != config.data_digest:  # other prompts alone: a chat template may write the date
@@ -132,8 +128,8 @@ def make_task(config: Config) -> Task:
     A task's own setting may decide that: so it is no matter of flags.
     """
     task = load_task(config.task, **config.options)
-    if task.score_timeout is not None and (lacking := find_lacking_module(Extra("score_workers"))):
-        raise UserError(f"task {config.task}, as it has a score_timeout, {lacking}")
+    if task.score_timeout is not None:
+        check_modules(f"task {config.task}, as it has a score_timeout,", Extra("score_workers"))
     return task
 
 
@@ -205,9 +201,7 @@ def check_tokenizer(
             f"{config.model!r} has no chat template: use a model that has one"
         )
     # A template may refuse in words of its own.
-    with users_code(
-        f"the chat template of --model {config.model!r}, on prompts of {config.task!r},"
-    ):
+    with users_code(f"the chat template of --model {config.model!r}, on a prompt of the task,"):
         read = [encode_prompt(tokenizer, prompt) for prompt in kinds.values()]
         if config.max_episode_tokens is not None:
             from extras.replies import encode_reply
@@ -215,7 +209,7 @@ def check_tokenizer(
             for messages in chats:
                 encode_reply(tokenizer, messages, "?", last_token=0)
     known, added = len(policy.get_input_embeddings().weight), tokenizer.get_added_vocab()
-    wanted = {number for ids in read for number in ids} | {tokenizer.eos_token_id or 0}
+    wanted = {tokenizer.eos_token_id or 0}.union(*read)
     for token, number in tokenizer.get_vocab().items():
         # Added ones may be there that no text has: those of images are, in models for text.
         if number >= known and (token not in added or any(token in text for text in texts)):
@@ -261,12 +255,11 @@ def check_sampling(config: Config, task: Task) -> None:
 
     Eight of the task's samplings are looked at.
     """
-    rngs = map(np.random.default_rng, range(8))
     default = {"temperature": config.temperature, "max_tokens": config.max_response_tokens}
     with users_code(f"the sampling() or evaluation_sampling of task {config.task!r}"):
-        all_kinds = [default | task.sampling(rng) for rng in rngs]
+        own = [default | task.sampling(np.random.default_rng(seed)) for seed in range(8)]
         for_tests = sampling_for_tests(config, task)
-        all_kinds.append(for_tests)
+        all_kinds = [*own, for_tests]
         if any("n" in sampling for sampling in all_kinds):
             raise ValueError("--samples_per_query is for 'n'")
         if not all(map(is_plain, all_kinds)):
@@ -275,10 +268,10 @@ def check_sampling(config: Config, task: Task) -> None:
             for sampling in all_kinds:
                 request_parameters(sampling)
     if config.takes_sampler_for_policy:
-        neutral = NEUTRAL | {"temperature": (config.temperature,)}
-        given = [(name, value) for kind in all_kinds[:-1] for name, value in kind.items()]
-        for name, value in given:
-            if name not in HARMLESS and value not in (None, *neutral.get(name, ())):
+        neutral = NEUTRAL | {"temperature": config.temperature}
+        for name, value in chain.from_iterable(kind.items() for kind in own):
+            is_off = not value and name != "temperature"
+            if name not in HARMLESS and not is_off and value != neutral.get(name):
                 raise UserError(
                     f"--loss {config.loss} takes the sampler for the policy, but task "
                     f"{config.task!r} samples with {name} {value!r}: give another --loss"
@@ -400,8 +393,8 @@ def find_checkpoint(config: Config) -> str:
     """
     lock(config.resume)
     directory, complaints = newest_whole(config.resume)
-    for complaint in complaints:
-        print(complaint, file=sys.stderr)
+    if complaints:
+        print(*complaints, sep="\n", file=sys.stderr)
     if directory is None:
         condition = " that is whole" if complaints else ""
         raise UserError(f"--resume {config.resume!r} has no checkpoint{condition}")
@@ -414,20 +407,16 @@ def find_run_dir(config: Config) -> str:
     Raises UserError for one that cannot be written to or already holds a run.
     """
     default = f"runs/{Path(config.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = Path(config.output_dir or default)
+    directory, problem = Path(config.output_dir or default), ""
     if directory.is_dir() and any(directory.iterdir()):
-        raise UserError(
-            f"--output_dir {str(directory)!r} already holds a run: give another one, or remove it"
-        )
-    ancestors = [directory, *directory.absolute().parents]
-    existing = next(filter(Path.exists, ancestors))
+        problem = "already holds a run: give another one, or remove it"
+    existing = next(filter(Path.exists, [directory, *directory.absolute().parents]))
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise UserError(
-            f"--output_dir {str(directory)!r} cannot be written: "
-            f"{error.strerror} in {str(existing)!r}"
-        ) from error
+        problem = f"cannot be written: {error.strerror} in {str(existing)!r}"
+    if problem:
+        raise UserError(f"--output_dir {str(directory)!r} {problem}")
     return str(directory)
 
 

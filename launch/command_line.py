@@ -6,11 +6,9 @@ under those Config's defaults.
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Annotated
@@ -18,7 +16,7 @@ from typing import Annotated
 import tyro
 
 from config import Config, UserError, find_path, settle
-from launch.settings import check, check_task_settings, check_types, field_names
+from launch.settings import check, check_types, field_names
 from runtime.checkpoints import FORMAT
 from tasks import Task, find_task, import_task, task_names
 
@@ -69,33 +67,43 @@ def build_config(arguments: list[str]) -> Config:
     What tyro finds itself (a wrong type, --help) it prints, and raises SystemExit.
     """
     for names in ALTERNATIVES:
-        given = [f"--{name}" for name in names if is_given(arguments, name)]
+        given = [f"--{name}" for name in names if find_value(arguments, name) is not None]
         if len(given) > 1:
             raise UserError(f"{given[0]} and {given[1]} are both given: give one of the two")
-    first = parse_first(arguments)
-    if first.resume:
-        return resumed(arguments, first.resume)
-    if first.config:
-        base = replace(read_config("--config", first.config), output_dir="", resume="")
+    if run_dir := find_value(arguments, "resume"):
+        return resumed(arguments, str(find_path("--resume", run_dir)))
+    if file := find_value(arguments, "config"):
+        base = replace(read_config("--config", file), output_dir="", resume="")
     else:
-        base = preset_config(arguments, first)
+        base = preset_config(arguments)
     config = settle(parse(arguments, base))
     check(config)
     return config
 
 
-def preset_config(arguments: list[str], first: Config) -> Config:
+def find_value(arguments: list[str], name: str) -> str | None:
+    """Return what follows a flag on the command line, "" if nothing does; None without the flag."""
+    found = None
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        flag, is_joined, value = argument.partition("=")
+        if flag.replace("-", "_") == f"__{name}":
+            found = value if is_joined else following
+    return found
+
+
+def preset_config(arguments: list[str]) -> Config:
     """The settings of the task's preset: --preset, --tiny, or the first of its file."""
-    presets = find_presets(first.task)
-    is_tiny = is_given(arguments, "tiny") and "tiny" in presets
-    preset = "tiny" if is_tiny else first.preset or next(iter(presets))
+    task = next((word for word in arguments[:1] if not word.startswith("-")), Config.task)
+    presets = find_presets(task)
+    is_tiny = find_value(arguments, "tiny") is not None and "tiny" in presets
+    preset = "tiny" if is_tiny else find_value(arguments, "preset") or next(iter(presets))
     if preset not in presets:
-        choices = "this task has none" if "" in presets else f"it is one of {', '.join(presets)}"
-        raise UserError(f"--preset is {preset!r}: {choices}")
+        names = "this task has none" if "" in presets else f"it is one of {', '.join(presets)}"
+        raise UserError(f"--preset is {preset!r}: {names} (task {task}: TASK comes first)")
     try:
-        return Config(**{**presets[preset], "task": first.task, "preset": preset})
+        return Config(**{**presets[preset], "task": task, "preset": preset})
     except TypeError as error:  # a setting that Config does not have
-        raise UserError(f"preset {preset!r} of task {first.task!r}: {error}") from error
+        raise UserError(f"preset {preset!r} of task {task!r}: {error}") from error
 
 
 def find_presets(name_or_path: str) -> dict[str, dict]:
@@ -116,26 +124,22 @@ def check_format(directory: str) -> None:
 def resumed(arguments: list[str], directory: str) -> Config:
     """The settings of the run in that directory, changed by the flags. Raises UserError."""
     check_format(directory)
-    saved = read_config("--resume", directory)
-    saved = replace(saved, output_dir=directory, resume=directory)
+    saved = replace(read_config("--resume", directory), output_dir=directory, resume=directory)
     config = parse(arguments, saved)
     if config.model and Path(config.model).is_dir():
         config = replace(config, model=str(Path(config.model).resolve()))
+    may_change = [*CHANGEABLE]
+    if config.constant_staleness:
+        may_change.remove("steps")  # the last batches are made for their number
+    if saved.ray and config.ray:
+        may_change += "ray", "searchers", "searchers_per_node"  # as many as there are
     before, after = (asdict(c) | c.options for c in (saved, config))
     for name, value in after.items():
-        # On a cluster a run goes on with as many searchers as there are.
-        is_moved = name in ("ray", "searchers", "searchers_per_node") and saved.ray and config.ray
-        if name in (*CHANGEABLE, "options") or value == before.get(name) or is_moved:
-            continue
-        raise UserError(
-            f"--{name} is {value!r}, but the run to resume has {before.get(name)!r}: "
-            f"only {', '.join(CHANGEABLE)} may change"
-        )
-    if config.steps != saved.steps and config.constant_staleness:
-        raise UserError(
-            f"--steps is {config.steps}, but the run to resume has {saved.steps}: with "
-            "--constant_staleness its last batches are made for that"
-        )
+        if value != before.get(name) and name not in (*may_change, "options"):
+            raise UserError(
+                f"--{name} is {value!r}, but the run to resume has {before.get(name)!r}: "
+                f"only {', '.join(may_change)} may change"
+            )
     # A share of the steps stays one of those that the run began with: beta must not go back.
     steps, stop = saved.in_steps(saved.beta_steps), saved.beta_stop_step
     stop = None if stop is None else saved.in_steps(stop)
@@ -146,7 +150,7 @@ def resumed(arguments: list[str], directory: str) -> Config:
 
 def read_config(flag: str, path: str) -> Config:
     """Make a Config of the file of --config, or of the run of --resume. Raises UserError."""
-    file, what, advice = Path(path), "settings of a run", "the config.json of one"
+    file, what, advice = find_path(flag, path), "settings of a run", "the config.json of one"
     if flag == "--resume":
         file, what, advice = file / "config.json", "run that can be resumed", "the directory of one"
     try:
@@ -162,95 +166,56 @@ def read_config(flag: str, path: str) -> Config:
     return Config(**settings)
 
 
-def is_given(arguments: list[str], name: str) -> bool:
-    """Whether a flag stands on the command line."""
-    flags = [argument.split("=")[0].replace("-", "_") for argument in arguments]
-    return f"__{name}" in flags
-
-
-def parse_first(arguments: list[str]) -> Config:
-    """Read which task and which settings it is about; the task's own flags are not known yet.
-
-    Behind a flag that is not known stands that flag's value: only a first argument is surely TASK.
-    """
-    begins_with_task = bool(arguments) and not arguments[0].startswith("-")
-    deciding = ("preset", "config", "resume")
-    if begins_with_task and not any(is_given(arguments, name) for name in deciding):
-        return Config(task=arguments[0])  # to spare tyro's time
-    without_help = [argument for argument in arguments if argument not in ("-h", "--help")]
-    settings, unknown = run_tyro(without_help, Config(), task=None)
-    if begins_with_task:
-        return replace(settings, task=arguments[0])
-    return replace(settings, task=Config.task) if unknown else settings
-
-
 def parse(arguments: list[str], base: Config) -> Config:
-    """Read the flags of Config and of the task over the settings in `base`. Raises UserError."""
-    check_types(vars(base), Config)
-    task = find_task(base.task)
-    check_task_settings(base.task, task)
-    if unknown := set(base.options) - set(field_names(task)):
-        raise UserError(f"task {base.task!r} has no setting {min(unknown)!r}")
-    check_types(base.options, task)
-    config, unknown = run_tyro(arguments, base, task)
-    if unknown:
-        flag = unknown[0].partition("=")[0]  # without its value
-        sections = (*Config.__bases__, task)
-        flags = [f"--{name}" for section in sections for name in field_names(section)]
-        close = get_close_matches(flag, flags)
-        advice = f"did you mean {' or '.join(close)}? " if close else ""
-        problem = f"unknown argument {flag}: {advice}"
-        raise UserError(f"{problem}python tba.py {base.task} --help lists all flags")
-    if config.task != base.task and not base.resume:  # resumed() has its own words for that
-        raise UserError(f"the task is {config.task!r}, but the settings are for {base.task!r}")
-    return config
+    """Read the flags of Config and of the task over the settings in `base`. Raises UserError.
 
-
-def run_tyro(
-    arguments: list[str], base: Config, task: type[Task] | None
-) -> tuple[Config, list[str]]:
-    """Have tyro read the command line. Returns the settings, and the arguments it does not know.
-
-    For tyro each section of Config is a group of flags, and so are the task's own. The task is None
-    where its flags are still to come.
+    For tyro each section of Config is a group of flags, and so are the task's own.
     """
+    task = find_task(base.task)
+    check_types(base, task)
     groups: dict[str, object] = {}
     # ObjectiveSettings is the group "objective"; reversed, they are in the order of --help.
     for section in reversed(Config.__bases__):
         values = {name: getattr(base, name) for name in field_names(section)}
         groups[section.__name__.removesuffix("Settings").lower()] = section(**values)
-    own = own_settings(task) if field_names(task) else None
-    if own:
-        groups["task"] = own(**base.options)
+    if field_names(task):
+        groups["task"] = own_settings(task, base.options)
     types = [(name, type(group)) for name, group in groups.items()]
     wrapper = make_dataclass("CommandLine", [("name", TASK), *types])
-    description = DESCRIPTION
-    if task:
-        presets = ", ".join(filter(None, find_presets(base.task))) or "none"
-        description += f" Presets of {base.task}: {presets}."
+    presets = ", ".join(filter(None, find_presets(base.task))) or "none"
     parsed, unknown = tyro.cli(
         wrapper,
         args=arguments,
         default=wrapper(base.task, **groups),
         prog="python tba.py",
-        description=description,
+        description=f"{DESCRIPTION} Presets of {base.task}: {presets}.",
         use_underscores=True,
         return_unknown_args=True,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    settings, options = {"task": parsed.name}, dict(base.options)
-    for name in groups.keys() - {"task"}:
-        settings |= vars(getattr(parsed, name))
+    if unknown:
+        flag = unknown[0].partition("=")[0]  # without its value
+        flags = [f"--{name}" for group in groups.values() for name in vars(group)]
+        close = get_close_matches(flag, flags)
+        advice = f"did you mean {' or '.join(close)}? " if close else ""
+        problem = f"unknown argument {flag}: {advice}"
+        raise UserError(f"{problem}python tba.py {base.task} --help lists all flags")
+    if parsed.name != base.task and not base.resume:  # resumed() has its own words for that
+        problem = f"the task is {parsed.name!r}, but the settings are for {base.task!r}"
+        advice = "give a --config of that task" if parsed.process.config else "TASK comes first"
+        raise UserError(f"{problem}: {advice}")
+    given = {name: vars(getattr(parsed, name)) for name in groups}
+    own = given.pop("task", {})
+    plain = vars(own_settings(task, {})) if own else {}
+    options = {k: v for k, v in own.items() if k in base.options or v != plain[k]}
+    settings = {name: value for group in given.values() for name, value in group.items()}
     for name in filter(settings.get, PATHS):
         settings[name] = str(find_path(f"--{name}", settings[name]))
-    if own:
-        plain, given = vars(own()), vars(parsed.task)
-        options |= {name: v for name, v in given.items() if name in options or v != plain[name]}
-    return replace(base, **settings, options=options), unknown
+    return replace(base, task=parsed.name, **settings, options=options)
 
 
-def own_settings(task: type[Task]) -> Callable[..., object]:
-    """Return what makes a task's settings, without what the task does when it is made.
+def own_settings(task: type[Task], options: dict) -> object:
+    """Make a task's settings, without what the task does when it is made.
 
     A setting without a default is tyro.MISSING until it is given: tyro asks for it.
     """
@@ -259,4 +224,4 @@ def own_settings(task: type[Task]) -> Callable[..., object]:
     own = dataclass(frozen=is_frozen)(type(task.__name__, (task,), members))
     # Where there is a default or a way to make one, only the other is dataclasses.MISSING.
     required = [field.name for field in fields(task) if field.default is field.default_factory]
-    return partial(own, **dict.fromkeys(required, tyro.MISSING))
+    return own(**dict.fromkeys(required, tyro.MISSING) | options)

@@ -83,12 +83,9 @@ def trainer_busy(run_dir: str) -> float | None:
     if not steps:
         return None
     first, last = steps[0][1], steps[-1][2]
-    worked = [
-        end - start
-        for name, start, end in spans
-        if name != "wait" and first <= start and end <= last
-    ]
-    return sum(worked) / (last - first)
+    work = [(start, end) for name, start, end in spans if name != "wait"]
+    worked = sum(end - start for start, end in work if first <= start and end <= last)
+    return worked / (last - first)
 
 
 def rewind(run_dir: str, step: int) -> None:
@@ -96,14 +93,12 @@ def rewind(run_dir: str, step: int) -> None:
 
     The timeline begins anew: a gap in it would not be the run's.
     """
-    path = Path(run_dir) / "metrics.jsonl"
-    # This step's evaluation comes after it: only those of earlier versions are kept.
-    kept = [
-        line
-        for line in read_metrics(run_dir)
-        if (line["step"] <= step if "loss" in line else line["step"] < step)
-    ]
-    path.with_suffix(".unfinished").write_text("".join(to_json(line) + "\n" for line in kept))
-    path.with_suffix(".unfinished").rename(path)
-    for spans in (Path(run_dir) / "logs").glob("*.spans.jsonl"):
+    unfinished, text = Path(run_dir, "metrics.unfinished"), ""
+    for line in read_metrics(run_dir):
+        # This step's evaluation comes after it: only those of earlier versions are kept.
+        if line["step"] < step or (line["step"] == step and "loss" in line):
+            text += to_json(line) + "\n"
+    unfinished.write_text(text)
+    unfinished.rename(Path(run_dir, "metrics.jsonl"))
+    for spans in Path(run_dir, "logs").glob("*.spans.jsonl"):
         spans.unlink()

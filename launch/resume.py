@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from safetensors import safe_open
 
 from runtime.checkpoints.checkpoint import checksum, list_checkpoints, load_state
 from runtime.record.lines import Lines
@@ -28,28 +27,23 @@ FILES = {"learner.safetensors", "buffer.npz", "torch.npz", "state.json"}
 
 def write_start(run_dir: str, is_resumed: bool) -> None:
     """Add a line for a start of the run to starts.jsonl; report.html shows it."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    processors = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     line = {
         "resumed": is_resumed,
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": shlex.join(sys.orig_argv),
-        "machine": describe_machine(),
+        "machine": {
+            "system": platform.platform(),
+            "processor": [*processors, platform.machine()][0],
+            "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+            "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+            "GPUs": ", ".join(gpus) or "none",
+        },
         "versions": find_versions(),
         "commit": find_commit(),
     }
     Lines(Path(run_dir, "starts.jsonl")).write(line)
-
-
-def describe_machine() -> dict[str, str]:
-    """Say what the run has of this machine."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    processors = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    return {
-        "system": platform.platform(),
-        "processor": [*processors, platform.machine()][0],
-        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
-        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "GPUs": ", ".join(gpus) or "none",
-    }
 
 
 def find_versions() -> dict[str, str]:
@@ -66,9 +60,8 @@ def find_commit() -> str:
     command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
     if (ROOT / ".git").exists():  # a directory above may be a repository of its own
         with suppress(OSError, subprocess.TimeoutExpired):
-            return subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, timeout=10.0
-            ).stdout.strip()
+            how = dict(cwd=ROOT, capture_output=True, text=True, timeout=10.0)
+            return subprocess.run(command, **how).stdout.strip()
     return ""
 
 
@@ -108,18 +101,4 @@ def find_corruption(directory: Path) -> str | None:
                 return f"{name} is damaged"
     except (OSError, ValueError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
-    return None
-
-
-def shape_mismatch(directory: str | Path, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """What keeps a model of these parameters from taking the checkpoint's; None if nothing does."""
-    with safe_open(Path(directory) / "learner.safetensors", "pt") as file:
-        saved = {
-            key.removeprefix("policy."): tuple(file.get_slice(key).get_shape())
-            for key in file.keys()  # noqa: SIM118 (no dict: it cannot be iterated)
-            if key.startswith("policy.")
-        }
-    for name in saved | shapes:
-        if saved.get(name) != shapes.get(name):
-            return f"{name} has shape {shapes.get(name)}, in the checkpoint {saved.get(name)}"
     return None

@@ -40,7 +40,8 @@ def test_weights_are_named_by_their_numbers(piece_bytes, which, tied_model, tmp_
     assert identify_weights(str(snapshot)) == "0123abc", "the revision"
 
 
-def test_a_run_names_its_base_model_and_is_not_resumed_on_another(tmp_path, capsys):
+@pytest.mark.parametrize("layers", [2, 1])
+def test_a_run_names_its_base_model_and_is_not_resumed_on_another(layers, tmp_path, capsys):
     model = Path(make(tmp_path, "LlamaForCausalLM", **TOY))
     run_dir, name = tmp_path / "run", identify_weights(str(model))
     trainer = make_trainer(model, run_dir, base_model=name)
@@ -52,6 +53,7 @@ def test_a_run_names_its_base_model_and_is_not_resumed_on_another(tmp_path, caps
     assert checkpoint.load_state(run_dir / "checkpoints" / "step-00000000")["base_model"] == name
     settings = dataclasses.asdict(trainer.config) | {"task": "arithmetic", "checkpoint_every": 0}
     (run_dir / "config.json").write_text(json.dumps(settings))
+    make(tmp_path, "LlamaForCausalLM", **TOY | dict(num_hidden_layers=layers))  # in its place
     change(model)
     assert main(["--resume", str(run_dir)]) == 2
     assert f"began with other weights in --model {str(model)!r}: put" in capsys.readouterr().err

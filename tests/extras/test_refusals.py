@@ -27,10 +27,7 @@ REFUSED = [
     ("reach --max_episode_tokens 16", "leaves no room for a turn"),
     ("--lora_alpha 16", "--lora_alpha is 16.0, …without --lora_rank: give that too, or … None"),
     ("--trainer_processes 2 --lora_rank 8", "--lora_rank 8 … 2 are both given: …are not sharded"),
-    (
-        "redteam --loss tba_ema",
-        "sampler for the policy, but task 'redteam' samples with temperature 1.",
-    ),
+    ("redteam --loss tba_ema", "the sampler for the policy, but …samples with temperature 1."),
     ("arithmetic --ray auto", "--ray needs Ray…pip install -r requirements-ray.txt"),
     ("--ray auto --synchronous", "--ray auto …0 are both given: further nodes search freely"),
 ]
@@ -73,27 +70,25 @@ def test_a_problem_of_math_that_cannot_be_used_is_named_with_its_line(row, lacks
     refused(arguments, f"train.jsonl line 1…has no {lacks}", capfd)
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        "lockstep: arithmetic --synchronous",
-        "lockstep: sums",  # its preset has a constant staleness
-        "objectives: arithmetic --loss grpo",
-        "episodes: reach",
-        "score_workers: jsonl --data absent.jsonl --match math",
-        "lockstep: arithmetic --reference_reset_period 2",
-        "lora: arithmetic --lora_rank 4",
-        "sharding: arithmetic --trainer_processes 2",
-        "tracking: arithmetic --track wandb",
-        "nodes/joining: arithmetic --ray auto",
-    ],
-)
-def test_without_extras_what_wants_one_is_refused_by_name(wanted, tmp_path, monkeypatch, capfd):
+WANTED = [
+    ("lockstep", "arithmetic --synchronous"),
+    ("lockstep", "sums"),  # its preset has a constant staleness
+    ("objectives", "arithmetic --loss grpo"),
+    ("episodes", "reach"),
+    ("score_workers", "jsonl --data absent.jsonl --match math"),
+    ("lockstep", "arithmetic --reference_reset_period 2"),
+    ("lora", "arithmetic --lora_rank 4"),
+    ("sharding", "arithmetic --trainer_processes 2"),
+    ("tracking", "arithmetic --track wandb"),
+    ("nodes/joining", "arithmetic --ray auto"),
+]
+
+
+@pytest.mark.parametrize("name, words", WANTED)
+def test_without_extras_what_wants_one_is_refused(name, words, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("launch.settings.EXTRAS", tmp_path / "extras")
-    name, arguments = wanted.split(": ")
-    refused(
-        arguments.split(), f"needs extras/{name}.py, which this copy of the project lacks", capfd
-    )
+    says = f"needs extras/{name}.py, which this copy of the project lacks"
+    refused(words.split(), says, capfd)
     assert build_config(["arithmetic"]).loss == "tb"
 
 
