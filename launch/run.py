@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 from launch import children
 from launch.checks import CheckedRun
-from launch.display.first_look import FirstLook
+from launch.display.alarms import FirstLook
 from launch.display.progress import ProgressView
 from launch.places import is_gpu_shared, searchers_of, trainers_of
 from launch.supervisor import STOP_SECONDS, RunFailed, Supervisor
