@@ -35,11 +35,10 @@ GROUPS = {
 
 def check(config: Config) -> None:
     """Raise UserError where the tracker's library is not installed. Imports nothing."""
-    spec = find_spec(config.track)
     # A directory that happens to have the name is found too, without an origin.
-    if not (spec and spec.origin):
-        problem = f"--track {config.track}: it is not installed"
-        raise UserError(f"{problem}: pip install -r requirements-track.txt")
+    if not getattr(find_spec(config.track), "origin", None):
+        how = "pip install -r requirements-track.txt"
+        raise UserError(f"--track {config.track}: it is not installed: {how}")
 
 
 class Tracking:
@@ -57,10 +56,9 @@ class Tracking:
             self.follow()
         except BaseException as error:
             log = log_path(self.run_dir, "tracker")
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            problem = f"it failed, and the run does without it: {reason}; see {log}"
-            self.say(f"--track {self.name}: {problem}")
             log.write_text(traceback.format_exc())
+            reason = f"{type(error).__name__}: {first_line(error)}; see {log}"
+            self.say(f"--track {self.name}: it failed, and the run does without it: {reason}")
 
     def follow(self) -> None:
         """Feed the tracker what there is, again and again, until the run is over.
@@ -71,8 +69,8 @@ class Tracking:
         settings = json.loads(Path(self.run_dir, "config.json").read_text())
         tracker = TRACKERS[self.name](self.run_dir, settings)
         self.say(f"--track {self.name}: {tracker.where}")
-        metrics = new_lines(Path(self.run_dir, "metrics.jsonl"))
-        samples = new_lines(Path(self.run_dir, "samples.jsonl"))
+        names = "metrics.jsonl", "samples.jsonl"
+        metrics, samples = (new_lines(Path(self.run_dir, name)) for name in names)
         is_over, table_version = False, 0  # from which another table is due
         while not is_over:
             is_over = self.is_over.wait(PERIOD)  # what is there by then is sent below
@@ -81,7 +79,7 @@ class Tracking:
             newest = next(samples)[-SAMPLES:]
             if newest and newest[-1]["version"] >= table_version:
                 version = newest[-1]["version"]
-                tracker.show(version, newest)
+                tracker.show(version, [[plain(line[name]) for name in FIELDS] for line in newest])
                 table_version = version + settings["steps"] / TABLES
         tracker.close(self.exit_code)
 
@@ -115,8 +113,14 @@ def grouped(line: dict) -> dict[str, float]:
     }
 
 
+def plain(value: object) -> str | float:
+    """Return a value as a tracker takes it: a list of messages, or what else there is, as JSON."""
+    is_plain = isinstance(value, str | int | float)
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
+
+
 # The trackers. `where` tells the user where to look; log() takes figures against the trainer step,
-# show() a few lines of samples.jsonl, close() the run's exit code. Any of them may raise, or never
+# show() FIELDS of a few samples, close() the run's exit code. Any of them may raise, or never
 # return. A library is imported where its tracker is made: in the thread, as it may take seconds.
 
 
@@ -133,9 +137,8 @@ class Wandb:
         self.wandb, name = wandb, Path(run_dir).resolve().name
         # It neither prints, asks for a key nor takes over the terminal, which is the run's. A
         # kill -9 may cost a second of what was sent: wandb would keep 15 s in memory.
-        wandb.setup(
-            wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
-        )
+        quiet = dict(silent=True, console="off", x_transaction_log_flush_interval=1.0)
+        wandb.setup(wandb.Settings(**quiet))
         project = os.environ.get("WANDB_PROJECT", "tba")
         self.run = wandb.init(project=project, group=name, name=name, dir=run_dir, config=settings)
         self.run.define_metric("trainer_step", hidden=True)
@@ -143,11 +146,10 @@ class Wandb:
         directory = Path(self.run.dir).parent
         self.where = f"offline, see wandb sync {directory}" if self.run.offline else self.run.url
 
-    def log(self, step: int, figures: dict[str, float]) -> None:
+    def log(self, step: int, figures: dict) -> None:
         self.run.log({"trainer_step": step, **figures})
 
-    def show(self, step: int, samples: list[dict]) -> None:
-        rows = [[plain(sample[name]) for name in FIELDS] for sample in samples]
+    def show(self, step: int, rows: list[list]) -> None:
         table = self.wandb.Table(columns=list(FIELDS), data=rows, allow_mixed_types=True)
         self.log(step, {"samples": table})
 
@@ -170,28 +172,16 @@ class TensorBoard:
         self.writer.add_text("configuration", text)
         self.where = f"tensorboard --logdir {Path(run_dir).parent}"
 
-    def log(self, step: int, figures: dict[str, float]) -> None:
+    def log(self, step: int, figures: dict) -> None:
         for name, value in figures.items():
             self.writer.add_scalar(name, value, step)
 
-    def show(self, step: int, samples: list[dict]) -> None:
-        texts = [
-            as_code("\n".join(f"{name}: {plain(sample[name])}" for name in FIELDS))
-            for sample in samples
-        ]
-        self.writer.add_text("samples", "\n\n---\n\n".join(texts), step)
+    def show(self, step: int, rows: list[list]) -> None:
+        texts = ["\n".join(f"{name}: {value}" for name, value in zip(FIELDS, row)) for row in rows]
+        self.writer.add_text("samples", "\n\n---\n\n".join(map(as_code, texts)), step)
 
     def close(self, exit_code: int) -> None:
         self.writer.close()
-
-
-TRACKERS = {"wandb": Wandb, "tensorboard": TensorBoard}
-
-
-def plain(value: object) -> str | float:
-    """Return a value as a tracker takes it: a list of messages, or what else there is, as JSON."""
-    is_plain = isinstance(value, str | int | float)
-    return value if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 def as_code(text: str) -> str:
@@ -200,3 +190,6 @@ def as_code(text: str) -> str:
     By indentation: a fence could be closed by the text.
     """
     return "\n".join("    " + line for line in re.split(r"\r\n|\r|\n", text))
+
+
+TRACKERS = {"wandb": Wandb, "tensorboard": TensorBoard}

@@ -1,4 +1,4 @@
-"""The processes of a run: how each starts at its place."""
+"""The processes of a run: how each starts at its place, and the signals that end them."""
 
 import os
 import re
@@ -14,6 +14,31 @@ from runtime.child import enter, log_path
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask a run to end
 NOISE = re.compile(r"nanobind: | - leaked |.*skipped remainder")
 LOG_LINES = 25  # of a failed process, shown
+
+
+class Interrupt:
+    """The signal that asked the run to end, if one did.
+
+    A second signal kills the run, except SIGHUP, which a closing terminal sends twice. It raises
+    SystemExit: the queues' semaphores are unlinked on the way out.
+    """
+
+    def __init__(self):
+        self.signal = 0
+        # The resource tracker starts with these signals blocked: it must outlive this process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+                signal.signal(number, self)
+
+    def __call__(self, number: int, frame) -> None:
+        if self.signal and number != signal.SIGHUP:
+            for child in torch.multiprocessing.active_children():
+                child.kill()
+            raise SystemExit(128 + number)
+        self.signal = self.signal or number
 
 
 def environment(place: Place) -> dict[str, str]:

@@ -20,7 +20,6 @@ import torch.multiprocessing
 from config import Config
 from launch import checks, children
 from launch.places import MEMORY_ALONE, Place, evaluation_place, find_places
-from launch.run import Interrupt
 from launch.supervisor import STOP_SECONDS, RunFailed
 from models.architecture import weight_shapes
 from models.policy import check_finite
@@ -48,7 +47,7 @@ def evaluate_only(config: Config) -> int:
     tokenizer, _ = checks.check_tokenizer(config, prompts)
     checks.check_lengths(config, sizes, {"test": prompts}, tokenizer)
     name, config = config.model, checks.fetch(config, task)
-    interrupt = Interrupt()
+    interrupt = children.Interrupt()
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "logs").mkdir()
         # Nothing trains: a preset's trainer processes need no GPUs.
@@ -70,7 +69,7 @@ def evaluate_only(config: Config) -> int:
 
 
 def final_evaluation(
-    config: Config, place: Place, interrupt: Interrupt, say: Callable[[str], None]
+    config: Config, place: Place, interrupt: children.Interrupt, say: Callable[[str], None]
 ) -> None:
     """Load the saved model into an engine of its own and evaluate it there."""
     say("evaluating the saved model …")
@@ -85,7 +84,7 @@ def final_evaluation(
     say(str(result.answers))
 
 
-def evaluate(config: Config, place: Place, interrupt: Interrupt) -> Evaluation | None:
+def evaluate(config: Config, place: Place, interrupt: children.Interrupt) -> Evaluation | None:
     """Evaluate config.model in a process of its own. None: interrupted. Raises RunFailed."""
     if place.gpu is None:  # all others have ended
         place = dataclasses.replace(place, cores=sorted(os.sched_getaffinity(0)))

@@ -94,10 +94,10 @@ class Supervisor:
                 break
             if isinstance(item, Notice):
                 self.say(item.text)
-                continue
-            if isinstance(item, Group):
-                self.deaths[rank] = 0
-            self.put(item)
+            else:
+                if isinstance(item, Group):
+                    self.deaths[rank] = 0
+                self.put(item)
         groups.close()
 
     def put(self, item: Group | Evaluation) -> None:
@@ -114,12 +114,13 @@ class Supervisor:
         Raises RunFailed when one dies again and again, or asks to end the run. Once the status
         table says stop, they may end.
         """
-        for rank, (process, place) in enumerate(zip(self.searchers, self.places)):
+        for rank, process in enumerate(self.searchers):
+            name = process.name
             if process.exitcode is not None:
-                fault = f"{place.name} ended with exit code {process.exitcode}"
-            elif self.status.is_silent(place.name, self.config.searcher_timeout):
-                silence = f"{self.status.silence(place.name):.0f} s (--searcher_timeout)"
-                fault = f"{place.name} sent no heartbeat for {silence}"
+                fault = f"{name} ended with exit code {process.exitcode}"
+            elif self.status.is_silent(name, self.config.searcher_timeout):
+                silence = f"{self.status.silence(name):.0f} s (--searcher_timeout)"
+                fault = f"{name} sent no heartbeat for {silence}"
             else:
                 continue
             if self.status.stop:
@@ -131,18 +132,11 @@ class Supervisor:
             # come.
             if process.exitcode == GIVE_UP or self.config.lockstep or is_repeated:
                 repeated = f", {DEATHS} times without a group" if is_repeated else ""
-                log = children.log_tail(self.run_dir, place.name)
-                raise RunFailed(f"{fault}{repeated}\n{log}")
-            self.restart(rank, fault)
-
-    def restart(self, rank: int, fault: str) -> None:
-        """Start a dead searcher again, and say so."""
-        row = self.places[rank].name
-        self.weights.unpin(rank)
-        self.status.add(row, "restarts", 1)
-        self.searchers[rank] = self.start(rank)
-        log = log_path(self.run_dir, row)
-        self.say(f"{fault}: it is started again; its log is {log}")
+                raise RunFailed(f"{fault}{repeated}\n{children.log_tail(self.run_dir, name)}")
+            self.weights.unpin(rank)
+            self.status.add(name, "restarts", 1)
+            self.searchers[rank] = self.start(rank)
+            self.say(f"{fault}: it is started again; its log is {log_path(self.run_dir, name)}")
 
     def stop(self) -> None:
         """Join the searchers, which end by themselves when the status table says stop.

@@ -7,7 +7,7 @@ import pytest
 from conftest import SMALL, flags, make_group, read, tba
 
 from config import Config
-from launch.display import first_look
+from launch.display import alarms
 from launch.display.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms
 from runtime.record.lines import Lines
 from runtime.record.metrics import describe
@@ -24,50 +24,45 @@ def raised(run_dir: Path, steps: list[dict], **settings) -> list[str]:
     return [text for line in lines for text in watching.observe(line)]
 
 
-def test_one_odd_batch_among_good_ones_raises_no_alarm(tmp_path):
-    odd = HEALTHY | {"equal_rewards": 1.0, "ess_responses": 0.004, "finished": 0.0}
-    assert raised(tmp_path, ([odd] + [HEALTHY] * (WINDOW - 1)) * 5) == []
+BF16, LONG = {"dtype": "bfloat16"}, int(NOTHING_NEW_SECONDS) + 3
+ODD = {"equal_rewards": 1.0, "ess_responses": 0.004, "finished": 0.0}
+WATCHED = [  # what differs from HEALTHY in each step, settings, whether there is an alarm
+    (([ODD] + [{}] * (WINDOW - 1)) * 5, {}, False),  # one odd batch among good ones
+    # Rewards are equal because they are the best, or not.
+    *[([{"equal_rewards": 1.0, "reward": reward}] * WINDOW, {}, False) for reward in (1.0, 0.96)],
+    *[([{"equal_rewards": 1.0, "reward": reward}] * WINDOW, {}, True) for reward in (0.5, 7.0)],
+    ([{"mismatch": 0.05}], {}, True),
+    ([{"mismatch": 0.05}], BF16, False),
+    ([{"mismatch": 0.2}], BF16, True),
+    ([{"mismatch": 0.05}], {"task": "redteam"}, False),  # vLLM masks an early end there
+    ([{}] * 8 + [{"received": 64}] * LONG, {}, True),  # the buffer gets nothing new
+    ([{"received": 0}] * LONG, {}, False),  # there is no buffer
+]
 
 
-@pytest.mark.parametrize(
-    "reward, is_alarm", [(1.0, False), (0.96, False), (0.5, True), (7.0, True)]
-)
-def test_equal_rewards_are_no_alarm_where_they_are_the_best(reward, is_alarm, tmp_path):
-    steps = [HEALTHY | {"equal_rewards": 1.0, "reward": reward}] * WINDOW
-    assert len(raised(tmp_path, steps)) == is_alarm
+@pytest.mark.parametrize("changed, settings, is_alarm", WATCHED)
+def test_an_alarm_is_raised_where_something_is_wrong_alone(changed, settings, is_alarm, tmp_path):
+    steps = [HEALTHY | figures for figures in changed]
+    assert len(raised(tmp_path, steps, **settings)) == is_alarm
 
 
 @pytest.mark.parametrize(
     "name, figures, says",
     [
         ("mismatch", {"mismatch": 2e-4}, "differ by 0.0002 nats a token"),
+        ("nothing new", {"received": 64}, "the buffer got nothing new for"),
         ("equal rewards", {"equal_rewards": 0.96}, "in 96% of the groups all rewards are equal"),
         ("effective sample size", {"ess_responses": 0.008}, "is 0.80%"),
         ("unfinished", {"finished": 0.0}, "no response ends before --max_response_tokens"),
     ],
 )
 def test_each_alarm_is_raised_once_and_not_again_by_a_resumed_run(name, figures, says, tmp_path):
-    steps = [HEALTHY] * 30 + [HEALTHY | figures] * 100
+    steps = [HEALTHY] * 30 + [HEALTHY | figures] * 130
     (text,) = raised(tmp_path, steps)
     assert says in text and "--" in text, "a flag that may help"
     assert raised(tmp_path, steps) == [], "as a resumed run does"
     (line,) = read(tmp_path, "alarms.jsonl")
     assert line["name"] == name and line["text"] == text and line["step"] > 30
-
-
-def test_a_mismatch_that_is_normal_in_bf16_or_where_vllm_masks_an_early_end_is_no_alarm(tmp_path):
-    lines = [HEALTHY | {"mismatch": 0.05}]
-    assert not raised(tmp_path, lines, dtype="bfloat16")
-    assert not raised(tmp_path, lines, task="redteam")
-    assert raised(tmp_path, lines)
-    assert raised(tmp_path / "bf16", [HEALTHY | {"mismatch": 0.2}], dtype="bfloat16")
-
-
-def test_a_buffer_that_gets_nothing_new_is_an_alarm_but_not_where_there_is_none(tmp_path):
-    count = int(NOTHING_NEW_SECONDS) + 3
-    (text,) = raised(tmp_path, [HEALTHY] * 8 + [HEALTHY | {"received": 64}] * count)
-    assert "the buffer got nothing new for" in text
-    assert raised(tmp_path / "lockstep", [HEALTHY | {"received": 0}] * count) == []
 
 
 def test_groups_whose_rewards_are_all_equal_are_counted():
@@ -94,10 +89,8 @@ def test_before_the_first_step_a_user_is_told_what_to_look_at(
 ):
     figures = dict(equal_rewards=0.25, reward=0.4, finished=1.0) | figures
     has_turns, extracted = "turns" in figures, figures.pop("extracted", "46")
-    parts = dict(load_tokenizer=None, tokens_left_out={}, describe=figures)
-    parts["find_unseen"] = figures.pop("unseen", [])
-    for name, part in parts.items():
-        monkeypatch.setattr(first_look, name, lambda *_, part=part: part)
+    for name, part in dict(find_unseen=figures.pop("unseen", []), describe=figures).items():
+        monkeypatch.setattr(alarms, name, lambda *_, part=part: part)
     limits = dict(max_episode_tokens=600 if has_turns else None, initial_responses=12)
     config = Config(task="arithmetic", output_dir=str(tmp_path), **limits)
     status, said = StatusTable(["trainer", "searcher 0"]), []
@@ -105,7 +98,7 @@ def test_before_the_first_step_a_user_is_told_what_to_look_at(
     wrong = dict(prompt="12+34=", answer="46", response="4" * 999, extracted=None, reward=0.0)
     right = wrong | dict(response="46.", extracted=extracted, reward=1.0)
     Lines(tmp_path / "samples.jsonl").write(wrong, right, wrong)
-    look = first_look.FirstLook(config, status, said.append, is_wanted=True)
+    look = alarms.FirstLook(config, status, said.append, is_wanted=True)
     for count in range(1, 15):
         look.take(make_group(0, 0, [1], [7]))
         look.say_if_due()
@@ -127,7 +120,7 @@ def test_a_run_whose_responses_are_all_cut_off_says_so_and_goes_on(tmp_path):
     before = result.stdout.split("step 1/60")[0]
     assert "no response was right" in before
     assert "100% of the first responses were cut off by --max_response_tokens" in before
-    alarms = read(run_dir, "alarms.jsonl")
-    assert {line["name"] for line in alarms} == {"unfinished", "equal rewards"}
-    for line in alarms:
+    lines = read(run_dir, "alarms.jsonl")
+    assert {line["name"] for line in lines} == {"unfinished", "equal rewards"}
+    for line in lines:
         assert f"warning: {line['text']}\n" in result.stdout

@@ -20,7 +20,7 @@ from test_trainer import make_rows, make_trainer
 
 from config import Config
 from launch import launcher, resume
-from launch.run import SAVE_SECONDS, Run
+from launch.launcher import SAVE_SECONDS, Run
 from runtime.checkpoints import checkpoint, writer
 from runtime.checkpoints.writer import NICENESS, write_tensors
 from tba import main

@@ -22,7 +22,6 @@ from safetensors.numpy import load_file, save_file
 from test_runs import metrics_of, own_task
 
 from launch import resume
-from launch.run import in_words
 from runtime.checkpoints import checkpoint
 from tasks import load_task
 from tba import main
@@ -378,7 +377,7 @@ def test_a_trainer_killed_or_stopped_ends_the_run(how, name, processes, tmp_path
         run.is_at(10)
         run.until(lambda: newest(run), "a checkpoint")
         run.kill(name, how)
-        err = check_end(run, f"error: {in_words(name)} {FAULTS[how]}", record_property)
+        err = check_end(run, f"error: {name} {FAULTS[how]}", record_property)
         assert f"{name.replace(' ', '-')}.log:" in err
 
 
@@ -388,7 +387,7 @@ def test_a_trainer_process_that_is_killed_while_it_loads_ends_the_run(name, tmp_
         run.until(lambda: shared_files(living(run.tag)), "shared memory")
         run.kill(name)
         _, err = run.ends_with(1)
-        assert f"error: {in_words(name)} ended with exit code -9" in err
+        assert f"error: {name} ended with exit code -9" in err
         run.nothing_is_left()
 
 
@@ -396,7 +395,7 @@ def test_a_trainer_process_that_is_killed_while_it_loads_ends_the_run(name, tmp_
 def test_a_trainer_process_that_raises_ends_the_run(name, tmp_path, monkeypatch, record_property):
     fault = 'raise ValueError("planted")'
     with planted(fault, name, tmp_path, monkeypatch) as run:
-        err = check_end(run, f"error: {in_words(name)} ended with exit code 1", record_property)
+        err = check_end(run, f"error: {name} ended with exit code 1", record_property)
         assert "ValueError: planted" in err
 
 

@@ -22,7 +22,7 @@ from transformers import ByT5Tokenizer
 from config import Config, UserError
 from launch import files, launcher, resume
 from launch.display import html_report
-from launch.display.shown_samples import GROUPS
+from launch.display.html_report import GROUPS
 from launch.supervisor import RunFailed
 from models.tokens import token_texts
 from rollouts import Group

@@ -1,6 +1,11 @@
 """What a person sees of a run: one view on a terminal, plain lines elsewhere."""
 
 import os
+import re
+import subprocess
+import sys
+import termios
+from contextlib import suppress
 from io import StringIO
 from multiprocessing import Pipe
 from pathlib import Path
@@ -65,7 +70,7 @@ def test_the_view_has_the_time_left_each_searcher_and_at_last_what_goes_on(tmp_p
     assert "0:00:30" in bar and doing == "saving the model …", "the clock goes on"
 
 
-@pytest.mark.parametrize("searchers", [1, MOST_SEARCHERS, MOST_SEARCHERS + 1])
+@pytest.mark.parametrize("searchers", [1, MOST_SEARCHERS + 1])
 def test_the_view_never_has_more_than_twelve_lines(searchers, tmp_path):
     run = Shown(tmp_path, searchers)
     run.step(3, **dict.fromkeys(FIGURES, -1.234e-5))
@@ -75,6 +80,69 @@ def test_the_view_never_has_more_than_twelve_lines(searchers, tmp_path):
     assert len(lines) <= 12 and all(any(name in line for line in lines) for name in FIGURES)
     last = f"{searchers} searchers: " if searchers > MOST_SEARCHERS else f"searcher {searchers - 1}"
     assert lines[-1].startswith(last)
+
+
+ON_A_TERMINAL = """
+import os, sys
+from pathlib import Path
+from test_live import FIGURES, MOST_SEARCHERS, Shown
+
+run = Shown(Path(sys.argv[1]), MOST_SEARCHERS)
+with run.view:
+    run.view.say("a line that stays")
+    run.step(3, **dict.fromkeys(FIGURES, -1.234e-5))
+    run.evaluation(0, 0.5)
+    run.view.say("saving a checkpoint …")
+    run.view.live.refresh()
+    os._exit(0)  # the view stays on the screen
+"""
+
+
+def screen(output: str) -> list[str]:
+    """The lines that a terminal has in the end, by the codes with which rich draws a view anew."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part[0] not in "\x1b\r":
+            lines[row] += part
+    return lines
+
+
+def test_on_a_terminal_the_view_has_twelve_lines_that_fit_and_is_drawn_in_its_place(
+    tmp_path, monkeypatch
+):
+    """In a process of its own: rich finds out once what its global console writes to."""
+    tests = Path(__file__).parent
+    for name, value in dict(TERM="xterm", PYTHONPATH=f"{tests.parent}:{tests}").items():
+        monkeypatch.setenv(name, value)
+    for name in ("COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    own, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (30, 100))
+    command = [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    output = b""
+    with suppress(OSError):  # the other end is closed
+        while data := os.read(own, 1 << 16):
+            output += data
+    os.close(own)
+    assert process.wait() == 0, output.decode()
+    assert b"step 0/100" in output, "it was drawn before"
+    said, bar, *view = screen(output.decode())
+    assert said == "a line that stays" and len(view) == 11
+    assert bar.startswith("step 3/100 ") and bar.rstrip().endswith(" left")
+    assert all(name in " ".join(view[:2]) for name in FIGURES)
+    assert [line.rstrip() for line in view[2:4]] == ["saving a checkpoint …", "accuracy 0.50"]
+    searchers = [f"searcher {i}" for i in range(MOST_SEARCHERS)]
+    assert [line.split(":")[0] for line in view[4:]] == searchers
+    assert max(map(len, view)) <= 100
 
 
 def test_elsewhere_all_that_is_said_is_a_line_and_so_is_progress_now_and_then(tmp_path, capsys):

@@ -12,19 +12,8 @@ from matplotlib.image import imsave
 
 from launch.files import find_evaluations, read_metrics, read_spans
 
-COLORS = {
-    "search": "tab:blue",
-    "score": "tab:cyan",
-    "reference": "tab:purple",
-    "publish": "tab:orange",
-    "load": "tab:olive",
-    "wait": "lightgray",
-    "receive": "tab:brown",
-    "sample": "tab:pink",
-    "step": "tab:green",
-    "eval": "tab:red",
-    "checkpoint": "black",
-}
+ACTIVITIES = "search score step eval reference receive sample checkpoint publish load".split()
+COLORS = {name: f"C{i}" for i, name in enumerate(ACTIVITIES)} | {"wait": "lightgray"}
 PANELS = {  # title, with the unit -> metrics; first what matters first
     "reward of new responses": ["reward"],
     "KL to the reference, nats a response": ["kl"],
@@ -38,7 +27,8 @@ PANELS = {  # title, with the unit -> metrics; first what matters first
     "mismatch with vLLM, nats a token": ["mismatch"],
 }
 STRETCHES = 50  # of a run: a smoothed line is the mean over one of them
-SHARES = 200  # parts of the run, in each of which the share of each activity is shown
+SHARES = 400  # parts of a timeline, in each of which the share of each activity is shown
+Spans = dict[str, list[tuple[str, float, float]]]  # by process: activity, its begin and end
 
 
 def draw(run_dir: str) -> dict[str, bytes]:
@@ -46,19 +36,22 @@ def draw(run_dir: str) -> dict[str, bytes]:
 
     Saves curves.png and timeline.png, which have several panels, and timeline.json.
     """
-    parts = save(draw_curves(run_dir), run_dir, "curves.png")
+    parts = save(draw_curves(run_dir), Path(run_dir, "curves.png"))
     if spans := read_spans(run_dir):  # else logs/ was removed: the timeline may still be there
-        parts |= save(draw_timeline(run_dir, spans), run_dir, "timeline.png")
+        zero = min((start for rows in spans.values() for _, start, _ in rows), default=0.0)
+        for process, rows in spans.items():
+            spans[process] = [(name, start - zero, end - zero) for name, start, end in rows]
+        write_trace(Path(run_dir, "timeline.json"), spans)
+        parts |= save(draw_timeline(spans), Path(run_dir, "timeline.png"))
     return parts
 
 
-def save(figure: Figure, run_dir: str, name: str) -> dict[str, bytes]:
+def save(figure: Figure, path: Path) -> dict[str, bytes]:
     """Save a figure whole, and return its parts, which a narrow screen shows below each other."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    image = np.asarray(canvas.buffer_rgba())
-    imsave(Path(run_dir, name), image)
-    parts = {}
+    image, parts = np.asarray(canvas.buffer_rgba()), {}
+    imsave(path, image)
     for part in figure.subfigs:
         left, bottom, right, top = part.bbox.extents.round().astype(int)
         buffer = io.BytesIO()
@@ -72,10 +65,9 @@ def draw_curves(run_dir: str) -> Figure:
     lines = read_metrics(run_dir)
     steps = [line for line in lines if "loss" in line]
     figure = Figure(figsize=(20, 6), dpi=120)
-    panels = [part.subplots() for part in figure.subfigures(2, 5).flat]
-    for part in figure.subfigs:
+    for part, (title, names) in zip(figure.subfigures(2, 5).flat, PANELS.items()):
+        axis = part.subplots()
         part.subplots_adjust(left=0.19, right=0.98, bottom=0.17, top=0.9)
-    for axis, (title, names) in zip(panels, PANELS.items()):
         for i, name in enumerate(names):
             points = [(line["step"], line[name]) for line in steps if name in line]
             raw = np.array(points or [(np.nan, np.nan)], float).T
@@ -86,75 +78,62 @@ def draw_curves(run_dir: str) -> Figure:
         axis.set_title(title, fontsize="medium")
         axis.set_xlabel("trainer step")
         axis.yaxis.set_major_formatter("{x:g}")  # no factor such as 1e-7 over the title
-        if len(names) > 1:
+        if title == next(iter(PANELS)):
+            draw_evaluations(axis, lines)
+        if len(axis.lines) > 2:
             axis.legend()
-    if evaluations := list(find_evaluations(lines)):
-        metric = evaluations[0][1].removeprefix("final_")  # a final evaluation may have several
-        points = [
-            (step, value, *(ends or (value, value)))
-            for step, name, value, ends in evaluations
-            if name.removeprefix("final_") == metric
-        ]
-        at, values, low, high = np.array(points, float).T
-        panels[0].plot(at, values, "o-", color="C3", label=f"{metric}, test queries, 95 %")
-        panels[0].vlines(at, low, high, color="C3")
-        panels[0].legend()
     return figure
 
 
-def draw_timeline(run_dir: str, spans: dict[str, list[tuple[str, float, float]]]) -> Figure:
-    """Draw the whole run, and three steps or a second from its middle.
+def draw_evaluations(axis: Axes, metrics: list[dict]) -> None:
+    """Draw the task's metric on the test queries, with its intervals."""
+    points: dict[str, list] = {}
+    for step, name, value, ends in find_evaluations(metrics):
+        metric = name.removeprefix("final_")
+        points.setdefault(metric, []).append((step, value, *(ends or (value, value))))
+    for metric in [*points][:1]:  # a final evaluation may have several
+        at, values, low, high = np.array(points[metric], float).T
+        axis.plot(at, values, "o-", color="C3", label=f"{metric}, test queries, 95 %")
+        axis.vlines(at, low, high, color="C3")
 
-    Writes timeline.json too, a Chrome trace (open it in ui.perfetto.dev). spans: by process.
+
+def draw_timeline(spans: Spans) -> Figure:
+    """Draw the share of each activity over the whole run, and over three steps of its middle.
+
+    Those are shown for a second at least. The clock of the spans begins at 0.
     """
-    zero = min((start for rows in spans.values() for _, start, _ in rows), default=0.0)
-    spans = {
-        process: [(name, start - zero, end - zero) for name, start, end in rows]
-        for process, rows in spans.items()
-    }
-    write_trace(run_dir, spans)
     steps = [start for name, start, _ in spans.get("trainer", []) if name == "step"]
     shown = steps[len(steps) // 2 :][:4] or [0.0]
-    middle, beyond = shown[0], max(shown[-1], shown[0] + 1.0)
-    end = max((end for rows in spans.values() for *_, end in rows), default=1.0)
+    middle = shown[0], max(shown[-1], shown[0] + 1.0)
+    whole = 0.0, max((end for rows in spans.values() for *_, end in rows), default=1.0)
+    titles = {"the whole run": whole, f"{middle[1] - middle[0]:.0f} s from its middle": middle}
     figure = Figure(figsize=(9, 2.8 + 0.4 * len(spans)), dpi=120, layout="constrained")
-    whole, detail = (part.subplots() for part in figure.subfigures(1, 2))
-    for row, rows in enumerate(spans.values()):
-        draw_shares(whole, row, rows, end)
-        near = [span for span in rows if span[1] < beyond and span[2] > middle]
-        for name, color in COLORS.items():
-            bars = [(start, stop - start) for span, start, stop in near if span == name]
-            height = (-row - 0.4, 0.8)
-            detail.broken_barh(bars, height, color=color, edgecolor="white", linewidth=0.5)
-    titles = "the whole run: share of each activity", f"{beyond - middle:.0f} s from its middle"
-    ends = (0.0, end), (middle, beyond)
-    for axis, title, xlim, part in zip((whole, detail), titles, ends, figure.subfigs):
-        axis.set(title=title, xlabel="seconds", xlim=xlim)
+    for part, (title, (begin, end)) in zip(figure.subfigures(1, 2), titles.items()):
+        axis, edges = part.subplots(), np.linspace(begin, end, SHARES + 1)
+        for row, rows in enumerate(spans.values()):
+            base = np.full(SHARES, -row - 0.4)
+            for activity, color in COLORS.items():
+                times = [t for name, *ends in rows if name == activity for t in ends]
+                # Seconds of it until each time: they grow within a span.
+                spent = np.cumsum(np.diff([0.0, *times]) * (np.arange(len(times)) % 2))
+                share = np.diff(np.interp(edges, [0.0, *times], [0.0, *spent])) / np.diff(edges)
+                top, label = base + 0.8 * share, activity if row == 0 else None
+                axis.fill_between(
+                    edges[:-1], base, top, step="post", color=color, lw=0, label=label
+                )
+                base = top
+        axis.set(title=f"{title}: share of each activity", xlabel="seconds", xlim=(begin, end))
         axis.set_yticks([-row for row in range(len(spans))], list(spans))
-        part.legend(*whole.get_legend_handles_labels(), ncols=3, loc="outside lower center")
+        part.legend(ncols=3, loc="outside lower center")
     return figure
 
 
-def write_trace(run_dir: str, spans: dict[str, list[tuple[str, float, float]]]) -> None:
-    """timeline.json, from spans whose clock begins at 0."""
+def write_trace(path: Path, spans: Spans) -> None:
+    """Write spans, whose clock begins at 0, as a Chrome trace: open it in ui.perfetto.dev."""
     events = []
     for pid, (process, rows) in enumerate(spans.items()):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}})
         for name, start, end in rows:
             times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}  # microseconds
             events.append({"ph": "X", "pid": pid, "tid": 0, "name": name} | times)
-    with open(Path(run_dir) / "timeline.json", "w") as file:
-        json.dump({"traceEvents": events}, file)
-
-
-def draw_shares(axis: Axes, row: int, rows: list[tuple[str, float, float]], end: float) -> None:
-    """A process over the whole run: single spans are thinner than a pixel, so show shares."""
-    edges, base = np.linspace(0.0, end, SHARES + 1), np.full(SHARES, -row - 0.4)
-    for name, color in COLORS.items():
-        bars = [(start, stop - start) for span, start, stop in rows if span == name]
-        times = [0.0] + [t for start, length in bars for t in (start, start + length)]
-        spent = np.cumsum([0.0] + [t for _, length in bars for t in (0.0, length)])
-        share = np.diff(np.interp(edges, times, spent)) / (edges[1] - edges[0])
-        top, label = base + 0.8 * share, name if row == 0 else None
-        axis.fill_between(edges[:-1], base, top, step="post", color=color, linewidth=0, label=label)
-        base = top
+    path.write_text(json.dumps({"traceEvents": events}))

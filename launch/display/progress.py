@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections import defaultdict, deque
-from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,22 +42,18 @@ class ProgressView:
     def __init__(self, config: Config, status: StatusTable, said: Connection):
         self.steps, self.status, self.said = config.steps, status, said
         os.set_blocking(said.fileno(), False)
+        self.reader = os.fdopen(said.fileno(), "rb", closefd=False)
         self.begun = b""  # a line of it that is not whole yet
         self.alarms = Alarms(config.output_dir, config)
         self.metrics: dict = {}  # of the latest step
         self.doing = ""  # what is going on besides steps
         self.shown_at = -math.inf  # when there was a line of progress
-        self.evaluations: dict[str, list[float]] = defaultdict(list)  # by the metric's name
+        self.evaluations: dict[str, list[str]] = {}  # by metric: the first, the latest if another
         # (time, tokens) of each searcher.
         self.tokens: dict[str, deque[tuple[float, float]]] = defaultdict(deque)
-        self.bar = Progress(
-            "step {task.completed}/{task.total}",
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            "left",
-            speed_estimate_period=PACE_SECONDS,
-        )
+        columns = "step {task.completed}/{task.total}", BarColumn(), TimeElapsedColumn()
+        columns += TimeRemainingColumn(), "left"
+        self.bar = Progress(*columns, speed_estimate_period=PACE_SECONDS)
         self.bar.add_task("", total=config.steps)
         (self.task,) = self.bar.tasks
         self.live = Live(
@@ -80,17 +75,16 @@ class ProgressView:
     def __exit__(self, *_) -> None:
         """End the view. What is said afterwards is printed."""
         self.look()
+        if self.begun:  # the trainer has ended in the midst of a line
+            self.say(self.begun.decode(sys.stdout.encoding, "replace"))
         self.live.stop()
 
     def look(self) -> None:
         """Show what is new. Call it often."""
-        with suppress(BlockingIOError):
-            while data := os.read(self.said.fileno(), 1 << 16):
-                *whole, self.begun = (self.begun + data).split(b"\n")
-                for line in whole:
-                    self.say(line.decode(sys.stdout.encoding, "replace"))
-            if self.begun:  # the trainer has ended
-                self.say(self.begun.decode(sys.stdout.encoding, "replace"))
+        while data := self.reader.readline():  # the beginning of a line where there is no more yet
+            self.begun += data
+            if data.endswith(b"\n"):
+                self.say(self.begun[:-1].decode(sys.stdout.encoding, "replace"))
                 self.begun = b""
         for line in self.new_metrics():
             if "loss" in line:
@@ -111,7 +105,9 @@ class ProgressView:
         lines = [*filter(is_metrics, next(self.lines))]
         for _, name, value, _ in find_evaluations(lines):
             if value is not None:
-                self.evaluations[name.removeprefix("final_")].append(value)
+                metric = name.removeprefix("final_")
+                first = self.evaluations.get(metric, [])[:1]
+                self.evaluations[metric] = [*first, f"{value:.2f}"]
         return lines
 
     def step(self, metrics: dict) -> None:
@@ -120,11 +116,11 @@ class ProgressView:
         self.bar.update(self.task.id, completed=metrics["step"])
         for warning in self.alarms.observe(metrics):
             self.say(f"warning: {warning}")
-        now, is_last = time.monotonic(), metrics["step"] == self.steps
+        step, now, seconds = metrics["step"], time.monotonic(), f"{metrics['seconds']:.0f} s"
+        is_last = step == self.steps
         is_due = not self.live.is_started and now - self.shown_at >= LINE_PERIOD
         if is_due or is_last:
             self.shown_at = now
-            step, seconds = metrics["step"], f"{metrics['seconds']:.0f} s"
             if remaining := self.task.time_remaining:
                 seconds += f", {timedelta(seconds=remaining)} left"
             self.say("  ".join([f"step {step}/{self.steps}", *self.figures(), seconds]))
@@ -138,11 +134,8 @@ class ProgressView:
 
     def evaluated(self) -> str:
         """Say how each metric has gone, from the first evaluation to the latest."""
-        changes = []
-        for name, values in [*self.evaluations.items()]:  # the view has a thread
-            ends = [*values[:1], *values[1:][-1:]]
-            changes.append(f"{name} {' → '.join(f'{value:.2f}' for value in ends)}")
-        return ", ".join(changes)
+        changes = [*self.evaluations.items()]  # at once: the view has a thread
+        return ", ".join(f"{name} {' → '.join(ends)}" for name, ends in changes)
 
     def view(self) -> Group:
         """Build what is shown now."""
