@@ -104,7 +104,8 @@ def screen(output: str) -> list[str]:
     for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
         if part == "\n":
             row += 1
-            lines += [""] * (row == len(lines))
+            if row == len(lines):
+                lines.append("")
         elif part == "\x1b[1A":
             row -= 1
         elif part == "\x1b[2K":
@@ -114,19 +115,17 @@ def screen(output: str) -> list[str]:
     return lines
 
 
-def test_on_a_terminal_the_view_has_twelve_lines_that_fit_and_is_drawn_in_its_place(
-    tmp_path, monkeypatch
-):
-    """In a process of its own: rich finds out once what its global console writes to."""
+def test_on_a_terminal_the_view_has_twelve_lines_that_fit_and_is_drawn_in_its_place(tmp_path):
+    """In a process of its own: rich's global console keeps what it found at its first use."""
     tests = Path(__file__).parent
-    for name, value in dict(TERM="xterm", PYTHONPATH=f"{tests.parent}:{tests}").items():
-        monkeypatch.setenv(name, value)
-    for name in ("COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
+    # Given whole: readline, which pytest imports, puts COLUMNS into what a child would inherit.
+    hidden = "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
+    variables |= dict(TERM="xterm", PYTHONPATH=f"{tests.parent}:{tests}")
     own, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (30, 100))
     command = [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=terminal, stderr=terminal)
+    process = subprocess.Popen(command, env=variables, stdout=terminal, stderr=terminal)
     os.close(terminal)
     output = b""
     with suppress(OSError):  # the other end is closed

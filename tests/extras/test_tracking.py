@@ -210,12 +210,12 @@ def test_wandb_keeps_all_figures_at_once_and_groups_a_resumed_run(tmp_path):
 
 def test_samples_are_bounded_in_number(tmp_path, monkeypatch):
     run_dir, shown, versions = make_run(tmp_path), [], iter(range(5, 1000))
-    sample = {"reward": 1.0, "response": ""}
+    sample = dict.fromkeys(tracking.FIELDS, "")
 
     def wait(_) -> bool:
         """Whether the run is over."""
         if (version := next(versions, None)) is not None:
-            Lines(run_dir / "samples.jsonl").write(*[{"version": version, **sample}] * 20)
+            Lines(run_dir / "samples.jsonl").write(*[sample | {"version": version}] * 20)
         return version is None
 
     tracker = SimpleNamespace(where="here", log=print, close=print)
