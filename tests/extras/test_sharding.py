@@ -369,7 +369,7 @@ def test_an_evaluation_needs_no_gpus_for_trainer_processes(gpus, untied_model, m
     gpus(1)
     placed = []
     monkeypatch.setattr(evaluate, "evaluate", lambda config, place, _: placed.append(place))
-    monkeypatch.setattr(evaluate, "Interrupt", lambda: SimpleNamespace(signal=0))
+    monkeypatch.setattr(evaluate.children, "Interrupt", lambda: SimpleNamespace(signal=0))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that what a fetch sets ends with this test
     settings = flags(model=untied_model, trainer_processes=4)
     evaluate.evaluate_only(build_config(["arithmetic", "--eval_only", *settings]))
