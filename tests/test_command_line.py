@@ -130,7 +130,7 @@ BAD_INPUT = [
     ("--evaluation_samples 4", "--evaluation_samples is 4, but responses to test queries are"),
     (
         "{tmp}/refused.py --model {chat}",
-        "the chat template of --model '{chat}', on prompts…fails: ",
+        "the chat template of --model '{chat}', on a prompt of the task, fails: ",
     ),
     ("--model {tmp}/no_end", "knows 257 tokens, and its tokenizer's '<end>' is none of them"),
     ("--config {tmp}/absent.json", "holds no settings of a run: absent.json: No such file"),

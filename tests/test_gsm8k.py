@@ -81,7 +81,7 @@ def test_a_query_holds_the_question_in_the_prompt_and_has_an_id_of_its_own(tmp_p
         ({"answer": "#### 4"}, "has no 'question'"),
         ({"question": "How many?", "answer": 4}, "has no 'answer'"),
         (["How many?", "#### 4"], "has no 'question'"),
-        ('{"question": "How many?", "answer": ', "not JSON"),
+        ('{"question": "How many?", "answer": ', "as JSON"),
         (b'{"question": "How many?", "answer": "\xff"}', "can't decode byte 0xff"),
         ({"question": "How many \ud83d?", "answer": "#### 4"}, "surrogates not allowed"),
         ({"question": "How many?", "answer": "There are 4."}, "no number"),

@@ -360,8 +360,8 @@ def test_no_answer_or_extract_of_a_task_ends_a_searcher_and_an_error_is_said_onc
     assert [line["extracted"] for line in lines] == ["1.0", "b'2'", "3", None]
     assert lines[3]["response"] == "?" and {line["answer"] for line in lines} == {"12?"}
     [notice] = said
-    assert notice.text.endswith("left out of samples.jsonl, see logs/: KeyError('9')")
-    assert caplog.text.count("Traceback") == 1
+    assert "left out of samples.jsonl, see logs/" in notice.text and "KeyError: '9'" in notice.text
+    assert len(caplog.records) == 1 and "Traceback" in caplog.text
 
 
 def test_searchers_write_fewer_groups_where_responses_are_long(tmp_path, monkeypatch):
