@@ -79,10 +79,8 @@ class JsonLines(Task):
                 prompt, answer = (row[name] for name in columns.values())
                 if self.chat and isinstance(prompt, str):
                     prompt = [{"role": "user", "content": prompt}]
-                fault = chat_fault(prompt)
-                if isinstance(prompt, str):
-                    fault = None if prompt.strip() else "it is empty"
-                if fault:
+                fault = "it is empty" if isinstance(prompt, str) else chat_fault(prompt)
+                if fault and not (isinstance(prompt, str) and prompt.strip()):
                     raise ValueError(f"{self.prompt_column!r}: {fault}")
                 queries.append(Query(len(queries), prompt, self.read_answer(answer)))
             except (ValueError, OverflowError, RecursionError, re.error) as error:

@@ -19,9 +19,7 @@ from test_preset_starts import CUT, make
 from transformers import AutoTokenizer
 
 from config import UserError
-from launch import children
 from models.hub import needed_files
-from runtime.child import log_path
 from tasks.gsm8k import PROMPT
 from tasks.support.classifier import Classifier, prepare_classifier
 
@@ -330,14 +328,6 @@ def test_a_reward_model_may_have_the_tokenizer_of_another_but_no_code_of_its_own
     with pytest.raises(UserError, match="--reward_model .* brings code of its own"):
         prepare_classifier("--reward_model", reward, tokenizer=other)
     assert "[y/N]" not in capsys.readouterr().out, "nobody is asked"
-
-
-def test_the_end_of_a_log_is_shown_without_what_says_nothing(tmp_path):
-    path, cause = log_path(str(tmp_path), "searcher 0"), "ValueError: what went wrong"
-    path.parent.mkdir()
-    noise = 'nanobind: leaked 2 functions!\n - leaked function "add"\n - ... skipped remainder\n'
-    path.write_text(f"{cause}\n{noise * 20}")
-    assert children.log_tail(str(tmp_path), "searcher 0").splitlines()[1:] == [cause]
 
 
 def test_a_classifier_that_is_published_without_label2id_is_read_by_its_id2label(tmp_path):

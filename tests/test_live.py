@@ -10,7 +10,6 @@ from io import StringIO
 from multiprocessing import Pipe
 from pathlib import Path
 
-import pytest
 import rich
 from rich.console import Console
 
@@ -68,18 +67,6 @@ def test_the_view_has_the_time_left_each_searcher_and_at_last_what_goes_on(tmp_p
     clock[0] = 1030.0
     bar, doing = run.lines()
     assert "0:00:30" in bar and doing == "saving the model …", "the clock goes on"
-
-
-@pytest.mark.parametrize("searchers", [1, MOST_SEARCHERS + 1])
-def test_the_view_never_has_more_than_twelve_lines(searchers, tmp_path):
-    run = Shown(tmp_path, searchers)
-    run.step(3, **dict.fromkeys(FIGURES, -1.234e-5))
-    run.evaluation(0, 0.5)
-    run.view.say(f"waiting for a {'very ' * 30} long time …")
-    lines = run.lines()
-    assert len(lines) <= 12 and all(any(name in line for line in lines) for name in FIGURES)
-    last = f"{searchers} searchers: " if searchers > MOST_SEARCHERS else f"searcher {searchers - 1}"
-    assert lines[-1].startswith(last)
 
 
 ON_A_TERMINAL = """

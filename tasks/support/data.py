@@ -93,22 +93,15 @@ def simplified(row: dict) -> dict:
     """
     row = {name: value for name, value in row.items() if value is not None}
     parts = row.get("content")
-    if isinstance(parts, list) and all(is_text_part(part) for part in parts):
-        row["content"] = "".join(part["text"] for part in parts)
+    if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
+        texts = [part.get("text") for part in parts if part.get("type") == "text"]
+        if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
+            row["content"] = "".join(texts)
     return row
 
 
-def is_text_part(part: object) -> bool:
-    """Whether a part of a message's content is a text."""
-    is_text = isinstance(part, dict) and part.get("type") == "text"
-    return is_text and isinstance(part.get("text"), str)
-
-
 def chat_fault(prompt: object) -> str | None:
-    """Say why a prompt is no list of messages, {"role": …, "content": …} with texts; None if it is.
-
-    Tools are not read: their calls have keys of their own.
-    """
+    """Say why a prompt is no list of messages, {"role": …, "content": …} each; None if it is."""
     if not isinstance(prompt, list) or not prompt:
         return 'it must be a string, or a list of messages {"role": …, "content": …}'
     for number, message in enumerate(prompt, start=1):

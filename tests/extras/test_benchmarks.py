@@ -76,12 +76,3 @@ def test_overlap_measures_rates_and_the_time_to_the_target(tmp_path):
         config |= {"constant_staleness": staleness}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert overlap.measure(tmp_path) == pytest.approx(expected | {"reached": reached})
-
-
-def test_the_target_is_reached_when_enough_of_the_latest_samples_are_right():
-    samples = [(1.0, 400, 1.0), (2.0, 400, 0.8), (3.0, 300, 1.0), (4.0, 300, 1.0)]
-    assert common.first_right(samples, 0.89) == 2.0, "400 alone are too few"
-    # At 4.0 the latest 600 are all right; at 3.0 0.886 of the latest 700 were.
-    assert common.first_right(samples, 0.95) == 4.0
-    assert common.first_right(samples, 0.95, enough=300) == 1.0
-    assert common.first_right(samples[1:3], 0.95) == float("inf")

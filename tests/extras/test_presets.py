@@ -215,12 +215,6 @@ def test_tau_and_gamma_of_red_teaming_go_down_and_up_their_lines():
     assert gammas == pytest.approx([1.0, 1.05, 1.1, 1.2, 1.2])
 
 
-def test_a_share_of_the_steps_is_rounded_down_and_not_further():
-    assert Config(steps=639).in_steps(1 / 8) == 79, "of 79.875"
-    assert Config(steps=100).in_steps(0.29) == 29, "28.999… in floating point"
-    assert (Config().in_steps(0), Config().in_steps(1), Config().in_steps(500.0)) == (0, 1, 500)
-
-
 def test_a_resumed_run_keeps_the_schedule_of_beta_that_it_began_with(tmp_path):
     began = build_config(["tldr"])
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(began)))

@@ -48,12 +48,6 @@ def test_a_batch_of_several_ages_has_as_many_groups_of_each(batches):
     assert [versions for versions, _ in batches][-2:] == [{0, 1, 2, 3}, {1, 2, 3, 4}]
 
 
-def test_in_the_buffer_mode_responses_come_with_the_weights_of_the_sync_before(batches):
-    mode = dict(samples_per_query=4, most_on_policy_prob=1.0, sync_period=2, initial_responses=8)
-    study.train(SMALL | mode, groups_per_sync=4)
-    assert [versions for versions, _ in batches] == [{0}, {0}, {0}, {0}, {2}, {2}]
-
-
 def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries():
     settings = SMALL | dict(constant_staleness=1)
     first, second = (study.train(settings) for _ in range(2))
@@ -77,10 +71,6 @@ def test_a_study_runs_only_what_is_missing_and_refuses_results_of_another_base_m
     file.write_text(json.dumps(kept | {"base_model": "another"}) + "\n")
     with pytest.raises(SystemExit, match=f"with base model another, and here it is {model}: they"):
         study.run_all([old], file)
-
-
-def test_spread_is_the_mean_and_the_standard_deviation_of_a_sample():
-    assert study.spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
 
 
 class FakeRuns:
@@ -131,12 +121,6 @@ def test_without_a_reference_steps_are_varied_in_the_place_of_beta_and_no_nan_is
     assert {s.beta for s in settings} == {0.1} and {s.steps for s in settings} == {50, 100, 200}
     made = study_of(lambda s: float("nan") if s["steps"] == 200 else 0.4, objectives=("topr",))
     assert made.choice(staleness.Cell("topr", 8), 0.1).steps < 200
-
-
-def test_replay_draws_from_the_buffer_as_many_as_are_new():
-    replay = staleness.job(staleness.Cell("tb", "replay"), staleness.Setting(1e-3, 0.1, 200), 0)
-    assert replay["groups_per_sync"] == replay["settings"]["queries_per_batch"]
-    assert "constant_staleness" not in replay["settings"]
 
 
 def test_the_best_there_is_is_the_reference_tempered():
