@@ -54,7 +54,7 @@ def check_address(address: str) -> None:
     # Unset is disabled: for "auto" Ray would else take up a token that it finds.
     mode = os.environ.setdefault("RAY_AUTH_MODE", "disabled").lower()
     answers = {each: ask(address, each) for each in {mode, "disabled"}}
-    see, is_open = "see More than one machine in docs/operations.md", not answers["disabled"]
+    see, is_open = "see docs/nodes.md", not answers["disabled"]
     # Who has a token is let into a cluster without one, but can start no actor there.
     if mode == "token" if is_open else "uthenticat" in answers[mode]:
         token = f"its token is not this machine's (RAY_AUTH_MODE is {mode!r} here)"
