@@ -51,12 +51,12 @@ def import_file(kind: str, file: str) -> ModuleType:
     # A name that no other module has. Without a dot, so that what the file defines can be pickled:
     # pickle would look for a package.
     name, modified = f"{kind} file {path}".replace(".", "_"), path.stat().st_mtime_ns
-    if getattr(sys.modules.get(name), "modified", None) != modified:
+    if getattr(sys.modules.get(name), "__modified__", None) != modified:
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         with users_code(f"importing {kind} file {file!r}"):
             spec.loader.exec_module(module)
-        module.modified = modified
+        module.__modified__ = modified
     return sys.modules[name]
 
 

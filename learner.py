@@ -240,7 +240,9 @@ class Learner:
             stand_in = torch.optim.AdamW(parameters, lr=0.0, fused=True)
             stand_in.step()
             self.backward(rows)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, UserError) as error:  # also one in a user's objective
+            if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+                raise
             return False
         finally:
             for parameter in parameters:

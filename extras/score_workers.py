@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
-from config import Config, UserError
+from config import Config, UserError, users_code
 from rollouts import Group
 from runtime.child import die_with_parent
 from runtime.responses.scoring import RewardScorer, score
@@ -97,4 +97,5 @@ def _score(query: Query, text: str, finished: bool) -> float:
 
 
 def _reply(query: Query, turns: list[str]) -> str | None:
-    return _task.reply(query, turns)
+    with users_code("reply()"):
+        return _task.reply(query, turns)

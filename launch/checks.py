@@ -9,10 +9,9 @@ import re
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
-from pprint import pformat
 
 import numpy as np
 import torch
@@ -150,12 +149,22 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], dict[str, list[Quer
             check_queries(f"task {config.task!r}", split, read[split])
             digest.update(f"{split} {sizes[split]}".encode())
             for query in read[split]:
-                answer = query.answer
-                if not isinstance(answer, str | int | float):
-                    answer = pformat(answer, width=1)  # sets in order
-                row = ADDRESS.sub("", repr((query.prompt, answer)))
+                row = repr(query.prompt) + canonical(query.answer)
                 digest.update(row.encode(errors="surrogatepass"))
     return task, sizes, read, digest.hexdigest()
+
+
+def canonical(value: object) -> str:
+    """Write an answer down, in whatever order its sets and dicts are, without addresses."""
+    if is_dataclass(value):
+        value = type(value).__name__, asdict(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(canonical, value))}]"
+    if isinstance(value, dict):
+        value = {f"{canonical(key)}: {canonical(of)}" for key, of in value.items()}
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(canonical, value)))}}}"
+    return ADDRESS.sub("", repr(value))
 
 
 def check_queries(task: str, split: str, queries: list[Query]) -> None:
@@ -299,10 +308,11 @@ def check_model(config: Config, task: Task, query: Query, revision: str | None =
     check_objective(config)
     check_sampling(config, task)
     config = find_policy(config, task, revision)
-    task.prepare()
     is_own = config.task.endswith(".py") and type(task).evaluate is not Task.evaluate
-    if is_own and not task.models():
-        check_evaluate(config, task, query)
+    with users_code(f"preparing task {config.task!r}"):
+        task.prepare()
+        if is_own and not task.models():
+            check_evaluate(config, task, query)
     return config
 
 
@@ -318,7 +328,8 @@ def check_evaluate(config: Config, task: Task, query: Query) -> None:
 
 def find_policy(config: Config, task: Task, revision: str | None = None) -> Config:
     """Find the policy without its weights; the settings with its name or path."""
-    model = find_model("--model", config.model or task.base_model())
+    with users_code("base_model()"):
+        model = find_model("--model", config.model or task.base_model())
     if revision and not Path(model).is_dir():
         model = f"{model.partition('@')[0]}@{revision}"
     fetch_model("--model", model, weights=False)  # enough for the checks
@@ -408,10 +419,10 @@ def find_run_dir(config: Config) -> str:
     """
     default = f"runs/{Path(config.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     directory, problem = Path(config.output_dir or default), ""
-    if directory.is_dir() and any(directory.iterdir()):
-        problem = "already holds a run: give another one, or remove it"
     existing = next(filter(Path.exists, [directory, *directory.absolute().parents]))
     try:
+        if directory.is_dir() and any(directory.iterdir()):
+            problem = "already holds a run: give another one, or remove it"
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         problem = f"cannot be written: {error.strerror} in {str(existing)!r}"
@@ -427,7 +438,7 @@ def lock(run_dir: str) -> None:
     """
     try:
         fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"--resume {run_dir!r}: this run has not ended, its processes are alive"
-        ) from None
+    except OSError as error:
+        is_taken = isinstance(error, BlockingIOError)
+        problem = "this run has not ended, its processes are alive" if is_taken else error.strerror
+        raise UserError(f"--resume {run_dir!r}: {problem}") from None

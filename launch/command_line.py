@@ -126,7 +126,7 @@ def resumed(arguments: list[str], directory: str) -> Config:
     check_format(directory)
     saved = replace(read_config("--resume", directory), output_dir=directory, resume=directory)
     config = parse(arguments, saved)
-    if config.model and Path(config.model).is_dir():
+    if config.model and find_path("--model", config.model).is_dir():
         config = replace(config, model=str(Path(config.model).resolve()))
     may_change = [*CHANGEABLE]
     if config.constant_staleness:

@@ -101,10 +101,11 @@ def check_types(config: Config, task: type[Task]) -> None:
                 f"{what}, and settings are written to files: read a secret from the environment "
                 "(os.environ), or give what is none another name"
             )
-    if unknown := config.options.keys() - own:
+    options = config.options if isinstance(config.options, dict) else {}  # which is named below
+    if unknown := options.keys() - own:
         raise UserError(f"task {config.task!r} has no setting {min(unknown)!r}")
     hints |= {name: sides_of(hint) for name, hint in get_type_hints(Config).items()}
-    for name, value in (vars(config) | config.options).items():
+    for name, value in (vars(config) | options).items():
         kind, sides = type(value), hints[name]
         is_right = kind in sides or kind is int and float in sides
         if PLAIN_TYPES.issuperset(sides) and not is_right:

@@ -52,8 +52,9 @@ class Wait:
         # `now` is new each time: while a searcher loads the timeout does not run.
         seconds = self.watchdog.look((awaited, progress) if are_ready else now)
         if seconds > waits.config.searcher_timeout:
-            problem = f"no progress for {seconds:.0f} s (--searcher_timeout); {health}"
-            raise TimeoutError(f"the trainer waited for {awaited}: {problem}")
+            problem = f"no progress for {seconds:.0f} s (--searcher_timeout)"
+            where = f"; {health}" if health else ""
+            raise TimeoutError(f"the trainer waited for {awaited}: {problem}{where}")
         with waits.timeline.span("wait"):
             time.sleep(POLL_SECONDS)
         waits.seconds += time.monotonic() - self.seen

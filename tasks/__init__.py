@@ -84,16 +84,6 @@ class Task:
     # (--evaluation_samples, --evaluation_temperature) says otherwise.
     evaluation_sampling: dict = {"temperature": 0.0}
 
-    def __init_subclass__(cls) -> None:
-        """Have whatever the methods of a task raise become a UserError: see users_code()."""
-        for name, default in vars(Task).items():
-            method = inspect.getattr_static(cls, name)
-            if name[0] == "_" or method is default or not inspect.isfunction(method):
-                continue
-            if inspect.iscoroutinefunction(method):
-                raise UserError(f"{cls.__name__}.{name}() is async, and nothing awaits it")
-            setattr(cls, name, users_code(f"{cls.__name__}.{name}()")(method))
-
     def prepare(self) -> None:
         """Fetch what load() needs, once, before anything starts. Raises UserError."""
 
@@ -196,6 +186,9 @@ def find_task(name_or_path: str) -> type[Task]:
     for methods in ["queries"], ["score", "is_right", "extract"]:
         if all(getattr(own[0], method) is getattr(Task, method) for method in methods):
             raise UserError(f"{name} has no method {' or '.join(methods)}")
+    for method in filter(inspect.isfunction, vars(Task).values()):  # others it may await itself
+        if inspect.iscoroutinefunction(getattr(own[0], method.__name__)):
+            raise UserError(f"{name}: {method.__name__}() is async, and nothing awaits it")
     return own[0]
 
 

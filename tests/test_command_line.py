@@ -189,7 +189,7 @@ BAD_TASKS = [
     ("exit()", "importing task file '{file}' fails: SystemExit"),
     (OWN.replace("def score", "def grade"), "has no method score or is_right or extract"),
     (OWN, "has no train queries"),
-    (OWN.replace("return []", "return [].split"), "T.queries() fails: AttributeError"),
+    (OWN.replace("return []", "return [].split"), "its train queries fails: AttributeError"),
     (OWN + "PRESETS = {'a': dict(paces=3)}", "preset 'a' of task '{file}'"),
     (asking("0, 7"), "train query 0: its prompt is 7: it must be a string, or a list of"),
     (asking("__import__('numpy').int64(3), 'Hi'"), f"train query np.int64(3): {IDS}"),

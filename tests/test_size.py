@@ -10,12 +10,12 @@ from conftest import ROOT
 
 # Lines of each room, blank ones and comments included; launch/ with its template.
 MOST = {
-    ".": 2_052,
+    ".": 2_054,
     "models": 1_447,
-    "runtime": 1_505,
-    "tasks": 2_288,
-    "launch": 3_313,
-    "extras": 2_105,
+    "runtime": 1_513,
+    "tasks": 2_281,
+    "launch": 3_327,
+    "extras": 2_106,
     "examples": 305,
     "tests": 13_034,
     "benchmarks": 2_856,

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import torch
 
-from config import ENGINE_ROWS, Config, UserError
+from config import ENGINE_ROWS, Config, UserError, users_code
 from launch.children import environment
 from launch.command_line import find_presets
 from launch.places import (
@@ -290,9 +290,11 @@ def place_of(place: Place) -> str:
 
 def make_plan(config: Config, task: Task, places: list[Place], available: Bytes) -> Plan:
     """Plan a run. --low_memory auto: on if the trainer fits only then."""
-    plan = Plan(config, places, available, task.models())
+    with users_code("models()"):
+        models = task.models()
+    plan = Plan(config, places, available, models)
     if config.low_memory == "auto" and plan.is_short(place_of(places[0])):
-        return Plan(replace(config, low_memory="on"), places, available, task.models())
+        return Plan(replace(config, low_memory="on"), places, available, models)
     return plan
 
 

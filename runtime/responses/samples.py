@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from config import UserError, users_code
 from models.tokens import token_texts
 from rollouts import Group
 from runtime.record.lines import SAMPLES, Lines
@@ -41,6 +42,9 @@ class SampleLog:
         num_tokens = sum(len(row.tokens) for row in rows)
         self.is_due_at = now + max(PERIOD, num_tokens / TOKENS_PER_SECOND)
         try:
+            with users_code("extract()"):
+                answers = [self.task.extract(text) for text in group.texts[:SAMPLES]]
+                answers = [None if answer is None else str(answer) for answer in answers]
             lines = [
                 {
                     # These two come first: report.html finds the groups by them.
@@ -49,7 +53,7 @@ class SampleLog:
                     "prompt": group.query.prompt,
                     "answer": None if (want := group.query.answer) is None else str(want),
                     "response": text,
-                    "extracted": None if (found := self.task.extract(text)) is None else str(found),
+                    "extracted": answer,
                     "reward": row.reward,
                     "finished": is_finished,
                     "tokens": token_texts(self.tokenizer, row.tokens["token"].tolist()),
@@ -57,7 +61,9 @@ class SampleLog:
                     "ref_logprobs": rounded(row.tokens["ref_logprob"]),
                     "sampled": None if (was := row.tokens["sampled"]).all() else was.tolist(),
                 }
-                for text, is_finished, row in zip(group.texts, group.finished.tolist(), rows)
+                for text, answer, is_finished, row in zip(
+                    group.texts, answers, group.finished.tolist(), rows
+                )
             ]
             self.lines.write(*lines)
         except Exception as error:
@@ -102,7 +108,7 @@ def extract_all(task: Task, texts: Sequence[str]) -> list[str | None]:
     """Extract the answer of each response; None where there is none, or extract() fails."""
     answers = [None] * len(texts)
     for i, text in enumerate(texts):
-        with suppress(Exception):
+        with suppress(UserError), users_code("extract()"):
             answers[i] = task.extract(text)
     return answers
 

@@ -48,7 +48,8 @@ class RewardScorer:
         """Ask the environment for its reply, which comes at once: score() runs here, too."""
         future = Future()
         try:
-            future.set_result(self.task.reply(query, turns))
+            with users_code("reply()"):
+                future.set_result(self.task.reply(query, turns))
         except UserError as error:
             future.set_exception(error)
         return future
