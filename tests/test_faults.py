@@ -553,7 +553,9 @@ def test_a_run_whose_disk_fills_ends_and_fails_only_without_its_model(room, exit
 
 
 def test_a_run_whose_final_evaluation_fails_has_failed_and_keeps_its_model(tmp_path):
-    task = own_task(tmp_path / "own.py", "    def evaluate(self, *responses):\n        1 / 0\n")
+    tried = "{'x': [1 / (len(queries) == 2)] * 2}"  # on two responses, at the start
+    evaluate = f"    def evaluate(self, queries, *_):\n        return {tried}\n"
+    task = own_task(tmp_path / "own.py", evaluate)
     settings = flags(max_prompt_tokens=16, max_response_tokens=8, steps=1, eval_every=0)
     result = tba(task, *SMALL, *settings, "--output_dir", tmp_path / "run", code=1)
     assert "ZeroDivisionError" in result.stderr
