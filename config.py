@@ -48,12 +48,16 @@ def import_file(kind: str, file: str) -> ModuleType:
     path = find_path(f"{kind} file", file).resolve()
     if not path.is_file():
         raise UserError(f"{kind} file {file!r} does not exist")
-    # A name that no other module has. Without a dot, so that what the file defines can be pickled:
-    # pickle would look for a package.
-    name, modified = f"{kind} file {path}".replace(".", "_"), path.stat().st_mtime_ns
+    # By its own name a spawned process, as of a pool in score(), finds what the file defines, for
+    # it gets this search path. Where another module has that name, or it is none: one without dots.
+    sys.path += {str(path.parent)} - {*sys.path}
+    name, modified = path.stem, path.stat().st_mtime_ns
+    if not name.isidentifier() or importlib.util.find_spec(name).origin != str(path):
+        name = f"{kind} file {path}".replace(".", "_")
     if getattr(sys.modules.get(name), "__modified__", None) != modified:
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        module.__modified__ = None  # until it has run
         with users_code(f"importing {kind} file {file!r}"):
             spec.loader.exec_module(module)
         module.__modified__ = modified
@@ -73,7 +77,7 @@ def users_code(what: str) -> Iterator[None]:
     except BaseException as error:
         place = ""
         for frame, line in traceback.walk_tb(error.__traceback__):
-            if " file " in str(frame.f_globals.get("__name__")):  # as import_file() names it
+            if "__modified__" in frame.f_globals:  # from import_file()
                 place = f" ({frame.f_code.co_filename}, line {line})"
         said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
         raise UserError(f"{what} fails: {said:.300}{place}") from error

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 # Lines of each room, blank ones and comments included; launch/ with its template.
 MOST = {
-    ".": 2_054,
+    ".": 2_058,
     "models": 1_447,
     "runtime": 1_513,
     "tasks": 2_281,
@@ -21,7 +21,7 @@ MOST = {
     "benchmarks": 2_856,
 }
 # What the two workers of an ordinary run import: files, and their lines (tests/test_runs.py).
-MOST_IMPORTED = 38, 4_788
+MOST_IMPORTED = 38, 4_792
 
 
 def files_of(room: str) -> list[Path]:
