@@ -50,9 +50,12 @@ def import_file(kind: str, file: str) -> ModuleType:
         raise UserError(f"{kind} file {file!r} does not exist")
     # By its own name a spawned process, as of a pool in score(), finds what the file defines, for
     # it gets this search path. Where another module has that name, or it is none: one without dots.
-    sys.path += {str(path.parent)} - {*sys.path}
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    importlib.invalidate_caches()  # the file may be newer than what was seen of its directory
     name, modified = path.stem, path.stat().st_mtime_ns
-    if not name.isidentifier() or importlib.util.find_spec(name).origin != str(path):
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    if not found or found.origin != str(path):
         name = f"{kind} file {path}".replace(".", "_")
     if getattr(sys.modules.get(name), "__modified__", None) != modified:
         spec = importlib.util.spec_from_file_location(name, path)
