@@ -2,7 +2,8 @@
 
 Each query keeps its latest distinct responses. A batch takes a query either from the latest sync
 (fresh, nearly on-policy) or from all that was ever seen (replay), and then K of that query's
-responses. What an operation costs does not depend on how many queries the buffer holds.
+responses. Every operation touches only the queries it is about, so its cost does not depend on how
+many queries the buffer holds.
 """
 
 import json
@@ -18,7 +19,10 @@ Rng = np.random.Generator
 
 
 class QueryOrder:
-    """Query ids drawn uniformly without replacement, anew when all were drawn, in O(1)."""
+    """Query ids drawn uniformly without replacement, from the start again when all were drawn.
+
+    Adding and drawing cost O(1).
+    """
 
     def __init__(self, ids: list[int] | None = None, drawn: int = 0):
         self.ids = ids or []
@@ -156,6 +160,7 @@ class Pool:
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Go on exactly where the pool that gave `state` was."""
         prompts = np.split(state["prompts"], np.cumsum(state["prompt_lengths"])[:-1])
         tokens = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])
         facts = (state[name].tolist() for name in ("versions", "rewards", "received_steps"))

@@ -2,9 +2,9 @@
 
 Queries enter vLLM's engine as others leave it: there is no batch to wait for. Newer weights are
 loaded between two engine steps, so a response may span several versions, which is fine: trajectory
-balance does not ask who sampled it. A searcher waits for the trainer only if its queue is full, if
-it shares the trainer's GPU, or for the first weights of a resumed run. In lockstep it is a
-subclass, in extras/lockstep_searcher.py.
+balance does not ask who sampled it. A free-running searcher waits for the trainer only if its queue
+is full, if it shares the trainer's GPU, or for the first weights of a resumed run. In lockstep it
+is a subclass, in extras/lockstep_searcher.py.
 """
 
 import hashlib
@@ -117,7 +117,10 @@ class Searcher:
             self.start_evaluation()
 
     def take_new_weights(self) -> None:
-        """Load newer weights, but during an evaluation: that is of one version."""
+        """Load newer weights, even while responses are being generated.
+
+        Deferred during an evaluation, which is of one version.
+        """
         if self.weights.version > self.engine.version and self.may_load():
             with self.timeline.span("load"):
                 self.load()
@@ -147,7 +150,7 @@ class Searcher:
     def is_ahead(self) -> bool:
         """Return whether the search is config.search_ahead steps, of B groups each, ahead.
 
-        Where searcher and trainer share a GPU, groups never trained on would slow the trainer down.
+        It is set where both share a GPU: groups never trained on would slow the trainer down.
         """
         config = self.config
         if config.search_ahead is None:
@@ -209,7 +212,10 @@ class Searcher:
             return self.generation.step()
 
     def is_over(self) -> bool:
-        """Return whether nobody needs more. At a shutdown saving needs the cores."""
+        """Return whether nobody needs what the engine would generate.
+
+        At a shutdown new responses would be lost, and saving needs the cores.
+        """
         has_ended = self.status.last_step_done and not self.evaluation.run
         return has_ended or self.status.shutdown
 
@@ -316,7 +322,7 @@ class QueryShare:
         return Group(query_id=query.id, query=query, request=name, index=index, visit=epoch)
 
     def end(self, group: Group) -> None:
-        """Note that a group is scored, or never will be."""
+        """Note that a group is scored, or will never be: its prompt is too long, score() failed."""
         self.in_flight.remove(group.index)
 
 

@@ -144,7 +144,8 @@ class Trainer:
     def publish(self) -> bool:
         """Copy the weights of this step into shared memory, where searchers look for them.
 
-        Returns False if slow readers hold both copies but the newest: the next sync is to publish.
+        Returns False if slow readers hold both copies but the newest. The next sync publishes newer
+        weights; an evaluation stays due until then.
         """
         if self.weights.version == self.step:
             return True
@@ -158,7 +159,8 @@ class Trainer:
             rows = self.draw()
         wait = Wait(self.waits)
         while not rows and wait.goes_on(self.awaited()):
-            # With --max_staleness nothing may be young enough until searchers have these weights.
+            # With --max_staleness searchers may need newer weights than the last sync's before they
+            # can send anything young enough.
             self.publish()
             self.receive()
             rows = self.draw()

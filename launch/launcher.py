@@ -17,7 +17,7 @@ import torch.multiprocessing
 from config import Config, UserError
 from launch import children
 from launch.checks import CheckedRun, check_run, lock
-from launch.display.alarms import FirstLook
+from launch.display.first_look import FirstLook
 from launch.display.progress import ProgressView
 from launch.evaluate import final_evaluation
 from launch.files import rewind, trainer_busy

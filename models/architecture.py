@@ -46,7 +46,7 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         flags = "--max_prompt_tokens {} + --max_response_tokens {}".format(*config.longest_row)
         flags = "--max_episode_tokens" if config.max_episode_tokens else flags
         has = f"more than the {least} {limits[least]} of --model {config.model!r}"
-        raise UserError(f"{flags} is {tokens}, {has}")
+        raise UserError(f"{flags} is {tokens}, {has}: lower it")
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

@@ -85,7 +85,10 @@ class Engine:
         return self.llm.llm_engine.get_num_unfinished_requests()
 
     def step(self) -> list:
-        """Generate one token of every response. Returns vllm.RequestOutputs of ended requests."""
+        """Generate one token of every running response.
+
+        Returns the requests that finished with it, as vllm.RequestOutput.
+        """
         self.swap_random()
         try:
             return self.llm.llm_engine.step()
@@ -127,7 +130,7 @@ class Generation:
 
     @property
     def rows(self) -> int:
-        """Responses that are not finished."""
+        """Responses that are not finished, those that wait for room included."""
         return self.engine.rows
 
     @property
@@ -185,7 +188,7 @@ def make_generation(
 
 
 def request_parameters(sampling: dict) -> SamplingParams:
-    """Make what vLLM takes for a request. Raises what it says: TypeError, ValueError, …"""
+    """Make what vLLM takes for a request. Raises whatever it refuses: TypeError, ValueError, …"""
     finds_text = bool(sampling.get("stop"))  # stop strings are looked for in the text
     own = dict(logprobs=0, detokenize=finds_text, output_kind=RequestOutputKind.FINAL_ONLY)
     return SamplingParams(**sampling, **own)

@@ -1,6 +1,7 @@
 """Models and tokenizers, loaded from and saved into directories.
 
-from_pretrained makes up weights that are missing: each load is checked by what it says of them.
+Trainer and vLLM must read the same weights, and all of them: from_pretrained makes up what is
+missing. So each load is checked by what transformers says of it.
 """
 
 import os

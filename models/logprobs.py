@@ -1,4 +1,8 @@
-"""Log-probabilities of responses, with transformers: of the policy and of the reference policy."""
+"""Log-probabilities of responses, with transformers.
+
+Trainer and searchers both take them from here, the one for the policy, the others for the reference
+policy, so that the two come from the same framework, dtype and temperature.
+"""
 
 import math
 from collections.abc import Iterator

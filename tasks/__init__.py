@@ -25,7 +25,7 @@ class Query:
     """What is asked of the policy.
 
     prompt: a text as it is, or messages for the model's chat template. answer: whatever the task's
-    score needs; shown as the wanted answer.
+    score needs; it is shown as the wanted answer.
     """
 
     id: int
@@ -92,7 +92,10 @@ class Task:
         return []
 
     def load(self) -> None:
-        """Put the models that score() and evaluate() need on the device of a process, once."""
+        """Put the models that score() and evaluate() need on this process's device.
+
+        Called once in each process that calls one of them, before it does.
+        """
 
     def sampling(self, rng: np.random.Generator) -> dict:
         """What differs, of vllm.SamplingParams, from the policy at --temperature for one query."""

@@ -79,8 +79,11 @@ class JsonLines(Task):
                 prompt, answer = (row[name] for name in columns.values())
                 if self.chat and isinstance(prompt, str):
                     prompt = [{"role": "user", "content": prompt}]
-                fault = "it is empty" if isinstance(prompt, str) else chat_fault(prompt)
-                if fault and not (isinstance(prompt, str) and prompt.strip()):
+                if isinstance(prompt, str):
+                    fault = None if prompt.strip() else "it is empty"
+                else:
+                    fault = chat_fault(prompt)
+                if fault:
                     raise ValueError(f"{self.prompt_column!r}: {fault}")
                 queries.append(Query(len(queries), prompt, self.read_answer(answer)))
             except (ValueError, OverflowError, RecursionError, re.error) as error:

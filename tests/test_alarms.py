@@ -7,7 +7,7 @@ import pytest
 from conftest import SMALL, flags, make_group, read, tba
 
 from config import Config
-from launch.display import alarms
+from launch.display import first_look
 from launch.display.alarms import NOTHING_NEW_SECONDS, WINDOW, Alarms
 from runtime.record.lines import Lines
 from runtime.record.metrics import describe
@@ -90,7 +90,7 @@ def test_before_the_first_step_a_user_is_told_what_to_look_at(
     figures = dict(equal_rewards=0.25, reward=0.4, finished=1.0) | figures
     has_turns, extracted = "turns" in figures, figures.pop("extracted", "46")
     for name, part in dict(find_unseen=figures.pop("unseen", []), describe=figures).items():
-        monkeypatch.setattr(alarms, name, lambda *_, part=part: part)
+        monkeypatch.setattr(first_look, name, lambda *_, part=part: part)
     limits = dict(max_episode_tokens=600 if has_turns else None, initial_responses=12)
     config = Config(task="arithmetic", output_dir=str(tmp_path), **limits)
     status, said = StatusTable(["trainer", "searcher 0"]), []
@@ -98,7 +98,7 @@ def test_before_the_first_step_a_user_is_told_what_to_look_at(
     wrong = dict(prompt="12+34=", answer="46", response="4" * 999, extracted=None, reward=0.0)
     right = wrong | dict(response="46.", extracted=extracted, reward=1.0)
     Lines(tmp_path / "samples.jsonl").write(wrong, right, wrong)
-    look = alarms.FirstLook(config, status, said.append, is_wanted=True)
+    look = first_look.FirstLook(config, status, said.append, is_wanted=True)
     for count in range(1, 15):
         look.take(make_group(0, 0, [1], [7]))
         look.say_if_due()

@@ -1,7 +1,8 @@
 """Checkpoints: all that a run needs to go on, a directory per step in checkpoints/.
 
-Each is renamed into its place when it is whole (writer.py), and holds a checksum of each of its
-files. Nothing in it can run code when it is read.
+Each is written beside its place and renamed into it (runtime/checkpoints/writer.py), and holds the
+checksum of each of its files: what is found under its name is whole, or can be told not to be.
+Nothing in it can run code when it is read.
 """
 
 import hashlib

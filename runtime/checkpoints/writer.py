@@ -53,8 +53,9 @@ class CheckpointWriter:
     ) -> None:
         """Copy the state, and write it in the background as the checkpoint of `step`.
 
-        Call wait() first: the copies of the previous checkpoint are reused. The arrays must not
-        change afterwards. may_alias: nor do the tensors, so those that can be are not copied.
+        Call wait() first: the copies of the previous checkpoint are reused. Tensors arrive one at a
+        time. The arrays must not change afterwards. may_alias: the tensors do not change either, so
+        those that can be written directly are not copied.
         """
         taken = {
             part: {name: self.take(part, name, tensor, may_alias) for name, tensor in named}
@@ -139,8 +140,8 @@ def write_checkpoint(
 ) -> float:
     """Write a checkpoint beside its place, rename it, and keep the latest KEPT.
 
-    state: as JSON. Returns the seconds that it took. When the disk is full it raises OSError, and
-    what was there is left.
+    state: as JSON. Returns the seconds that it took. Raises OSError, and leaves what was there as
+    it was, when the disk is full.
     """
     start, root = time.monotonic(), Path(run_dir) / "checkpoints"
     root.mkdir(exist_ok=True)

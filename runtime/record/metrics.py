@@ -71,7 +71,10 @@ class StepMetrics:
         self.mismatch_due = step + MISMATCH_PERIOD
 
     def of(self, rows: list[Response], step: int, waited: float) -> Metrics:
-        """Return the metrics of the step just made. waited: the trainer's seconds of waiting."""
+        """Return the metrics of the step that was just made, from these rows.
+
+        waited: seconds for which the trainer has waited so far.
+        """
         version = step - 1  # of the weights that the step started from
         staleness = version - np.array([row.version for row in rows])
         in_buffer = version - np.array([row.received_step for row in rows])

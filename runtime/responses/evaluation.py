@@ -131,10 +131,16 @@ class EvaluationRun:
                 continue
             seed = sampling.get("seed", query.id * num_samples)
             for i in range(num_samples):
-                number, seeded = query.id * num_samples + i, {"seed": (seed + i) % 2**32}
-                group = Group(query_id=query.id, query=query, prompt=prompt, index=number)
-                group.request, group.is_for_evaluation = f"evaluation.{number}", True
-                group.sampling = sampling | seeded
+                number = query.id * num_samples + i
+                group = Group(
+                    query_id=query.id,
+                    query=query,
+                    prompt=prompt,
+                    request=f"evaluation.{number}",
+                    index=number,
+                    is_for_evaluation=True,
+                    sampling=sampling | {"seed": (seed + i) % 2**32},
+                )
                 self.groups.append(group)
         if not self.groups:
             limit = config.max_prompt_tokens

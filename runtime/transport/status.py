@@ -1,6 +1,7 @@
 """The status table: what the processes of a run tell each other besides weights and groups.
 
-It is plain shared memory without locks: a killed process would leave a lock locked.
+It is plain shared memory without locks: a process killed while it holds a lock leaves it locked,
+and then the others hang.
 """
 
 import time
@@ -44,7 +45,8 @@ def flag(number: int) -> property:
 class StatusTable:
     """A row of numbers per process, and the flags that end the run.
 
-    A word has one writer at a time: the process of its row, or the supervisor during a restart.
+    A word has one writer at a time: the process of its row, or the supervisor during a restart; the
+    trainer writes `evaluated`. All processes read all words.
     """
 
     COLUMNS = (
