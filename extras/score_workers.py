@@ -78,16 +78,22 @@ class ScoreWorkers(RewardScorer):
 
 
 def _begin(task: str, options: dict) -> None:
-    """Start a worker."""
-    global _task
+    """Start a worker. Where load() fails it says so for each response: pebble would only end it."""
+    global _task, _failure
     die_with_parent()
     # The searcher has these blocked; SIGTERM is how a worker is stopped.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    _task = load_task(task, **options)
-    _task.load()
+    _task, _failure = load_task(task, **options), None
+    try:
+        with users_code("load()"):
+            _task.load()
+    except UserError as error:
+        _failure = error
 
 
 def _score(query: Query, text: str, finished: bool) -> float:
+    if _failure:
+        raise _failure
     try:
         return float(score(_task, [query], [text], [finished])[0])
     except UserError as error:
@@ -97,5 +103,7 @@ def _score(query: Query, text: str, finished: bool) -> float:
 
 
 def _reply(query: Query, turns: list[str]) -> str | None:
+    if _failure:
+        raise _failure
     with users_code("reply()"):
         return _task.reply(query, turns)

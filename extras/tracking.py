@@ -37,7 +37,7 @@ def check(config: Config) -> None:
     """Raise UserError where the tracker's library is not installed. Imports nothing."""
     # A directory that happens to have the name is found too, without an origin.
     if not getattr(find_spec(config.track), "origin", None):
-        how = "pip install -r requirements-track.txt"
+        how = "pip install -r requirements/track.txt"
         raise UserError(f"--track {config.track}: it is not installed: {how}")
 
 

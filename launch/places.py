@@ -44,7 +44,7 @@ def find_gpus() -> list[str]:
     if not gpus and any(package.name == "vllm" for package in importlib.metadata.distributions()):
         raise UserError(
             f"{why_no_gpu()}, but the vLLM that is installed is the one for GPUs: mend that, or "
-            "install requirements-cpu.txt instead"
+            "install requirements/cpu.txt instead"
         )
     return gpus
 

@@ -232,7 +232,7 @@ def _multiply_unpacked(model: torch.nn.Module) -> None:
         if hasattr(module, "cpu_linear"):
             if not module.weight.numel():
                 what = f"this vLLM has packed {type(module).__name__} and can take no new weights"
-                raise RuntimeError(f"{what}: install requirements-cpu.txt")
+                raise RuntimeError(f"{what}: install requirements/cpu.txt")
             is_fast = onednn_multiplies(module.weight.dtype)
             module.cpu_linear = _multiply if is_fast else torch.nn.functional.linear
 

@@ -1,6 +1,6 @@
 """The procedural tasks of the library reasoning-gym, each with a verifier.
 
-It is optional: pip install -r requirements-gym.txt.
+It is optional: pip install -r requirements/gym.txt.
 """
 
 import json
@@ -82,7 +82,7 @@ class ReasoningGym(Task):
         try:
             from reasoning_gym.factory import DATASETS, create_dataset
         except ImportError as error:
-            problem = f"needs its library: .venv/bin/pip install -r requirements-gym.txt ({error})"
+            problem = f"needs its library: .venv/bin/pip install -r requirements/gym.txt ({error})"
             raise UserError(f"task 'reasoning_gym' {problem}") from error
         names = sorted(set(DATASETS) - {"composite"})  # which no JSON can describe
         if self.dataset not in names:

@@ -245,7 +245,8 @@ def test_an_error_reaches_the_shell():
 
 
 def test_the_set_up_says_in_one_line_what_it_installs(tmp_path):
-    (tmp_path / "requirements-cpu.txt").touch()
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "cpu.txt").touch()
     stub = tmp_path / "stub"  # of Python: its venv has itself as Python and as uv
     venv = '[ "$2" = venv ] && mkdir -p $3/bin && cp $0 $3/bin/python && cp $0 $3/bin/uv'
     install = '[ "$2" = install ] && echo "$UV_FIND_LINKS $*" > uv.txt'
@@ -254,7 +255,7 @@ def test_the_set_up_says_in_one_line_what_it_installs(tmp_path):
     command = f"make --no-print-directory -f {ROOT}/Makefile setup PYTHON={stub} GPU=".split()
     environment = os.environ | {"PIP_FIND_LINKS": "some/wheels"}
     made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    line = "installing what requirements-cpu.txt asks for into .venv\n"
+    line = "installing what requirements/cpu.txt asks for into .venv\n"
     assert (made.returncode, made.stdout, made.stderr) == (0, line, "")
     asked = (tmp_path / "uv.txt").read_text()
     assert asked.startswith("some/wheels pip install --quiet "), "stderr is no terminal"

@@ -28,7 +28,7 @@ def test_gpus_that_cuda_cannot_use_are_refused_in_one_line(gpus, monkeypatch):
     assert all(place.gpu is None for place in find_places(Config())), "with vLLM's build for CPUs"
     installed = [SimpleNamespace(name="vllm")]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: installed)
-    with pytest.raises(UserError, match=r"^[^\n]*: mend that, or install requirements-cpu.txt"):
+    with pytest.raises(UserError, match=r"^[^\n]*: mend that, or install requirements/cpu.txt"):
         find_places(Config())
 
 
@@ -101,8 +101,9 @@ def test_trainer_processes_get_the_first_gpus_and_searchers_the_others_if_any(gp
 
 def make(directory: Path, *words: str, nvidia_smi: str, path: str) -> subprocess.CompletedProcess:
     """Run make there, on the project's Makefile. nvidia_smi: the body of a script of that name."""
-    for file in (ROOT / "Makefile", *ROOT.glob("requirements*.txt")):
-        shutil.copy(file, directory)
+    for file in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / file, directory)
+    shutil.copytree(ROOT / "requirements", directory / "requirements", dirs_exist_ok=True)
     (directory / "bin").mkdir(exist_ok=True)
     (directory / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
     (directory / "bin" / "nvidia-smi").chmod(0o755)
@@ -115,11 +116,11 @@ def test_with_a_gpu_the_tests_have_the_cpu_build_in_an_environment_of_their_own(
     machine = dict(nvidia_smi="echo GPU 0" if has_gpu else "exit 1")
     machine["path"] = f"{tmp_path}/bin:{os.environ['PATH']}"
     demo, test = (make(tmp_path, "--dry-run", name, **machine).stdout for name in ("demo", "test"))
-    assert f"-r {'requirements.txt' if has_gpu else 'requirements-cpu.txt'}" in demo
+    assert f"-r {'requirements.txt' if has_gpu else 'requirements/cpu.txt'}" in demo
     assert ("--overrides" in demo) == (not has_gpu), "CUDA builds break import transformers"
     assert ".venv/bin/python tba.py" in demo
-    asked = set(re.findall(r"-r requirements(\S*)\.txt", test))
-    assert asked == {"-cpu", "-lora", "-track", "-gym"}
+    asked = set(re.findall(r"-r requirements/(\S*)\.txt", test))
+    assert asked == {"cpu", "lora", "track", "gym"}
     assert f"\n{'.venv-cpu' if has_gpu else '.venv'}/bin/python -m pytest" in test
 
 

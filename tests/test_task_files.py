@@ -75,8 +75,11 @@ class Timed(Task):
     def queries(self, split):
         return [Query(0, "0+1=", 1)]
 
-    def score(self, queries, responses, finished):
+    def METHOD(self, *arguments):
         raise JudgeError(503, "the judge is not there")
+
+    def is_right(self, response, answer):
+        return True
 """
 EXITS = """
 from tasks import Query, Task
@@ -103,21 +106,23 @@ def ended_group(number: int) -> Group:
     return group
 
 
-def begin_workers_and_fail(file: str) -> None:
+def begin_workers_and_fail(file: str, method: str) -> None:
     """Leave a process whose score workers live, by an exception."""
     task = load_task(file)
     scorer = make_scorer(Config(task=file), task)
     scorer.add([ended_group(0)])
     while not (scored := scorer.take()):
         time.sleep(0.1)
-    problem = f"score() fails: JudgeError: the judge is not there ({file}, line 15)"
+    problem = f"{method}() fails: JudgeError: the judge is not there ({file}, line 15)"
     raise SystemExit(3 if str(scored[0].error) == problem else str(scored[0].error))
 
 
-def test_a_process_with_score_workers_ends_at_once_by_an_exception_too(tmp_path):
+@pytest.mark.parametrize("method", ["score", "load"])
+def test_a_process_with_score_workers_ends_at_once_by_an_exception_too(method, tmp_path):
     file = tmp_path / "timed.py"
-    file.write_text(WITH_WORKERS)
-    process = get_context("spawn").Process(target=begin_workers_and_fail, args=(str(file),))
+    file.write_text(WITH_WORKERS.replace("METHOD", method))
+    words = str(file), method
+    process = get_context("spawn").Process(target=begin_workers_and_fail, args=words)
     process.start()
     process.join(PATIENCE)
     ended = process.exitcode

@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise UserError(
         f"--ray needs Ray, and that cannot be imported ({error}): "
-        "pip install -r requirements-ray.txt"
+        "pip install -r requirements/ray.txt"
     ) from error
 
 CONNECT_SECONDS = 5.0  # for an address to answer

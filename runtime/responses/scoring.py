@@ -66,7 +66,8 @@ class RewardScorer:
 def make_scorer(config: Config, task: Task) -> RewardScorer:
     """Make the scorer that the task wants: in worker processes where it limits their time."""
     if task.score_timeout is None:
-        task.load()
+        with users_code("load()"):
+            task.load()
         return RewardScorer(task)
     from extras.score_workers import ScoreWorkers
 

@@ -35,7 +35,7 @@ from weights import SharedWeights
 
 # Clusters and runs of these tests have a token. Ray reads this when it is imported.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-ray = pytest.importorskip("ray", reason="pip install -r requirements-ray.txt")
+ray = pytest.importorskip("ray", reason="pip install -r requirements/ray.txt")
 from ray.cluster_utils import Cluster  # noqa: E402 (only where it is installed)
 
 from extras.nodes import cluster, joining  # noqa: E402 (they import it)

@@ -25,7 +25,7 @@ from models.logprobs import response_logprobs
 from models.policy import cast_linear_layers, load_policy, trained_parameters
 from runtime.memory_trial import largest_micro_batch, try_largest_batch
 
-peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
+peft = pytest.importorskip("peft", reason="pip install -r requirements/lora.txt")
 
 
 @pytest.fixture(scope="module", params=["tied_model", "untied_model", "conv1d"])

@@ -73,7 +73,7 @@ def test_the_small_preset_fits_on_one_card_of_24_gib(shapes):
 
 @pytest.mark.runs
 def test_the_lora_preset_of_math_fits_on_one_card_of_80_gib(shapes):
-    pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
+    pytest.importorskip("peft", reason="pip install -r requirements/lora.txt")
     own = {"task": "competition_math", "model": shapes["qwen_7b"]}
     settings = find_presets("competition_math")["lora"] | own
     made, problem = plan_on("1x80", **settings)

@@ -18,7 +18,7 @@ from tasks import LazyQueries, Query, Task, load_task
 from tasks.reasoning_gym import ANSWER_IN
 from tasks.support.pretraining import pupil
 
-gym = pytest.importorskip("reasoning_gym", reason="needs requirements-gym.txt")
+gym = pytest.importorskip("reasoning_gym", reason="needs requirements/gym.txt")
 from reasoning_gym.factory import DATASETS  # noqa: E402 (only where it is installed)
 
 WITHOUT_AN_ANSWER = "boxnet graph_color propositional_logic rubiks_cube rush_hour".split()
@@ -95,7 +95,7 @@ def test_queries_are_the_same_in_every_process_of_a_run_or_the_dataset_is_refuse
 
 def test_without_the_library_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(UserError, match="pip install -r requirements-gym.txt"):
+    with pytest.raises(UserError, match="pip install -r requirements/gym.txt"):
         load_task("reasoning_gym").queries("train")
 
 

@@ -28,7 +28,7 @@ REFUSED = [
     ("--lora_alpha 16", "--lora_alpha is 16.0, …without --lora_rank: give that too, or … None"),
     ("--trainer_processes 2 --lora_rank 8", "--lora_rank 8 … 2 are both given: …are not sharded"),
     ("redteam --loss tba_ema", "the sampler for the policy, but …samples with temperature 1."),
-    ("arithmetic --ray auto", "--ray needs Ray…pip install -r requirements-ray.txt"),
+    ("arithmetic --ray auto", "--ray needs Ray…pip install -r requirements/ray.txt"),
     ("--ray auto --synchronous", "--ray auto …0 are both given: further nodes search freely"),
 ]
 

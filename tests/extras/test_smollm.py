@@ -60,7 +60,7 @@ def test_a_package_that_cannot_be_read_is_named_with_what_installs_the_rest(monk
 @pytest.fixture(scope="module")
 def model() -> Path:
     directory = smollm()
-    assert directory != HUB, "make test-runs installs requirements-smollm.txt"
+    assert directory != HUB, "make test-runs installs requirements/smollm.txt"
     return Path(directory)
 
 

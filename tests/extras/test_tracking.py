@@ -12,21 +12,18 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import PATIENCE, ROOT, SMALL, Run, flags, read, steps_of, tba, wait_for
 from test_command_line import refused
 
 from config import Config
-from extras import tracking
 from extras.tracking import Tracking, as_code, grouped
-from launch.command_line import build_config
 from launch.files import rewind
 from runtime.record.lines import Lines
 
 NAMES = ("wandb", "tensorboard")
-MISSING = "no {}: pip install -r requirements-track.txt"
+MISSING = "no {}: pip install -r requirements/track.txt"
 needs = {n: pytest.mark.skipif(not find_spec(n), reason=MISSING.format(n)) for n in NAMES}
 TINY = ["arithmetic", *SMALL, *flags(eval_every=20)]
 CODE = "**bold** <b>x</b> | a | `b`\n```\n    # c\n</code>\u2028&amp;"
@@ -208,25 +205,6 @@ def test_wandb_keeps_all_figures_at_once_and_groups_a_resumed_run(tmp_path):
     assert steps == [0, 1, 2, 3, 4, 2, 5, 6, 7, 4], "nothing twice"
 
 
-def test_samples_are_bounded_in_number(tmp_path, monkeypatch):
-    run_dir, shown, versions = make_run(tmp_path), [], iter(range(5, 1000))
-    sample = dict.fromkeys(tracking.FIELDS, "")
-
-    def wait(_) -> bool:
-        """Whether the run is over."""
-        if (version := next(versions, None)) is not None:
-            Lines(run_dir / "samples.jsonl").write(*[sample | {"version": version}] * 20)
-        return version is None
-
-    tracker = SimpleNamespace(where="here", log=print, close=print)
-    tracker.show = lambda step, samples: shown.append(len(samples))
-    monkeypatch.setitem(tracking.TRACKERS, "mine", lambda *_: tracker)
-    run = SimpleNamespace(name="mine", run_dir=run_dir, say=print, exit_code=0)
-    run.is_over = SimpleNamespace(wait=wait)
-    Tracking.follow(run)
-    assert shown == [tracking.SAMPLES] * tracking.TABLES
-
-
 @needs["tensorboard"]
 @pytest.mark.parametrize("given", [0, 3, 9])
 def test_a_resumed_run_goes_on_in_its_curves_in_tensorboard(given, tmp_path):
@@ -246,18 +224,10 @@ def test_a_resumed_run_goes_on_in_its_curves_in_tensorboard(given, tmp_path):
     assert read_back["evaluation/reward"] == [(0, 0.25), (2, 0.5), (4, 0.75)]
 
 
-def test_a_resumed_run_keeps_its_tracker_and_may_change_it(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"task": "arithmetic", "track": "wandb"}))
-    resumed = ["--resume", str(tmp_path)]
-    assert build_config(resumed).track == "wandb"
-    for track in ("", "tensorboard"):
-        assert build_config([*resumed, "--track", track]).track == track
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tracker_that_is_unknown_or_not_installed_is_one_line(name, monkeypatch, capfd, tmp_path):
     refused(["arithmetic", "--track", "mlflow"], "'mlflow': it is wandb or tensorboard", capfd)
-    problem = f"{name}: it is not installed: pip install -r requirements-track.txt"
+    problem = f"{name}: it is not installed: pip install -r requirements/track.txt"
     monkeypatch.setitem(sys.modules, name, None)
     refused(["arithmetic", "--track", name], problem, capfd)
     monkeypatch.delitem(sys.modules, name)
