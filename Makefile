@@ -40,10 +40,11 @@ test-faults: setup-tests
 test-runs: setup-tests $(TEST_VENV)/smollm.installed
 	$(PYTEST_LONG) -m runs tests
 
-# Searchers on further nodes of a Ray cluster, in a network that has nothing but this machine.
+# Searchers on further nodes of a Ray cluster, in a network that has nothing but this machine. One
+# test at a time: two clusters are too many for two cores.
 test-cluster: setup-tests $(TEST_VENV)/ray.installed
 	unshare $(if $(filter-out 0,$(shell id -u)),--map-root-user) --net sh -c \
-	  'ip link set lo up && exec "$$@"' sh $(PYTEST) -n 2 --dist worksteal -m cluster tests
+	  'ip link set lo up && exec "$$@"' sh $(PYTEST) -m cluster tests
 
 # The four, one after the other; then a line for each.
 test-all:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from config import UserError
@@ -155,8 +154,12 @@ class Padded(NamedTuple):
     @classmethod
     def of(cls, queries: list, keys: list, device: torch.device, dtype: torch.dtype):
         """Make them, as Packed.of does. dtype: of the mask."""
-        index = [pad_sequence([*map(torch.from_numpy, part)], True) for part in (queries, keys)]
-        counts = (np.array([[len(each)] for each in part]) for part in (queries, keys))
+        counts, index = [], []
+        for part in (queries, keys):  # in numpy: a tensor for each segment takes too long
+            counts.append(np.array([[len(each)] for each in part]))
+            is_there = np.arange(counts[-1].max()) < counts[-1]
+            index.append(np.zeros(is_there.shape, np.int64))
+            index[-1][is_there] = np.concatenate(part)
         (num_queries, num_keys), number = counts, np.arange(index[0].shape[1])
         # A query without keys would be NaN: padding sees what the last query does.
         last_key = num_keys - num_queries + np.minimum(number, num_queries - 1)

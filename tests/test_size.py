@@ -11,7 +11,7 @@ from conftest import ROOT
 # Lines of each room, blank ones and comments included; launch/ with its template.
 MOST = {
     ".": 2_074,
-    "models": 1_455,
+    "models": 1_458,
     "runtime": 1_526,
     "tasks": 2_287,
     "launch": 3_336,
@@ -21,7 +21,7 @@ MOST = {
     "benchmarks": 2_856,
 }
 # What the two workers of an ordinary run import: files, and their lines (tests/test_runs.py).
-MOST_IMPORTED = 38, 4_833
+MOST_IMPORTED = 38, 4_836
 
 
 def files_of(room: str) -> list[Path]:
