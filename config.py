@@ -154,7 +154,7 @@ class ModelSettings:
     """What to learn."""
 
     preset: str = ""
-    """Which of the task's presets the flags change. Empty: its first."""
+    """Preset to start from; flags override it. Empty: the task's first."""
     model: str = ""
     """Policy and reference policy at the start: a directory or a hub id. Empty: the task's."""
     output_dir: str = ""
@@ -182,14 +182,14 @@ class ObjectiveSettings:
     beta_steps: StepsOrShare = 0
     """Steps over which beta goes linearly from beta to beta_final. Below 1: a share of --steps."""
     beta_stop_step: StepsOrShare | None = None
-    """Step at which beta jumps to beta_final, wherever the line is. Below 1: a share of --steps.
+    """Step at which beta jumps to beta_final. Below 1: a share of --steps.
     None: no jump."""
     reward_temperature: PositiveFloat = 1.0
     """tau at step 0: the log-reward log pi_ref / gamma + reward / beta is divided by it."""
     reward_temperature_steps: NonNegativeInt = 0
     """Steps over which tau goes linearly to 1."""
     reference_temperature: PositiveFloat = 1.0
-    """gamma at the end of its line from 1: the reference log-probability is divided by it."""
+    """gamma at the end of its schedule from 1: the reference log-probability is divided by it."""
     reference_temperature_steps: NonNegativeInt = 0
     """Steps over which gamma goes linearly from 1 to reference_temperature."""
     reference_reset_period: Annotated[NonNegativeInt, LOCKSTEP] = 0
@@ -293,7 +293,7 @@ class ProcessSettings:
     searchers: NonNegativeInt | None = None
     """Searcher processes. None: one per GPU that no trainer process has, and at least one."""
     ray: Annotated[str, Extra("nodes.joining")] = ""
-    """Have searchers on each further node of this Ray cluster too: auto, local or host:port.
+    """Add searchers on each further node of this Ray cluster: auto, local or host:port.
     Then --searchers are those of this machine, and may be 0."""
     searchers_per_node: PositiveInt | None = None
     """With --ray: searchers on each further node. None: one per GPU, and at least one."""
@@ -310,14 +310,14 @@ class ProcessSettings:
     """The config.json of an earlier run: start a new run with its settings, flags over them."""
     resume: str = ""
     """Directory of a run that ended early: go on from its newest checkpoint, with its settings.
-    How long, how often and how fast to learn may change."""
+    Length, frequency, rate and resources may change."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations during the run. 0: only the base model and the final one."""
     evaluation_samples: PositiveInt = 1
     """Responses to each test query in the final evaluation and with --eval_only, for pass@k; any
     other metric is the mean over all of them. Evaluations during the run use one."""
     evaluation_temperature: EvaluationTemperature | None = None
-    """Sampling temperature for test queries, 0: greedy. None: the task's, which mostly is that."""
+    """Sampling temperature for test queries, 0: greedy. None: the task's, mostly 0."""
     plan: bool = False
     """Only print what each process will need of memory and disk, and whether it is there."""
     plan_gpus: GPUs = ""

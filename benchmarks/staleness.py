@@ -268,10 +268,9 @@ def on_record(directory: Path, *parts) -> dict[str, Study]:
 
     studies = {}
     for file in sorted(directory.glob("staleness.*.jsonl")):
-        if ".rounded" not in file.suffixes:
-            name = next(iter(recorded(file).values()))["processor"]
-            studies[name] = Study(file, *parts, do=look_up)
-            studies[name].make()
+        name = next(iter(recorded(file).values()))["processor"]
+        studies[name] = Study(file, *parts, do=look_up)
+        studies[name].make()
     return studies
 
 
