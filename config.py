@@ -45,16 +45,18 @@ def find_path(flag: str, path: str | Path) -> Path:
 
 def import_file(kind: str, file: str) -> ModuleType:
     """Import a Python file of the user's own: a "task" or an "objective". Raises UserError."""
-    path = find_path(f"{kind} file", file).resolve()
+    path = find_path(f"{kind} file", file)
     if not path.is_file():
         raise UserError(f"{kind} file {file!r} does not exist")
+    path = path.resolve()
     # By its own name a spawned process, as of a pool in score(), finds what the file defines, for
     # it gets this search path. Where another module has that name, or it is none: one without dots.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     importlib.invalidate_caches()  # the file may be newer than what was seen of its directory
     name, modified = path.stem, path.stat().st_mtime_ns
-    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    is_name = "." not in name and name != "__main__"
+    found = importlib.util.find_spec(name) if is_name else None
     if not found or found.origin != str(path):
         name = f"{kind} file {path}".replace(".", "_")
     if getattr(sys.modules.get(name), "__modified__", None) != modified:

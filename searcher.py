@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from config import ENGINE_ROWS, Config
+from config import ENGINE_ROWS, Config, users_code
 from models.device import compute_dtype, device, lock_pages
 from models.engine import Engine, make_generation
 from models.logprobs import response_logprobs
@@ -194,7 +194,8 @@ class Searcher:
             "temperature": self.config.temperature,
             "max_tokens": self.config.max_response_tokens,
         }
-        sampling |= self.task.sampling(np.random.default_rng(seed))
+        with users_code("sampling()"):
+            sampling |= self.task.sampling(np.random.default_rng(seed))
         return sampling | ({"seed": seed} if self.seeds_requests else {})
 
     def start_evaluation(self) -> None:

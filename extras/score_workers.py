@@ -83,8 +83,9 @@ def _begin(task: str, options: dict) -> None:
     die_with_parent()
     # The searcher has these blocked; SIGTERM is how a worker is stopped.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    _task, _failure = load_task(task, **options), None
+    _task = _failure = None
     try:
+        _task = load_task(task, **options)
         with users_code("load()"):
             _task.load()
     except UserError as error:

@@ -4,20 +4,24 @@ import fcntl
 import hashlib
 import math
 import os
+import pickle
 import platform
+import random
 import re
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from collections import deque
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from config import Config, Extra, UserError, users_code
+from config import Config, Extra, UserError, find_path, users_code
 from launch.places import Place, find_places, resolve
 from launch.planning.plan import check_plan
 from launch.resume import newest_whole
@@ -31,16 +35,16 @@ from models.hub import fetch_model, find_model, identify_weights
 from models.tokens import encode_prompt, load_tokenizer
 from runtime.checkpoints import checkpoint
 from runtime.responses.final_metrics import evaluate
-from tasks import LazyQueries, Messages, Query, Task, load_task, sampling_for_tests
+from tasks import ENDS, LazyQueries, Messages, Query, Task, load_task, sampling_for_tests
 from tasks.support.data import chat_fault
 
 Shapes = dict[str, tuple[int, ...]]  # by a parameter's name
 Prompts = dict[str, list[str | Messages]]  # by split
 PROMPTS_READ = 1000  # of a split, to tell how long they are
+LAZY_READ = 32  # of LazyQueries
 # With these parameters of vLLM a sampler is still the policy at --temperature: some say where a
 # response ends, and the others have values that change nothing, as a 0 or none does.
-HARMLESS = set("max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed".split())
-HARMLESS |= {"skip_special_tokens", "spaces_between_special_tokens"}
+HARMLESS = {*ENDS, "seed", "skip_special_tokens", "spaces_between_special_tokens"}
 NEUTRAL = dict(top_p=1, top_k=-1, repetition_penalty=1)
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, in a repr
 # What metrics.jsonl has already, and an objective might take for its own.
@@ -87,7 +91,7 @@ def check_run(given: Config) -> CheckedRun:
     places = find_places(replace(asked, searchers=searchers))
     shapes = weight_shapes(asked)
     tokenizer, prompt = check_tokenizer(asked, [*prompts["train"], *prompts["test"]])
-    check_lengths(asked, sizes, prompts, tokenizer)
+    check_lengths(asked, prompts, tokenizer)
     planned = check_plan(resolve(asked, places), task, places)
     trained = trained_shapes(planned)
     config = replace(fetch(planned, task, began), data_digest=f"{digest} {prompt}")
@@ -98,7 +102,7 @@ def check_run(given: Config) -> CheckedRun:
         print(f"warning: the {what} changed since that checkpoint", file=sys.stderr)
     trained_on = {*map(repr, prompts["train"])}
     shared = sum(repr(prompt) in trained_on for prompt in prompts["test"])
-    if shared and len(trained_on) > 1:  # else the task has one prompt, or is of LazyQueries
+    if shared and len(trained_on) > 1:  # else the task has one prompt
         of_all = f"{shared} of {len(prompts['test'])} test prompts"
         print(f"warning: {of_all} are trained on too", file=sys.stderr)
     return CheckedRun(given, asked, config, places, sizes, prompt, shapes, trained, resume)
@@ -136,7 +140,7 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], dict[str, list[Quer
     """Load the task; returns it, the number of queries per split, the queries, and a digest.
 
     The data is read once here, so that a bad row shows now and not in a searcher; of LazyQueries
-    the first. The digest is of all prompts and answers that are read. Raises UserError.
+    LAZY_READ. The digest is of all prompts and answers that are read. Raises UserError.
     """
     task, sizes, read = make_task(config), {}, {}
     digest = hashlib.blake2b(digest_size=6)
@@ -145,20 +149,27 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], dict[str, list[Quer
             queries = task.queries(split)
             sizes[split] = len(queries)
             is_lazy = isinstance(queries, LazyQueries)
-            read[split] = [queries[0]] if is_lazy and queries else [*queries]
+            step = max(1, math.ceil(len(queries) / LAZY_READ)) if is_lazy else 1
+            read[split] = [queries[i] for i in range(0, len(queries), step)]
             check_queries(f"task {config.task!r}", split, read[split])
             digest.update(f"{split} {sizes[split]}".encode())
             for query in read[split]:
                 row = repr(query.prompt) + canonical(query.answer)
                 digest.update(row.encode(errors="surrogatepass"))
+        if task.score_timeout is not None:
+            with users_code(f"task {config.task!r}: pickling a query, as score_timeout wants it,"):
+                pickle.loads(pickle.dumps(read[split][0]))
     return task, sizes, read, digest.hexdigest()
 
 
 def canonical(value: object) -> str:
     """Write an answer down, in whatever order its sets and dicts are, without addresses."""
-    if is_dataclass(value):
-        value = type(value).__name__, asdict(value)
-    if isinstance(value, list | tuple):
+    if is_dataclass(value) and not isinstance(value, type):
+        of = {field.name: getattr(value, field.name) for field in fields(value)}
+        value = type(value).__name__, of
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, list | tuple | deque):
         return f"[{', '.join(map(canonical, value))}]"
     if isinstance(value, dict):
         value = {f"{canonical(key)}: {canonical(of)}" for key, of in value.items()}
@@ -232,17 +243,14 @@ def check_tokenizer(
     return tokenizer, tokenizer.decode(read[0]) if read else ""
 
 
-def check_lengths(
-    config: Config, sizes: dict[str, int], prompts: Prompts, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def check_lengths(config: Config, prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> None:
     """Say how many prompts can have no response: they are too long, or have no tokens.
 
     Of each split PROMPTS_READ at most are read. Raises UserError if all of them are so.
     """
     limit = config.max_prompt_tokens
     for split, own in prompts.items():
-        is_lazy = len(own) < sizes[split]  # only the first is here
-        own = own[:: math.ceil(len(own) / PROMPTS_READ)]
+        own = random.Random(0).sample(own, min(len(own), PROMPTS_READ))
         with users_code(f"the chat template of --model {config.model!r}, on a {split} prompt,"):
             lengths = [
                 len(encode_prompt(tokenizer, prompt))
@@ -254,7 +262,7 @@ def check_lengths(
         if unfit := sum(not 0 < length <= limit for length in lengths):
             what = f"--max_prompt_tokens {limit} (the longest has {max(lengths)}), or none"
             found = f"{unfit} of {len(own)} {split} prompts have more tokens than {what}"
-            if unfit == len(own) and not is_lazy:
+            if unfit == len(own):
                 raise UserError(found)
             print(f"warning: {found}: they are left out", file=sys.stderr)
 
@@ -321,7 +329,8 @@ def check_evaluate(config: Config, task: Task, query: Query) -> None:
     texts = ["", "1"] if config.max_episode_tokens is None else [[""], ["1"]]
     task.load()
     try:
-        evaluate(task, [query] * 2, texts, [True, False], np.zeros(2))
+        queries = [query, replace(query, id=query.id + 1)]
+        evaluate(task, queries, texts, [True, False], np.zeros(2))
     except UserError as error:
         raise UserError(f"tried on two responses, {texts}: {error}") from error
 
@@ -418,7 +427,7 @@ def find_run_dir(config: Config) -> str:
     Raises UserError for one that cannot be written to or already holds a run.
     """
     default = f"runs/{Path(config.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory, problem = Path(config.output_dir or default), ""
+    directory, problem = find_path("--output_dir", config.output_dir or default), ""
     existing = next(filter(Path.exists, [directory, *directory.absolute().parents]))
     try:
         if directory.is_dir() and any(directory.iterdir()):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch.multiprocessing
 
-from config import Config
+from config import Config, users_code
 from launch import checks, children
 from launch.places import MEMORY_ALONE, Place, evaluation_place, find_places
 from launch.supervisor import STOP_SECONDS, RunFailed
@@ -40,12 +40,12 @@ POLL_SECONDS = 0.005  # while only workers are busy
 
 def evaluate_only(config: Config) -> int:
     """Evaluate --model without a run (--eval_only). Returns the exit code; raises UserError."""
-    task, sizes, queries, _ = checks.load_data(config)
+    task, _, queries, _ = checks.load_data(config)
     prompts = [query.prompt for query in queries["test"]]
     config = checks.check_model(config, task, queries["test"][0])
     weight_shapes(config)  # raises UserError for a model that cannot be used
     tokenizer, _ = checks.check_tokenizer(config, prompts)
-    checks.check_lengths(config, sizes, {"test": prompts}, tokenizer)
+    checks.check_lengths(config, {"test": prompts}, tokenizer)
     name, config = config.model, checks.fetch(config, task)
     interrupt = children.Interrupt()
     with tempfile.TemporaryDirectory() as directory:
@@ -151,7 +151,8 @@ def evaluate_model(config: Config, connection: Connection) -> None:
         error = run.unscored[0].error
         raise ValueError(f"no response to a test query got a score: {error}") from error
     if task.score_timeout is not None:
-        task.load()  # the workers had, this process has not yet
+        with users_code("load()"):
+            task.load()  # the workers had, this process has not yet
     result = run.result(partial(final_metrics.evaluate, task))
     if run.num_samples > 1:
         ids, scores = zip(*((g.query_id, float(g.rewards[0])) for g in run.scored))

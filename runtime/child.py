@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing import active_children
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from tqdm import tqdm
@@ -42,6 +44,8 @@ def enter(
         stdout.close()
     tolerate_failed_prints()
     faulthandler.register(SHOW_STACK, all_threads=False)
+    # At its end it would wait for ever for a pool of processes that a task made.
+    Finalize(None, lambda: [child.kill() for child in active_children()], exitpriority=0)
     module, function = target.split(":")
     try:
         getattr(importlib.import_module(module), function)(*arguments)

@@ -16,7 +16,8 @@ import numpy as np
 
 from config import Config, UserError, import_file, users_code
 
-ENDS = "stop", "stop_token_ids", "include_stop_str_in_output"  # of SamplingParams
+# Of SamplingParams, what says where a response ends.
+ENDS = "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"
 Messages = list[dict[str, str]]  # a chat: {"role": …, "content": …} each
 
 
@@ -38,7 +39,7 @@ class LazyQueries(Sequence):
     """A sequence of `size` queries, each made by make(index) when it is read. Its id is its index.
 
     make() must give the same query in every process. All prompts are texts, or messages of the same
-    roles: checks at the start read only the first.
+    roles: checks at the start read only some.
     """
 
     size: int

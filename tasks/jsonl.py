@@ -1,5 +1,6 @@
 """Rows of your own: a .jsonl file of prompts and answers."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class JsonLines(Task):
     def read_answer(self, answer: object) -> str:
         """Return what a row's answer wants. Raises ValueError, re.error and the like."""
         name = repr(self.answer_column)
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        is_plain = isinstance(answer, str | int | float) and not isinstance(answer, bool)
+        if not is_plain or answer in (math.inf, -math.inf):  # 1e999
             raise ValueError(f"{name} is neither a text nor a number")
         if not isinstance(answer, str):
             answer = format(Decimal(str(answer)), "f")  # 1e-7 has no 7

@@ -10,9 +10,7 @@ from conftest import ROOT
 from config import Config
 from tasks import find_task, task_names
 
-PAGES = [
-    path for room in (".", "docs", "benchmarks/results") for path in (ROOT / room).glob("*.md")
-]
+PAGES = [page for room in ("", "docs/", "benchmarks/results/") for page in ROOT.glob(f"{room}*.md")]
 SETTINGS = [kind for kind in (Config, *map(find_task, task_names())) if is_dataclass(kind)]
 FLAGS = {field.name for kind in SETTINGS for field in fields(kind)}
 FLAGS |= set("help config resume report plan plan_gpus eval_only".split())

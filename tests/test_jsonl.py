@@ -65,6 +65,7 @@ BAD_ROWS = [
     ('{"prompt": "q", "answer": ' + "7" * 5000 + "}", "exact", "value has 5000 digits"),
     ({"prompt": "q", "answer": []}, "exact", "'answer' is neither a text nor a number"),
     ({"prompt": "q", "answer": math.nan}, "exact", "'answer' is neither a text nor a number"),
+    ('{"prompt": "q", "answer": 1e999}', "exact", "'answer' is neither a text nor a number"),
     ({"prompt": "q", "answer": True}, "exact", "'answer' is neither a text nor a number"),
     ({"prompt": "q", "answer": "x"}, "number", "--match number: 'answer' is not one number"),
     ({"prompt": "q", "answer": "12 m^2"}, "number", "'answer' is not one number"),

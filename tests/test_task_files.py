@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
@@ -19,6 +20,7 @@ from launch.command_line import build_config
 from models.architecture import weight_shapes
 from models.tokens import load_tokenizer
 from rollouts import Group, make_tokens
+from runtime import child
 from runtime.responses.scoring import RewardScorer, make_scorer
 from tasks import Query, find_task, load_task, sampling_for_tests
 
@@ -43,8 +45,9 @@ class Between(Task):
 """
 
 
-def test_what_a_task_file_defines_can_be_pickled_and_called_in_another_process(tmp_path):
-    file = tmp_path / "own.types.py"
+@pytest.mark.parametrize("name", ["own.types.py", "my-task.py", "__main__.py"])
+def test_what_a_task_file_defines_can_be_pickled_and_called_in_another_process(name, tmp_path):
+    file = tmp_path / name
     file.write_text(OWN_TYPES)
     task = find_task(str(file))()
     query = task.queries("train")[0]
@@ -117,17 +120,38 @@ def begin_workers_and_fail(file: str, method: str) -> None:
     raise SystemExit(3 if str(scored[0].error) == problem else str(scored[0].error))
 
 
-@pytest.mark.parametrize("method", ["score", "load"])
-def test_a_process_with_score_workers_ends_at_once_by_an_exception_too(method, tmp_path):
-    file = tmp_path / "timed.py"
-    file.write_text(WITH_WORKERS.replace("METHOD", method))
-    words = str(file), method
-    process = get_context("spawn").Process(target=begin_workers_and_fail, args=words)
+def exit_code_of(target, *arguments) -> int | None:
+    process = get_context("spawn").Process(target=target, args=arguments)
     process.start()
     process.join(PATIENCE)
     ended = process.exitcode
     process.kill()
-    assert ended == 3
+    return ended
+
+
+@pytest.mark.parametrize("method", ["score", "load"])
+def test_a_process_with_score_workers_ends_at_once_by_an_exception_too(method, tmp_path):
+    file = tmp_path / "timed.py"
+    file.write_text(WITH_WORKERS.replace("METHOD", method))
+    assert exit_code_of(begin_workers_and_fail, str(file), method) == 3
+
+
+def leave_a_pool() -> None:
+    sys.pool = ProcessPoolExecutor(1)
+    raise SystemExit(sys.pool.submit(int, 3).result())
+
+
+def test_a_process_does_not_wait_for_a_pool_of_a_tasks_own(tmp_path):
+    (tmp_path / "logs").mkdir()
+    arguments = "name", f"{__name__}:leave_a_pool", (), str(tmp_path), os.getpid(), None
+    assert exit_code_of(child.enter, *arguments) == 3
+
+
+def test_an_answer_that_no_score_worker_could_get_is_refused_at_the_start(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN_TYPES.replace("Range(0, 2)", "lambda: 1") + "    score_timeout = 1.0\n")
+    with pytest.raises(UserError, match="pickling a query, as score_timeout wants it, fails"):
+        load_data(Config(task=str(file)))
 
 
 def test_a_task_that_exits_in_score_or_reply_loses_its_query_alone(tmp_path):
@@ -144,7 +168,13 @@ def test_a_task_that_exits_in_score_or_reply_loses_its_query_alone(tmp_path):
 
 
 WITH_SETS = """
+from collections import defaultdict, deque
+from dataclasses import dataclass
 from tasks import Query, Task
+
+@dataclass
+class Counts:
+    of: defaultdict
 
 class Sets(Task):
     def queries(self, split):
@@ -159,7 +189,8 @@ def test_equal_answers_have_one_digest_whatever_order_their_sets_are_in(tmp_path
     digests = {}
     for name, of in ("one", "{0, 8}"), ("two", "{8, 0}"), ("three", "{8, 1}"):
         file = tmp_path / f"{name}.py"
-        file.write_text(WITH_SETS.replace("ANSWER", f"{{frozenset({of}): {{frozenset({of})}}}}"))
+        answer = f"Counts(defaultdict(int, {{frozenset({of}): deque([{{frozenset({of})}}])}}))"
+        file.write_text(WITH_SETS.replace("ANSWER", answer))
         digests[name] = load_data(Config(task=str(file)))[-1]
     assert repr({0, 8}) != repr({8, 0}), "as with texts, whose hashes differ from start to start"
     assert digests["one"] == digests["two"] != digests["three"]
@@ -169,22 +200,23 @@ def test_prompts_that_are_too_long_are_counted_at_the_start_and_refused_if_all_a
     untied_model, capsys
 ):
     tokenizer = load_tokenizer(Config(model=str(untied_model)))
-    config, sizes = Config(max_prompt_tokens=4), {"train": 3, "test": 1}
+    config = Config(max_prompt_tokens=4)
     prompts = {"train": ["123", "123456", ""], "test": ["1234"]}
-    check_lengths(config, sizes, prompts, tokenizer)
+    check_lengths(config, prompts, tokenizer)
     found = "2 of 3 train prompts have more tokens than --max_prompt_tokens 4 (the longest has 6)"
     assert found in capsys.readouterr().err
     with pytest.raises(UserError, match=r"^1 of 1 test prompts .*the longest has 5"):
-        check_lengths(config, sizes, prompts | {"test": ["12345"]}, tokenizer)
-    with pytest.raises(UserError, match=r"^750 of 750 test prompts "):
-        check_lengths(config, {"test": 1500}, {"test": ["12345"] * 1500}, tokenizer)
-    check_lengths(config, {"test": 1000}, {"test": ["12345"]}, tokenizer)  # LazyQueries: the first
+        check_lengths(config, prompts | {"test": ["12345"]}, tokenizer)
+    with pytest.raises(UserError, match=r"^1000 of 1000 test prompts "):
+        check_lengths(config, {"test": ["12345"] * 1500}, tokenizer)
+    check_lengths(config, {"test": ["12345", "1234"] * 750}, tokenizer)  # half of them fit
 
 
 @pytest.mark.parametrize(
     "returned, problem",
     [
         ("{'length': [len(r) for r in responses]}", None),
+        ("{'by query': list({query.id: 1.0 for query in queries}.values())}", None),
         ("{'pairs': scores[:, None] + scores}", None),
         ("scores", "metrics by name, it gave array"),
         ("{'length': scores.mean()}", "2 values of 'length' for .* an array of shape ()"),
@@ -213,12 +245,12 @@ def test_a_response_ends_in_an_evaluation_where_it_does_in_training(tmp_path):
     file = tmp_path / "own.py"
     method = """
     def sampling(self, rng):
-        return {"stop": ["\\n"], "stop_token_ids": [7], "top_p": 0.9}
+        return {"stop": ["\\n"], "stop_token_ids": [7], "top_p": 0.9, "max_tokens": 5}
 """
     file.write_text(OWN_TYPES + method)
     found = sampling_for_tests(Config(max_response_tokens=9), load_task(str(file)))
     ends = {"stop": ["\n"], "stop_token_ids": [7]}
-    assert found == {"temperature": 0.0, "max_tokens": 9, **ends}
+    assert found == {"temperature": 0.0, "max_tokens": 5, **ends}
 
 
 def test_an_async_score_is_refused(tmp_path):

@@ -24,7 +24,7 @@ REWRITTEN = [
     (f"[{SUPERSCRIPTS}]++", lambda match: f"^{{{match[0].translate(LOWERED)}}}"),
     # 1,000 and 1{,}000 and 1\,000 and 1'000, and with a space, narrow or not
     (
-        rf"(?<![\w.^])(?<!\^\{{)\d{{1,3}}+(?:{INDIAN}|(?:{SEPARATOR}\d{{3}}(?!\d))+)",
+        rf"(?<![\w^])(?<!\d\.)(?<!\^\{{)\d{{1,3}}+(?:{INDIAN}|(?:{SEPARATOR}\d{{3}}(?!\d))+)",
         lambda match: re.sub(r"\D", "", match[0]),
     ),
     (r"(?<=\d) *+(?=\\[dtc]?frac)", " "),  # 1\frac{1}{2}
@@ -37,7 +37,7 @@ OTHER = rf"\s*+(?:[{{(](?=[^{{}}()]*\d)[^{{}}()]*+|[-+]?{DECIMAL})"
 # A minus is a sign only if it touches the number, and nothing that it could be subtracted from.
 NUMBER = re.compile(
     rf"\^{OTHER}"  # skip exponents of other things, as in m^2
-    r"|(?P<sign>(?<![\w)%])[-+])?(?:\\?\$|[€£¥])?(?<![\^\d])(?<!\^[-+{(])(?<!\^[{(][-+])(?:"
+    r"|(?P<sign>(?<![\w)%])[-+])?(?:\\?\$|[€£¥₹])?(?<![\^\d])(?<!\^[-+{(])(?<!\^[{(][-+])(?:"
     rf"(?<!/)(?:(?P<whole>\d++)\ ++)?(?P<over>{DECIMAL})\s*+/\s*+(?P<under>{DECIMAL})(?!\s*+/)"
     rf"|(?P<plain>(?:{DECIMAL}|(?<![\w.])\.\d++)(?:[eE][-+]?\d++(?!\w))?)"
     rf"(?P<power>\s*+\^(?:{WHOLE}(?!\s*+[\^(]|\.\d)|{OTHER}))?)"
@@ -46,8 +46,10 @@ NUMBER = re.compile(
 
 def last_number(text: str) -> Fraction | None:
     """Return the last number in a text; None if there is none, or the last has no value here."""
-    found = [match for match in NUMBER.finditer(rewritten(text)) if match["plain"] or match["over"]]
-    return value(found[-1]) if found else None
+    last = None
+    for match in NUMBER.finditer(rewritten(text)):
+        last = match if match["plain"] or match["over"] else last
+    return value(last) if last else None
 
 
 def read_number(text: str) -> Fraction | None:

@@ -141,23 +141,6 @@ def go_on(run_dir: Path) -> None:
     append(run_dir, *(step_line(step, loss=7.0) for step in (5, 6, 7)), evaluation(4, 0.75))
 
 
-METRICS = dict(
-    reward="reward reward_of_level_4",
-    loss="grad_norm my_objectives_own",
-    staleness="ess_tokens staleness_90",
-    speed="received searcher_tokens_per_second",
-    policy="kl",
-)
-
-
-def test_each_metric_has_a_group_a_new_one_too():
-    for group, metrics in METRICS.items():
-        for metric in metrics.split():
-            figures = grouped({"step": 1, "loss": 2.0, metric: 3.0})
-            assert figures == {"loss/loss": 2.0, f"{group}/{metric}": 3.0}
-    assert grouped({"step": 5, "loss": None}) == {}, "one that was not finite"
-
-
 @needs["tensorboard"]
 @pytest.mark.filterwarnings("ignore:html5lib")
 def test_tensorboard_shows_configuration_and_samples_as_they_are(tmp_path):
