@@ -202,6 +202,7 @@ class Searcher:
         """Start a requested evaluation; no weights are loaded until it ends."""
         for group in self.evaluation.start_if_due(self.engine.version):
             self.generation.start(group)
+        self.status.set(self.name, "evaluating", self.evaluation.run is not None)
 
     def step_engine(self) -> list[Group]:
         """Generate one token of every response. Returns the groups that ended with it."""

@@ -85,8 +85,9 @@ def test_the_first_wait_is_said_at_once_and_a_searcher_is_loading_alive_or_silen
     assert status.health("searcher 0") == "alive"
     status.set("searcher 0", "beat", time.monotonic() - 12)
     assert status.health("searcher 0") == "silent for 12 s"
+    status.set("searcher 0", "evaluating", 1)
     status.set("searcher 0", "scoring", 1)
-    assert status.health("searcher 0") == "silent for 12 s, in score()"
+    assert status.health("searcher 0") == "silent for 12 s, evaluating, in score()"
 
 
 def test_a_rate_follows_the_latest_seconds_and_is_zero_at_first():

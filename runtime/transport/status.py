@@ -61,6 +61,7 @@ class StatusTable:
         "restarts",
         "long_prompts",  # queries dropped, prompt too long or without tokens
         "scoring",  # groups that are in score() now, which may take long
+        "evaluating",  # 1 while responses to test queries are generated
         "unscored_groups",  # groups dropped, score() raised or gave no finite number
         "failed",  # time.monotonic() at which it raised, else 0
         "save_seconds",  # that the trainer's slowest checkpoint took to be written
@@ -134,11 +135,12 @@ class StatusTable:
             raise
 
     def health(self, name: str) -> str:
-        """Say whether a process is loading, alive or silent, and whether score() runs."""
+        """Say whether a process is loading, alive or silent, evaluates or is in score()."""
         if not self.get(name, "ready"):
             return "loading"
         silence = time.monotonic() - self.get(name, "beat")
         health = "alive" if silence < ALIVE_SECONDS else f"silent for {silence:.0f} s"
+        health += ", evaluating" if self.get(name, "evaluating") else ""
         return f"{health}, in score()" if self.get(name, "scoring") else health
 
     def silence(self, name: str) -> float:
