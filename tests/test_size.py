@@ -14,7 +14,7 @@ MOST = {
     "models": 1_458,
     "runtime": 1_533,
     "tasks": 2_292,
-    "launch": 3_346,
+    "launch": 3_344,
     "extras": 2_115,
     "examples": 305,
     "tests": 13_037,

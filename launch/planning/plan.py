@@ -260,12 +260,10 @@ class Plan:
         """Raise UserError that says what is short, and what takes less."""
         for place in filter(self.is_short, self.needs):
             has, needed = self.available[place] / GIB, self.total(place) / GIB
-            hint = HINTS.get(place, GPU_HINT)
-            if place == MEMORY and not self.on_gpu:
-                hint += f"; {why_no_gpu()}"
+            why = f"{why_no_gpu()}, and " if place == MEMORY and not self.on_gpu else ""
             raise UserError(
-                f"{place} is short: the run needs {needed:.4g} GiB, there are {has:.4g}; {hint} "
-                "(--plan shows all)"
+                f"{why}{place} is short: the run needs {needed:.4g} GiB, there are {has:.4g}; "
+                f"{HINTS.get(place, GPU_HINT)} (--plan shows all)"
             )
         place = evaluation_place(self.places)
         if not self.vllm(place)[2]:
