@@ -1,7 +1,7 @@
 """What vLLM resolves on a made-up H100 for what models/engine.py tells it.
 
 All other tests see vLLM without a GPU, where it takes another runner, and neither asynchrony nor
-CUDA graphs. An upgrade that changes what it takes on a GPU shows here: docs/operations.md says it.
+CUDA graphs. An upgrade that changes what it takes on a GPU shows here.
 """
 
 import sys
