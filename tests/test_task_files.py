@@ -52,8 +52,9 @@ def test_what_a_task_file_defines_can_be_pickled_and_called_in_another_process(n
     task = find_task(str(file))()
     query = task.queries("train")[0]
     assert pickle.loads(pickle.dumps(query)) == query
-    with get_context("fork").Pool(1) as pool:
-        assert pool.map(sys.modules[type(task).__module__].length, ["a", "bb"]) == [1.0, 2.0]
+    if name == "my-task.py":  # the others are no names that can be imported
+        with get_context("spawn").Pool(1) as pool:
+            assert pool.map(sys.modules[type(task).__module__].length, ["a", "bb"]) == [1.0, 2.0]
 
 
 def test_a_task_file_that_was_changed_is_imported_again(tmp_path):
