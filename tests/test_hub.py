@@ -330,6 +330,15 @@ def test_a_reward_model_may_have_the_tokenizer_of_another_but_no_code_of_its_own
     assert "[y/N]" not in capsys.readouterr().out, "nobody is asked"
 
 
+def test_a_classifier_that_is_published_without_label2id_is_read_by_its_id2label(tmp_path):
+    model = make(tmp_path, "RobertaForSequenceClassification", id2label=LABELS)
+    change_config(model, label2id=None)
+    prepare_classifier("--classifier", model, label="hate")
+    classifier = Classifier(model)
+    both = [classifier.probabilities(["some text"], label)[0] for label in LABELS.values()]
+    assert sum(both) == pytest.approx(1.0)
+
+
 def test_a_damaged_data_file_is_one_line(hub, repositories):
     damaged = repositories / "datasets/openai/gsm8k/main/test-00000-of-00001.parquet"
     whole = damaged.read_bytes()

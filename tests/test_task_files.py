@@ -45,16 +45,35 @@ class Between(Task):
 """
 
 
-@pytest.mark.parametrize("name", ["own.types.py", "my-task.py", "__main__.py"])
-def test_what_a_task_file_defines_can_be_pickled_and_called_in_another_process(name, tmp_path):
+def exit_code_of(target, *arguments) -> int | None:
+    process = get_context("spawn").Process(target=target, args=arguments)
+    process.start()
+    process.join(PATIENCE)
+    ended = process.exitcode
+    process.kill()
+    return ended
+
+
+def call_in_a_pool(file: str, start: str) -> None:
+    length = sys.modules[find_task(file).__module__].length
+    with get_context(start).Pool(1) as pool:
+        found = pool.map(length, ["a", "bb"])
+    raise SystemExit(3 if found == [1.0, 2.0] else str(found))
+
+
+# Only a name that can be imported is found by a process that is spawned. None is forked from the
+# tests' own process: its threads hold locks.
+@pytest.mark.parametrize(
+    "name, start", [("own.types.py", "fork"), ("my-task.py", "spawn"), ("__main__.py", "fork")]
+)
+def test_what_a_task_file_defines_can_be_pickled_and_called_in_another_process(
+    name, start, tmp_path
+):
     file = tmp_path / name
     file.write_text(OWN_TYPES)
-    task = find_task(str(file))()
-    query = task.queries("train")[0]
+    query = find_task(str(file))().queries("train")[0]
     assert pickle.loads(pickle.dumps(query)) == query
-    if name == "my-task.py":  # the others are no names that can be imported
-        with get_context("spawn").Pool(1) as pool:
-            assert pool.map(sys.modules[type(task).__module__].length, ["a", "bb"]) == [1.0, 2.0]
+    assert exit_code_of(call_in_a_pool, str(file), start) == 3
 
 
 def test_a_task_file_that_was_changed_is_imported_again(tmp_path):
@@ -119,15 +138,6 @@ def begin_workers_and_fail(file: str, method: str) -> None:
         time.sleep(0.1)
     problem = f"{method}() fails: JudgeError: the judge is not there ({file}, line 15)"
     raise SystemExit(3 if str(scored[0].error) == problem else str(scored[0].error))
-
-
-def exit_code_of(target, *arguments) -> int | None:
-    process = get_context("spawn").Process(target=target, args=arguments)
-    process.start()
-    process.join(PATIENCE)
-    ended = process.exitcode
-    process.kill()
-    return ended
 
 
 @pytest.mark.parametrize("method", ["score", "load"])

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from config import Config
 from models.logprobs import response_logprobs
 from models.policy import load_policy
+from rollouts import Response, make_tokens
 
 
 def test_the_counting_model_ends_as_often_as_the_lengths_say(tmp_path):
@@ -39,6 +40,23 @@ def test_the_variants_that_are_compared_give_the_same_log_probabilities(tied_mod
         for variant in (trainer_step.trimmed, trainer_step.padded):
             found = variant(model, *rows, 0.7, torch.float32)[:, :7]
             torch.testing.assert_close(found, ours, atol=2e-5, rtol=0)
+
+
+def test_the_floor_counts_each_prompt_once_and_no_padding():
+    def row(query: int, prompt: int, tokens: int) -> Response:
+        sizes = dict(prompt=np.zeros(prompt), tokens=make_tokens(range(tokens)))
+        return Response(query_id=query, version=0, reward=0.0, **sizes)
+
+    shape = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3)
+    shape |= dict(num_attention_heads=2, num_key_value_heads=1)
+    # q; k and v of half its size; o; the MLP. A multiplication and an addition each.
+    layer = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16)
+    # Queries times their mean number of keys, for the scores and for the values.
+    attention = 4 * 8 * (6 * (4 + 3) + 2 * (4 + 1) + 4 * 2)
+    head = 2 * 8 * trainer_step.VOCABULARY
+    rows = [row(0, 4, 6), row(0, 4, 2)]
+    expected = 3 * (12 * 3 * layer + 3 * attention + 8 * head)
+    assert trainer_step.floor_flops(shape, rows) == expected
 
 
 def test_overlap_measures_rates_and_the_time_to_the_target(tmp_path):

@@ -12,13 +12,16 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import PATIENCE, ROOT, SMALL, Run, flags, read, steps_of, tba, wait_for
 from test_command_line import refused
 
 from config import Config
+from extras import tracking
 from extras.tracking import Tracking, as_code, grouped
+from launch.command_line import build_config
 from launch.files import rewind
 from runtime.record.lines import Lines
 
@@ -141,6 +144,23 @@ def go_on(run_dir: Path) -> None:
     append(run_dir, *(step_line(step, loss=7.0) for step in (5, 6, 7)), evaluation(4, 0.75))
 
 
+METRICS = dict(
+    reward="reward reward_of_level_4",
+    loss="grad_norm my_objectives_own",
+    staleness="ess_tokens staleness_90",
+    speed="received searcher_tokens_per_second",
+    policy="kl",
+)
+
+
+def test_each_metric_has_a_group_a_new_one_too():
+    for group, metrics in METRICS.items():
+        for metric in metrics.split():
+            figures = grouped({"step": 1, "loss": 2.0, metric: 3.0})
+            assert figures == {"loss/loss": 2.0, f"{group}/{metric}": 3.0}
+    assert grouped({"step": 5, "loss": None}) == {}, "one that was not finite"
+
+
 @needs["tensorboard"]
 @pytest.mark.filterwarnings("ignore:html5lib")
 def test_tensorboard_shows_configuration_and_samples_as_they_are(tmp_path):
@@ -188,6 +208,25 @@ def test_wandb_keeps_all_figures_at_once_and_groups_a_resumed_run(tmp_path):
     assert steps == [0, 1, 2, 3, 4, 2, 5, 6, 7, 4], "nothing twice"
 
 
+def test_samples_are_bounded_in_number(tmp_path, monkeypatch):
+    run_dir, shown, versions = make_run(tmp_path), [], iter(range(5, 1000))
+    sample = dict.fromkeys(tracking.FIELDS, "")
+
+    def wait(_) -> bool:
+        """Whether the run is over."""
+        if (version := next(versions, None)) is not None:
+            Lines(run_dir / "samples.jsonl").write(*[sample | {"version": version}] * 20)
+        return version is None
+
+    tracker = SimpleNamespace(where="here", log=print, close=print)
+    tracker.show = lambda step, samples: shown.append(len(samples))
+    monkeypatch.setitem(tracking.TRACKERS, "mine", lambda *_: tracker)
+    run = SimpleNamespace(name="mine", run_dir=run_dir, say=print, exit_code=0)
+    run.is_over = SimpleNamespace(wait=wait)
+    Tracking.follow(run)
+    assert shown == [tracking.SAMPLES] * tracking.TABLES
+
+
 @needs["tensorboard"]
 @pytest.mark.parametrize("given", [0, 3, 9])
 def test_a_resumed_run_goes_on_in_its_curves_in_tensorboard(given, tmp_path):
@@ -205,6 +244,14 @@ def test_a_resumed_run_goes_on_in_its_curves_in_tensorboard(given, tmp_path):
     kept = [(step, pytest.approx(1 / step)) for step in range(1, 5)]
     assert read_back["loss/loss"] == [*kept, (5, 7.0), (6, 7.0), (7, 7.0)]
     assert read_back["evaluation/reward"] == [(0, 0.25), (2, 0.5), (4, 0.75)]
+
+
+def test_a_resumed_run_keeps_its_tracker_and_may_change_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"task": "arithmetic", "track": "wandb"}))
+    resumed = ["--resume", str(tmp_path)]
+    assert build_config(resumed).track == "wandb"
+    for track in ("", "tensorboard"):
+        assert build_config([*resumed, "--track", track]).track == track
 
 
 @pytest.mark.parametrize("name", NAMES)
