@@ -233,6 +233,9 @@ class SearchSettings:
     None: they do so only once capacity_per_query is reached."""
     max_staleness: NonNegativeInt | None = None
     """Responses of versions more than this many steps old are left out. None: no limit."""
+    search_ahead: PositiveInt | None = None
+    """Steps that searchers may be ahead of the trainer, which then has all CPU cores.
+    None: no limit, or two syncs where a searcher is on the trainer's GPU."""
     reward_inverse_temperature: NonNegativeFloat = 0.0
     """Replay draws a query's responses by softmax(reward times this). 0: uniformly."""
     temperature: SamplingTemperature = 0.7
@@ -345,9 +348,6 @@ class Config(
     """A name in tasks/ or the path of a .py file with a task of your own."""
     options: dict = field(default_factory=dict)
     """The task's own settings, by name: flags too, see python tba.py TASK --help."""
-    search_ahead: int | None = None
-    """No flag, launch/places.py decides it: trainer steps for which searchers may have
-    made responses before they wait. None: no limit."""
     data_digest: str = ""
     """Set at the start: a digest of the task's rows, and the first prompt as the model reads it."""
     kv_cache_bytes: int | None = None

@@ -112,6 +112,7 @@ class Searcher:
         while self.config.resume and self.weights.version < 0 and not self.status.stop:
             self.status.beat(self.name)
             time.sleep(POLL_SECONDS)
+        self.first_step = max(0, self.weights.version)
         # A resumed run may have ended before its first step: then it begins like a new one.
         if not self.config.resume or self.weights.version == 0:
             self.start_evaluation()
@@ -150,7 +151,7 @@ class Searcher:
     def is_ahead(self) -> bool:
         """Return whether the search is config.search_ahead steps, of B groups each, ahead.
 
-        It is set where both share a GPU: groups never trained on would slow the trainer down.
+        Where both share a GPU or cores, groups never trained on would slow the trainer down.
         """
         config = self.config
         if config.search_ahead is None:

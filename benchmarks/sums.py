@@ -26,7 +26,6 @@ LEARNING_RATE, SECONDS = 2e-5, 200.0
 SEEDS = (0, 1, 2)
 FREE = ["--constant_staleness", "None", "--sync_period", "1", "--samples_per_query", "8"]
 FREE += ["--initial_responses", "64"]
-THROTTLED = "tb, free running, throttled"
 VARIANTS = {
     "tb": [],
     "tb, synchronous": ["--synchronous"],
@@ -34,17 +33,8 @@ VARIANTS = {
     "rloo": ["--loss", "rloo"],
     "dr_grpo, without a reference policy": ["--loss", "dr_grpo"],
     "tb, free running": FREE,
-    THROTTLED: FREE,
+    "tb, free running, throttled": [*FREE, "--search_ahead", "2"],
 }
-# In place of tba.py: the searcher is at most two steps ahead, as on a GPU that both share, and the
-# trainer has all cores.
-THROTTLE = """
-import sys, tba
-from launch import places
-places.search_ahead = lambda *_: 2
-places.split_cores = lambda cores, *_: [cores, cores[1:]]
-sys.exit(tba.main(sys.argv[1:]))
-"""
 
 
 def end_of_evaluation(output: Path) -> float:
@@ -59,8 +49,7 @@ def end_of_evaluation(output: Path) -> float:
 def make_run(name: str, output: Path, seed: int) -> None:
     """Make a run of a variant. Its directory gets this name when it is whole."""
     unfinished = output.with_name(f"{output.name} {time.time():.0f} unfinished")
-    python, program, *flags = command_of(OURS, unfinished, LEARNING_RATE, seed) + VARIANTS[name]
-    command = [python, *(["-c", THROTTLE] if name == THROTTLED else [program]), *flags]
+    command = command_of(OURS, unfinished, LEARNING_RATE, seed) + VARIANTS[name]
     with open(log_of(unfinished), "w") as log:
         process, start = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log), np.inf
     while time.monotonic() < start + SECONDS:

@@ -81,7 +81,7 @@ def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
     names = [f"trainer {rank}" if rank else "trainer" for rank in range(trainers)]
     names += [f"searcher {rank}" for rank in range(searchers)]
     if not gpus:
-        split = split_cores(cores, trainers, searchers)
+        split = split_cores(cores, trainers, searchers, config.search_ahead is not None)
         return [Place(name, None, own) for name, own in zip(names, split)]
     check_gpus(config, len(gpus), searchers)
     threads = max(1, len(cores) // len(names))
@@ -105,10 +105,15 @@ def check_gpus(config: Config, gpus: int, searchers: int) -> None:
         )
 
 
-def split_cores(cores: list[int], trainers: int, searchers: int) -> list[list[int]]:
-    """Half of the cores for the trainer, the rest dealt out; with too few, some share one."""
+def split_cores(
+    cores: list[int], trainers: int, searchers: int, search_waits: bool
+) -> list[list[int]]:
+    """Half of the cores for the trainer, the rest dealt out; with too few, some share one.
+
+    With search_waits the trainer has all.
+    """
     half = max(1, len(cores) // 2) if searchers else len(cores)
-    parts = (cores[:half], trainers), (cores[half:] or cores, searchers)
+    parts = (cores if search_waits else cores[:half], trainers), (cores[half:] or cores, searchers)
     return [own[i::count] or [own[i % len(own)]] for own, count in parts for i in range(count)]
 
 
@@ -136,12 +141,15 @@ def resolve(config: Config, places: list[Place]) -> Config:
         reference_reset_period=config.reference_reset_period if config.reads_reference else 0,
         searchers=len(searchers_of(places)),
         gpu_memory_utilization=memory,
-        search_ahead=search_ahead(config, places),
+        search_ahead=config.search_ahead or search_ahead(config, places),
     )
 
 
 def search_ahead(config: Config, places: list[Place]) -> int | None:
-    """How many steps searchers may be ahead: two syncs where one shares the trainer's GPU."""
+    """How many steps searchers may be ahead, if no setting says it.
+
+    Two syncs where one shares the trainer's GPU.
+    """
     trainer_may_wait = config.lockstep or config.max_staleness is not None
     is_limited = is_gpu_shared(places) and not trainer_may_wait
     return SHARED_AHEAD * config.sync_period if is_limited else None

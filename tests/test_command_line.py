@@ -91,6 +91,7 @@ def files(tmp_path_factory, gsm8k_data, untied_model, chat_model):
 # Values that a setting does not take, as the message shows them, and what it says of them.
 BOUNDS = {
     "steps=0 beta=0.0 beta=nan evaluation_samples=0 trainer_processes=0": "it must be positive",
+    "search_ahead=0": "it must be positive",
     "eval_every=-1 constant_staleness=-1 max_staleness=-1": "it must not be negative",
     "responses_per_query=1 samples_per_query=0": "it must be at least 2",
     "most_on_policy_prob=1.01 most_on_policy_prob=nan": "it is a probability",
@@ -116,7 +117,7 @@ BAD_INPUT = [
     ("arithmetic gsm8k", "unknown argument gsm8k: python tba.py"),
     ("arithmetic --data_dir x", "unknown argument --data_dir: "),  # of another task
     ("tldr --reward_modell x/y", "unknown argument --reward_modell: did you mean --reward_model "),
-    ("multiplication", "'multiplication': the tasks are addends, …give the path of a .py file"),
+    ("multiplication", "'multiplication': the tasks are arithmetic, …give the path of a .py file"),
     ("{tmp}/absent.py", "task file…absent.py' does not exist"),
     ("arithmetic --loss {tmp}/absent.py", "objective file…absent.py' does not exist"),
     ("{gsm8k} --model {tmp}/absent", "absent' does not exist: give a local directory or a hub id"),
@@ -344,7 +345,7 @@ def test_a_tasks_settings_may_have_no_default_and_be_frozen(decorator, tmp_path,
 def test_help_names_every_setting_with_its_meaning(capsys):
     assert main(["--help"]) == 0
     out, _ = capsys.readouterr()
-    hidden = "task", "options", "data_digest", "search_ahead", "kv_cache_bytes", "base_model"
+    hidden = "task", "options", "data_digest", "kv_cache_bytes", "base_model"
     for name in Config.__dataclass_fields__:
         assert name in hidden or re.search(rf"--{name}[ ,]", out), name
     text = re.sub(r"[│\s]+", " ", out)  # out of tyro's box

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,10 +67,16 @@ def test_each_process_gets_its_part_of_the_cores(gpus, monkeypatch):
         assert ("PYTORCH_CUDA_ALLOC_CONF" in found) == (place.name == "trainer")
         assert found["OMP_NUM_THREADS"] == found["MKL_NUM_THREADS"] == "16"
         assert place.cores == list(range(64)), "it may run on any"
-    # Without GPUs trainer processes share the half of the cores that the trainer has.
-    for cores, expected in ((8, [[0, 2], [1, 3], [4, 5, 6, 7]]), (2, [[0], [0], [1]])):
+    # Without GPUs trainer processes share the half of the cores that the trainer has, and have all
+    # where the searcher waits for them.
+    for cores, ahead, expected in (
+        (8, None, [[0, 2], [1, 3], [4, 5, 6, 7]]),
+        (2, None, [[0], [0], [1]]),
+        (4, 2, [[0, 2], [1, 3], [2, 3]]),
+    ):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
-        places = {p.name: p.cores for p in find_places(Config(trainer_processes=2), [])}
+        config = Config(trainer_processes=2, search_ahead=ahead)
+        places = {p.name: p.cores for p in find_places(config, [])}
         assert [places[name] for name in ("trainer", "trainer 1", "searcher 0")] == expected
 
 
@@ -152,7 +159,8 @@ def test_a_searcher_on_the_trainers_gpu_has_less_memory_and_alone_is_throttled(g
         places = find_places(config)
         found = resolve(config, places)
         assert (found.gpu_memory_utilization, found.search_ahead) == (share, ahead)
-        assert resolve(Config(gpu_memory_utilization=0.4), places).gpu_memory_utilization == 0.4
+        asked = resolve(Config(gpu_memory_utilization=0.4, search_ahead=3), places)
+        assert (asked.gpu_memory_utilization, asked.search_ahead) == (0.4, 3)
     for free in (Config(max_staleness=5), Config(constant_staleness=2)):
         assert resolve(free, find_places(free)).search_ahead is None, "the trainer may wait"
 
@@ -179,15 +187,18 @@ def test_a_throttled_search_goes_on_as_the_trainer_steps(untied_model, tmp_path,
     searcher.share.end(drawn[1])
     assert len(draw(searcher)) == 1, "a group that got no scores is made up for"
     assert len(draw(Searcher(*parts))) == 11, "a restarted one counts from its own start"
+    later = SharedWeights({"a": (1,)}, torch.float32, readers=1)
+    resumed = Searcher(replace(config, resume="a run"), 0, later, *parts[3:])
+    later.publish(500, [("a", torch.zeros(1))])
+    resumed.begin()
+    assert len(draw(resumed)) == 11, "and one of a resumed run from the version that it waited for"
 
 
 @pytest.mark.runs
 def test_a_run_with_a_throttled_searcher_makes_no_more_than_it_may(tmp_path):
     run_dir = tmp_path / "run"
-    code = "import sys, tba; from launch import places\n"
-    code += "places.search_ahead = lambda *_: 10; sys.exit(tba.main(sys.argv[1:]))"
     small = flags(steps=150, initial_responses=240, queries_per_batch=1, eval_every=0)
-    python("-c", code, *small, *flags(output_dir=run_dir))
+    python("tba.py", *small, *flags(output_dir=run_dir, search_ahead=10))
     lines = steps_of(run_dir)
     made = np.array([line["received"] for line in lines])
     allowed = np.array([240 + 12 * (line["step"] + 10) for line in lines])
