@@ -15,7 +15,7 @@ from config import Config, UserError, users_code
 from rollouts import Group
 from runtime.child import die_with_parent
 from runtime.responses.scoring import RewardScorer, score
-from tasks import Query, Task, load_task
+from tasks import Query, Task, load_models, load_task
 
 WORKERS = 2  # processes per searcher
 LATE = TimeoutError, ProcessExpired, MemoryError  # too long, or its worker died, or nearly
@@ -86,17 +86,22 @@ def _begin(task: str, options: dict) -> None:
     _task = _failure = None
     try:
         _task = load_task(task, **options)
-        with users_code("load()"):
-            _task.load()
+        load_models(_task)
     except UserError as error:
         _failure = error
 
 
-def _score(query: Query, text: str, finished: bool) -> float:
+def _loaded() -> Task:
+    """Return the task. Raises what its load() raised."""
     if _failure:
         raise _failure
+    return _task
+
+
+def _score(query: Query, text: str, finished: bool) -> float:
+    task = _loaded()
     try:
-        return float(score(_task, [query], [text], [finished])[0])
+        return float(score(task, [query], [text], [finished])[0])
     except UserError as error:
         if isinstance(error.__cause__, LATE):
             raise TimeoutError(str(error)) from error
@@ -104,7 +109,6 @@ def _score(query: Query, text: str, finished: bool) -> float:
 
 
 def _reply(query: Query, turns: list[str]) -> str | None:
-    if _failure:
-        raise _failure
+    task = _loaded()
     with users_code("reply()"):
-        return _task.reply(query, turns)
+        return task.reply(query, turns)

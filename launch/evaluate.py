@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch.multiprocessing
 
-from config import Config, users_code
+from config import Config
 from launch import checks, children
 from launch.places import MEMORY_ALONE, Place, evaluation_place, find_places
 from launch.supervisor import STOP_SECONDS, RunFailed
@@ -31,7 +31,7 @@ from runtime.responses.samples import extract_all
 from runtime.responses.scoring import make_scorer
 from runtime.transport.messages import Evaluation
 from runtime.transport.status import Watchdog
-from tasks import Task, load_task
+from tasks import Task, load_models, load_task
 
 EVALUATION_SECONDS = 3600.0  # for each response to all queries, the engine's start included
 MEMORY_BESIDE_MODELS = 0.4  # of a GPU's, for vLLM where a task has models for its evaluation
@@ -151,8 +151,7 @@ def evaluate_model(config: Config, connection: Connection) -> None:
         error = run.unscored[0].error
         raise ValueError(f"no response to a test query got a score: {error}") from error
     if task.score_timeout is not None:
-        with users_code("load()"):
-            task.load()  # the workers had, this process has not yet
+        load_models(task)  # the workers had, this process has not yet
     result = run.result(partial(final_metrics.evaluate, task))
     if run.num_samples > 1:
         ids, scores = zip(*((g.query_id, float(g.rewards[0])) for g in run.scored))

@@ -179,6 +179,12 @@ def load_task(name_or_path: str, **options) -> Task:
         return task(**options)
 
 
+def load_models(task: Task) -> None:
+    """Call load() of a task. Raises UserError."""
+    with users_code("load()"):
+        task.load()
+
+
 def find_task(name_or_path: str) -> type[Task]:
     """Find the class of a task. Raises UserError."""
     module = import_task(name_or_path)

@@ -11,7 +11,7 @@ from config import Config, UserError, users_code
 from rollouts import Group
 from runtime.child import GIVE_UP
 from runtime.transport.status import StatusTable
-from tasks import Query, Task
+from tasks import Query, Task, load_models
 
 SCORES_WATCHED = 100  # more than half of the latest this many groups without scores end the run
 
@@ -66,8 +66,7 @@ class RewardScorer:
 def make_scorer(config: Config, task: Task) -> RewardScorer:
     """Make the scorer that the task wants: in worker processes where it limits their time."""
     if task.score_timeout is None:
-        with users_code("load()"):
-            task.load()
+        load_models(task)
         return RewardScorer(task)
     from extras.score_workers import ScoreWorkers
 
