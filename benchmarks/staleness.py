@@ -32,7 +32,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from common import arguments, processor, results_dir, save, table
-from study import MODEL, key_of, number, recorded, run_all, small_config, spread
+from study import ADDENDS, MODEL, key_of, number, recorded, run_all, small_config, spread
 
 from extras.objectives import WITHOUT_REFERENCE
 from models.hub import identify_weights
@@ -154,7 +154,7 @@ def right_shares(split: str) -> np.ndarray:
     config = small_config(dict(task="addends"))
     model, tokenizer = load_policy(config, torch.device("cpu")), load_tokenizer(config)
     shares = []
-    for query in load_task("addends").queries(split):
+    for query in load_task(ADDENDS).queries(split):
         answers = [f"{n:02}+{query.answer - n:02}" for n in range(query.answer + 1)]
         rows = [np.array([*tokenizer(a).input_ids, tokenizer.eos_token_id]) for a in answers]
         prompts = [np.array(tokenizer(query.prompt).input_ids)] * len(rows)

@@ -5,11 +5,8 @@ from pathlib import Path
 from threading import Barrier
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
-import torch
-from conftest import PATIENCE
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from conftest import PATIENCE, ROOT
 
 from config import UserError
 from tasks import Query, load_task
@@ -17,7 +14,7 @@ from tasks.support import pretraining
 from tasks.support.cache import cached
 
 SAMPLES = 100  # of each query
-TASK = load_task("addends")
+TASK = load_task(str(ROOT / "benchmarks/addends/task.py"))
 WRONG = (
     "12+46 12+35 99+58 7+50 50+7 007+50 57 12+45= 12+450 12+45+00 12+40+05 =12+45 12-45 1245 ١٢+45"
 )
@@ -45,36 +42,6 @@ def test_any_two_numbers_that_add_up_are_right_in_a_finished_response(index):
     assert [response for response, reward in zip(responses, rewards) if reward] == expected
     assert sum(rewards) == len(expected)
     assert not any(TASK.score([query] * len(responses), responses, [False] * len(responses)))
-
-
-@pytest.mark.runs
-def test_a_third_of_the_base_models_samples_are_right_in_all_ways(tmp_path, monkeypatch):
-    """A split's responses and rewards are (queries, SAMPLES), sampled at temperature 1."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    directory = TASK.base_model()
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    sampling = dict(do_sample=True, top_k=0, max_new_tokens=8, pad_token_id=tokenizer.pad_token_id)
-    torch.manual_seed(0)
-    accuracy = {}
-    for split in ("train", "test"):
-        queries = [query for query in TASK.queries(split) for _ in range(SAMPLES)]
-        prompt_ids = torch.tensor(tokenizer([query.prompt for query in queries]).input_ids)
-        ids = model.generate(prompt_ids, **sampling)[:, prompt_ids.shape[1] :]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        finished = (ids == tokenizer.eos_token_id).any(dim=1).tolist()
-        columns = texts, TASK.score(queries, texts, finished)
-        responses, rewards = (np.reshape(column, (-1, SAMPLES)) for column in columns)
-        accuracy[split] = rewards.mean()
-    assert 0.25 < accuracy["train"] < 0.5, accuracy
-    assert abs(accuracy["test"] - accuracy["train"]) < 0.08, accuracy
-    assert rewards.mean(axis=1).min() > 0.1, "each test query can be learned from"
-    # As many uniform draws from the query.id + 1 right answers would give so many distinct ones.
-    distinct, expected = 0, 0.0
-    for query, texts, are_right in zip(TASK.queries("test"), responses, rewards == 1.0):
-        distinct += len(set(texts[are_right]))
-        expected += (query.id + 1) * (1 - (query.id / (query.id + 1)) ** are_right.sum())
-    assert distinct > 0.85 * expected, (distinct, expected)
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):

@@ -160,7 +160,7 @@ COUNTDOWN = {
     **says("reasoning-gym's dataset", options={"dataset": "countdown", "chat": True}),
 }
 EXPECTED["reasoning_gym", "countdown"] = COUNTDOWN
-DEMOS = ("arithmetic", "addends", "reach")
+DEMOS = ("arithmetic", "reach")
 OURS = {*((task, "demo") for task in DEMOS), ("tldr", "tiny"), ("redteam", "tiny")}
 OURS.add(("reasoning_gym", "plain"))
 

@@ -9,6 +9,7 @@ import pytest
 import staleness
 import study
 
+from extras.lockstep import LockstepTrainer
 from launch.files import read_lines
 from learner import Learner
 from models.hub import identify_weights
@@ -46,6 +47,24 @@ def test_a_batch_is_exactly_as_stale_as_asked_for_and_without_staleness_on_polic
 def test_a_batch_of_several_ages_has_as_many_groups_of_each(batches):
     study.train(SMALL | dict(constant_staleness=1), ages=(1, 2, 3, 4))
     assert [versions for versions, _ in batches][-2:] == [{0, 1, 2, 3}, {1, 2, 3, 4}]
+
+
+def test_within_groups_each_has_as_many_rows_of_every_age(monkeypatch):
+    drawn, draw = [], LockstepTrainer.draw
+
+    def watched(self):
+        drawn.append(draw(self))
+        return drawn[-1]
+
+    monkeypatch.setattr(LockstepTrainer, "draw", watched)
+    study.train(SMALL | dict(constant_staleness=1), ages=(1, 4), within=True)
+    for step, rows in enumerate(filter(None, drawn)):
+        groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+        assert all(len({row.query_id for row in group}) == 1 for group in groups)
+        versions = sorted([max(0, step - 1), max(0, step - 4)] * 2)
+        assert [sorted(row.version for row in group) for group in groups] == [versions] * 4
+    with pytest.raises(ValueError, match="3 ages do not divide"):
+        study.train(SMALL | dict(constant_staleness=1), ages=(1, 2, 3))
 
 
 def test_a_run_comes_out_the_same_every_time_and_is_measured_on_held_out_queries():

@@ -1,23 +1,21 @@
 """Two numbers that add up to a given one: a task with many right answers.
 
-"57=" wants "12+45", or "00+57", or "57+00", … The base model is made here in seconds, by
-supervised training on the homework of a pupil who takes any first number and never found out when
-to borrow for the second: more than half of its samples are wrong, and the right ones begin with
-every first number there is.
+"57=" wants "12+45", or "00+57", or "57+00", … The base model lies here. It learnt the homework of a
+pupil who takes any first number and never found out when to borrow for the second: more than half
+of its samples are wrong, and the right ones begin with every first number there is. The recipe is
+tasks/addends.py of commit 00faedf; on another processor it gives another model.
 """
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from tasks import Query, Task
 from tasks.arithmetic import DEMO
 
-# Probability that the pupil borrows 0, 1 or 2 tens, whether one is needed or not.
-BORROWS = (0.45, 0.45, 0.1)
-TEST_QUERIES = 20  # of the 90 numbers; never trained on, neither here nor by reinforcement learning
-PUPIL_STEPS = 600  # after 400 how well it adds depends on the processor
+TEST_QUERIES = 20  # of the 90 numbers; never trained on
 PRESETS = {"demo": DEMO}
 
 
@@ -44,20 +42,10 @@ class Addends(Task):
         return response
 
     def base_model(self) -> str:
-        from tasks.support.pretraining import pupil
-
-        return pupil("addends", self.queries("train"), homework, PUPIL_STEPS)
+        return str(Path(__file__).parent)
 
 
 def add_up(response: str) -> int | None:
     """57 for "12+45"; None for what is not two numbers of two digits."""
     match = re.fullmatch(r"([0-9]{2})\+([0-9]{2})", response)
     return int(match[1]) + int(match[2]) if match else None
-
-
-def homework(query: Query, rng: np.random.Generator) -> str:
-    """The pupil's answer: any first number up to N; for the second, borrows at random."""
-    n, first = query.answer, rng.integers(query.answer + 1)
-    tens = n // 10 - first // 10 - rng.choice(3, p=BORROWS)
-    units = n - first
-    return f"{first:02}+{tens % 10}{units % 10}"

@@ -1,0 +1,183 @@
+"""Measure how near objectives bring a real language model to its optimum, which is known exactly.
+
+    python benchmarks/exact_real.py            # 36 runs of six minutes: two hours on 2 cores
+    python benchmarks/exact_real.py --quick    # four runs
+
+Needs SmolLM2-135M-Instruct (make demo-smollm installs it). All right answers of the task multiples
+are known, and so are log Z and π* on the partition {each right answer, the rest}. E[r] - β KL there
+is an upper bound, for drift within the rest is not seen; the same from samples, with the KL of
+whole responses, stands beside it. Writes results/exact_real.{md,jsonl,png}, resumed as in study.py.
+"""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from common import arguments, means, results_dir, save, table_of
+from study import InlineSearcher, run_cells, train
+from torch.distributions import Categorical
+
+from models.logprobs import response_logprobs
+from runtime.responses.final_metrics import over_queries
+from runtime.transport.messages import Evaluation
+from tasks import Query
+from tasks.multiples import HELD_OUT, right_answers
+
+OBJECTIVES = "tb", "tb_anchored", "grpo", "rloo"
+DATA = {  # of each batch; "buffer": as many new rows as are trained on, and the preset's m
+    "fresh": dict(constant_staleness=0),
+    "buffer": {},
+    "10 steps stale": dict(constant_staleness=10),
+}
+RATES = {"tb": (2e-5, 4e-5, 8e-5), "grpo": (2.5e-6, 5e-6, 1e-5)}
+SEARCH_SEED, SEEDS = 100, (0, 1, 2)
+# On fresh batches the gradients of tb, tb_anchored and rloo are the same, but for a constant.
+CELLS = [(o, data) for data in DATA for o in OBJECTIVES if data != "fresh" or o in RATES]
+SETTINGS = dict(task="multiples", eval_every=10)  # over its preset
+SAMPLES, TRAINED = 64, 8  # of a query, at the end; queries of those trained on
+KINDS = "new numbers", "new pairs", "trained"  # of queries; the second are of trained numbers
+CAPTION = f"""SmolLM2-135M-Instruct on multiples, 40 steps, the learning rate
+decayed linearly. Its peak is the best for tb (and its kin) and for grpo of those tried with another
+seed on fresh batches, by the share on queries that are trained on: {{}}. Below, means over queries
+at the end of a run. share: of what is attainable, from the base model's 0 to the optimum's 1; mass:
+of all right answers; covered: those that have half of what π* gives them; pass@k and "by samples":
+{SAMPLES} samples to a query, all else is exact. Mean, and the seeds' values:"""
+
+
+def exact(policy: torch.Tensor, reference: torch.Tensor, beta: float) -> dict[str, float]:
+    """Compare a policy with π* by log-probabilities of all right answers to a query, (S,) each."""
+    # The last of S + 1 is the rest.
+    ours, base = (
+        torch.cat([x, torch.log1p(-x.exp().sum().clamp(max=1 - 1e-9))[None]])
+        for x in (policy, reference)
+    )
+    target = torch.cat([base[:-1] + 1 / beta, base[-1:]])  # Eq. 2, unnormalised
+    log_z, best = target.logsumexp(0), target.log_softmax(0)
+    kl, kl_of_base = (x.exp() @ (x - best) for x in (ours, base))  # E[r] - β KL = β (log Z - kl)
+    found = {
+        "log Z": log_z,
+        "share": 1 - kl / kl_of_base,
+        "attained": beta * (log_z - kl),
+        "attainable": beta * log_z,
+        "mass": policy.exp().sum(),
+        "KL to π*": kl,
+        "covered": (policy > best[:-1] - np.log(2)).double().mean(),
+        "perplexity": Categorical(logits=policy).perplexity(),
+        "perplexity of π*": Categorical(logits=best[:-1]).perplexity(),
+    }
+    return {name: float(value) for name, value in found.items()}
+
+
+class ExactSearcher(InlineSearcher):
+    """Measures its policy at each evaluation; the clock stands still meanwhile."""
+
+    def __init__(self, *parts: Any, **schedule: Any):
+        super().__init__(*parts, **schedule)
+        kinds = [[q for q in self.test if (q.answer in HELD_OUT) == new] for new in (True, False)]
+        kinds = kinds[0][::2], kinds[1], self.train[:: len(self.train) // TRAINED]
+        self.measured = dict(zip(KINDS, kinds))
+
+    @torch.no_grad()
+    def compare(self, query: Query) -> dict[str, float]:
+        """Compare the policy with the optimum for a query."""
+        rows = [np.array(ids) for ids in self.tokenizer(right_answers(query.answer)).input_ids]
+        prompts = [np.array(self.tokenizer(query.prompt).input_ids)] * len(rows)
+        base = ours = torch.from_numpy(self.reference_logprobs(prompts, rows))
+        if self.version:  # version 0 is the reference
+            ours = response_logprobs(self.policy, prompts, rows, self.config.temperature)
+        return exact(*(x.double().sum(1) for x in (ours, base)), self.config.beta)
+
+    def evaluate(self) -> Evaluation:
+        """Add a point to the curve: the means over each kind of queries."""
+        begin = time.monotonic()
+        point = {"step": self.version, "seconds": begin - self.start}
+        for kind, queries in self.measured.items():
+            each = [self.compare(query) for query in queries]
+            point[kind] = {name: float(np.mean([one[name] for one in each])) for name in each[0]}
+        self.curve.append(point)
+        self.start += time.monotonic() - begin
+        return Evaluation(self.version, {}, len(self.test))
+
+    def result(self, policy: torch.nn.Module) -> dict:
+        """Return the curve, and what SAMPLES of the policy say at the end."""
+        self.policy, self.version, sampled = policy, self.config.steps, {}
+        self.evaluate()
+        for kind in ("new numbers", "trained"):
+            queries, beta = self.measured[kind], self.config.beta
+            prompts, rows, ours, texts, _, rewards = self.generate(policy, queries, SAMPLES)
+            log_ratio = ours.sum(1) - self.reference_logprobs(prompts, rows).sum(1)
+            ids = np.repeat([query.id for query in queries], SAMPLES)
+            found = over_queries(ids, rewards, np.where(rewards == 1, texts, None))
+            weights = np.exp(rewards / beta - log_ratio).reshape(len(queries), SAMPLES)
+            log_z = np.log(weights.mean(1)).tolist(), [self.compare(q)["log Z"] for q in queries]
+            own = {"log Z": log_z, "attained": float((rewards - beta * log_ratio).mean())}
+            sampled[kind] = {name: mean for name, (mean, *_) in found.items()} | own
+        return {"curve": self.curve, "sampled": sampled}
+
+
+def job(objective: str, data: str, rate: float, seed: int) -> dict:
+    """Describe a run, for run_all()."""
+    settings = SETTINGS | dict(loss=objective, learning_rate=rate, seed=seed) | DATA[data]
+    return {"settings": settings} | ({"groups_per_sync": 4} if data == "buffer" else {})
+
+
+def end_of(result: dict, kind: str) -> dict[str, float]:
+    """Return the figures of a run at its end, by the titles of their columns."""
+    found = dict(result["curve"][-1][kind])
+    if sampled := result["sampled"].get(kind):
+        found |= {name: sampled[name] for name in ("pass@1", "pass@8", "pass@64")}
+        start, most = result["curve"][0][kind]["mass"], found["attainable"]
+        found["share, by samples"] = (sampled["attained"] - start) / (most - start)
+        found["log Z off by, by samples"] = float(np.abs(np.subtract(*sampled["log Z"])).mean())
+    return found
+
+
+def draw(runs: dict[tuple, list[dict]], kind: str, file: Path) -> None:
+    """Draw share and coverage by time: the mean of the seeds, and their range."""
+    plt.switch_backend("agg")
+    style = dict(figsize=(10, 5), sharex=True, sharey="row", constrained_layout=True)
+    figure, axes = plt.subplots(2, len(DATA), **style)
+    for (objective, data, _), results in runs.items():
+        minutes = np.mean([[point["seconds"] / 60 for point in r["curve"]] for r in results], 0)
+        minutes -= minutes[0]  # of loading
+        for axis, name in zip(axes[:, [*DATA].index(data)], ("share", "covered")):
+            y = np.array([[point[kind][name] for point in r["curve"]] for r in results])
+            color = f"C{OBJECTIVES.index(objective)}"
+            axis.plot(minutes, y.mean(0), color=color, label=objective)
+            axis.fill_between(minutes, y.min(0), y.max(0), color=color, alpha=0.15)
+            axis.set(title=f"{data}: {name}, {kind}", xlabel="minutes of one core")
+    axes[0, -1].legend()
+    figure.savefig(file, dpi=80)
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    path, seeds = results_dir(quick) / "exact_real", SEEDS[: 1 if quick else None]
+    cells, tried = CELLS, [(o, rate) for o, rates in RATES.items() for rate in rates]
+    if quick:
+        cells, tried = CELLS[:2], [("tb", 4e-5), ("grpo", 5e-6)]
+    do = partial(train, searcher=ExactSearcher)
+    run = partial(run_cells, job, path.with_suffix(".jsonl"), do)
+    searched = run([(o, "fresh", rate, SEARCH_SEED) for o, rate in tried])
+    shares = {
+        (o, rate): result["curve"][-1]["trained"]["share"]
+        for (o, _, rate), (result,) in searched.items()
+    }
+    best = {o: rate for (o, rate), _ in sorted(shares.items(), key=lambda item: item[1])}
+    found = run([(o, data, best.get(o, best["tb"]), s) for s in seeds for o, data in cells])
+    tables = []
+    for kind in KINDS:
+        figures = {cell: [end_of(result, kind) for result in found[cell]] for cell in found}
+        rows = [{"": f"`{o}`, {data}"} | means(each) for (o, data, _), each in figures.items()]
+        tables += [f"**{kind}**", table_of(rows)]
+    shown = ", ".join(f"`{o}` {rate:g}: {share:.3f}" for (o, rate), share in shares.items())
+    save("exact_real", quick, CAPTION.format(shown), *tables)
+    draw(found, KINDS[-1], path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
