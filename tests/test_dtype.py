@@ -125,15 +125,13 @@ def test_with_bf16_masters_a_rate_of_1e_5_moves_only_small_weights(tied_model):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(
-    "masters, rate, seed", [("float32", 5e-4, 0), *(("bfloat16", 1e-3, seed) for seed in range(3))]
-)
+@pytest.mark.parametrize("masters, rate", [("float32", 5e-4), ("bfloat16", 1e-3)])
 @pytest.mark.long
-def test_half_a_demo_in_bf16_ends_with_095_right(masters, rate, seed, tmp_path, record_property):
+def test_half_a_demo_in_bf16_ends_with_095_right(masters, rate, tmp_path, record_property):
     run_dir = tmp_path / "run"
-    own = flags(**BF16, seed=seed, steps=1000, master_dtype=masters, learning_rate=rate)
+    own = flags(**BF16, steps=1000, master_dtype=masters, learning_rate=rate)
     tba("arithmetic", *own, "--output_dir", run_dir)
     final = read(run_dir, "metrics.jsonl")[-1]["final_accuracy"]
-    record_property(f"final accuracy in bf16 with {masters} masters, seed {seed}", final)
+    record_property(f"final accuracy in bf16 with {masters} masters", final)
     assert final >= 0.95
     assert 1e-6 < max(line["mismatch"] for line in steps_of(run_dir)) < NORMAL
