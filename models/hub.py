@@ -13,6 +13,7 @@ from pathlib import Path
 import huggingface_hub as hub
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import get_session
 
 from config import UserError, find_path
 
@@ -77,7 +78,7 @@ def why_offline() -> str:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
-        hub.utils.get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
+        get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
     except Exception as error:  # the many ways of having no network
         return f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
     return ""
