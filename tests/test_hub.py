@@ -153,7 +153,7 @@ def test_a_dead_network_is_asked_once_for_what_is_in_the_cache(hub, tmp_path, mo
     "fault, fetched, cause",
     [
         ("gated", "model", "Cannot access gated repo"),
-        (503, "data", "503 Service Unavailable"),
+        pytest.param(503, "data", "503 Service Unavailable", marks=pytest.mark.runs),  # 25 s
         ("refused", "data", "does not answer (ConnectError)"),
         pytest.param(403, "data", "403 Forbidden", marks=pytest.mark.runs),
         pytest.param(429, "model", "429 Too Many Requests", marks=pytest.mark.runs),
