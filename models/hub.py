@@ -6,14 +6,20 @@ What comes from the hub is fetched once, before any process starts; then it is a
 
 import hashlib
 import json
+import os
 import re
-from functools import cache
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 
 import huggingface_hub as hub
-from huggingface_hub import constants
+from huggingface_hub import DatasetInfo, ModelInfo, constants
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import get_session
+from huggingface_hub.utils import filter_repo_objects
 
 from config import UserError, find_path
 
@@ -49,49 +55,48 @@ def find_model(flag: str, model: str) -> str:
     return model
 
 
-def fetch_model(flag: str, model: str, weights: bool = True, local: bool = False) -> str:
+def fetch_model(flag: str, model: str, weights: bool = True) -> str:
     """Return the local directory of a model; fetch what of it is not in the hub's cache.
 
-    weights: without them its configuration and tokenizer are enough. local: the hub is not asked.
-    All is fetched before processes start: a download's silence would be taken for death. Raises
-    UserError, as find_model does too.
+    weights: without them its configuration and tokenizer are enough. Done before processes start: a
+    download's silence would be taken for death. Raises UserError, as find_model does too.
     """
     model = find_model(flag, model)
     if Path(model).is_dir():
         return model
     name, _, branch = model.partition("@")
-    offline = "the run has begun" if local else why_offline()
-    ignored = [*NOT_NEEDED, *(() if weights else WEIGHTS)]
-    how = dict(revision=branch or None, ignore_patterns=ignored, local_files_only=bool(offline))
     try:
-        return hub.snapshot_download(name, **how)
-    except Exception as error:  # of many kinds
-        raise UserError(
-            f"{flag} {model!r} is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and "
-            f"cannot be fetched: {offline or explain(error)}"
-        ) from error
-
-
-@cache
-def why_offline() -> str:
-    """Say why the hub is not asked, "" if it is. Its client would wait for an answer for ever."""
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    try:
-        get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
+        info = ask_hub(name, "model", branch or None)
+        sizes = {file.rfilename: (file.size or 0) / 1e6 for file in info.siblings}
+        needed = needed_files(list(sizes), weights)
+        find = partial(hub.try_to_load_from_cache, name, revision=info.sha)
+        missing = [sizes[file] for file in needed if not isinstance(find(file), str)]
+        if weights and missing:
+            what = f"{len(missing)} files, {sum(missing):,.1f} MB"
+            print(f"fetching {model} from the hub: {what}", file=sys.stderr, flush=True)
+        with ended_by_signal():
+            return hub.snapshot_download(name, revision=branch or None, allow_patterns=needed)
     except Exception as error:  # the many ways of having no network
-        return f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
-    return ""
+        return cached_model(flag, model, weights, explain(error))
 
 
-def explain(error: Exception) -> str:
-    """Say in one line why something could not be fetched, in the words of the hub's client."""
-    causes = [error]  # the client may wrap what happened in an error of its own
-    while cause := causes[-1].__cause__ or causes[-1].__context__:
-        causes.append(cause)
-    told = (e for e in causes if isinstance(e, HfHubHTTPError) or "No space left" in str(e))
-    error = next(told, error)
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def cached_model(flag: str, model: str, weights: bool, problem: str = "the run has begun") -> str:
+    """Return the directory of a model in the hub's cache, without asking the hub.
+
+    Whoever put it there, it is taken if all is there that is needed. problem: why the hub is not
+    asked. Raises UserError.
+    """
+    name, _, branch = model.partition("@")
+    found = hub.try_to_load_from_cache(name, "config.json", revision=branch or None)
+    if isinstance(found, str):
+        directory = Path(found).parent
+        files = [directory / file for file in weight_files(directory)] if weights else [directory]
+        if files and all(file.exists() for file in files):
+            return str(directory)
+    raise UserError(
+        f"{flag} {model!r} is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and cannot "
+        f"be fetched: {problem}"
+    )
 
 
 def identify_weights(directory: str) -> str:
@@ -113,6 +118,19 @@ def identify_weights(directory: str) -> str:
     return digest.hexdigest()
 
 
+def needed_files(files: list[str], weights: bool) -> list[str]:
+    """Choose what is to be fetched of a repository's files: of its weights one format alone.
+
+    transformers takes that one too: one file, or an index and the shards that are named like it.
+    """
+    rest = list(filter_repo_objects(files, ignore_patterns=[*NOT_NEEDED, *WEIGHTS]))
+    found = [name for names in FORMATS for name in names if name in files]
+    first = found[0] if found and weights else ""
+    stem, _, ending = first.removesuffix(".index.json").rpartition(".")
+    shards = f"{stem}-*.{ending}" if first.endswith(".index.json") else first
+    return rest + list(filter_repo_objects(files, allow_patterns=[first, shards]))
+
+
 def weight_files(directory: Path) -> list[str]:
     """Name the files that hold the weights, in the order of their names; [] if there are none.
 
@@ -132,3 +150,72 @@ def shards_of(index: Path) -> list[str]:
         return sorted({*json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{index} is no index of weights: {error}: download it again") from error
+
+
+@cache
+def ask_hub(name: str, kind: str, branch: str | None = None) -> ModelInfo | DatasetInfo:
+    """Ask the hub what a repository holds. Raises whatever keeps it from answering.
+
+    kind: "model" or "dataset". Where it does not answer in a few seconds, this process works
+    offline from then on: the hub's client would ask each further question five times.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise Offline
+    print(f"asking the hub, {constants.ENDPOINT}, for {name}", file=sys.stderr, flush=True)
+    try:
+        with ended_by_signal():
+            how = dict(repo_type=kind, revision=branch, files_metadata=kind == "model")
+            return hub.HfApi().repo_info(name, timeout=ANSWER_SECONDS, **how)
+    except HfHubHTTPError:  # an answer, of a kind
+        raise
+    except Exception as error:
+        Offline.reason = f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
+        constants.HF_HUB_OFFLINE = True
+        raise Offline from error
+
+
+class Offline(Exception):
+    """The hub is not asked, for a reason that holds for all of this process."""
+
+    reason = "HF_HUB_OFFLINE is set"
+
+    def __str__(self) -> str:
+        return Offline.reason
+
+
+def explain(error: Exception) -> str:
+    """Say in one line why something could not be fetched, in the words of the hub's client."""
+    causes = [error]  # the client may wrap what happened in an error of its own
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+    told = (HfHubHTTPError, Offline)
+    error = next((e for e in causes if isinstance(e, told) or "No space left" in str(e)), error)
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextmanager
+def ended_by_signal() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end this process at once, in mid-download too.
+
+    The hub's client would wait for the files that its threads are at. It keeps files that came
+    whole, but never goes on with a part of one: parts are removed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame) -> None:
+        for opened in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                if (part := opened.readlink()).suffix == ".incomplete":
+                    part.unlink()
+        message = "interrupted before the run began: files that were fetched whole are kept"
+        print(message, file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

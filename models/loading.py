@@ -33,7 +33,7 @@ def directory_of(flag: str, model: str, weights: bool = True) -> str:
         return model
     from models import hub  # only a task's own models, and checks at the start, are repositories
 
-    return hub.fetch_model(flag, model, weights, local=True)
+    return hub.cached_model(flag, model, weights)
 
 
 def load_model(flag: str, model: str, kind: type = AutoModelForCausalLM, **how) -> torch.nn.Module:

@@ -63,8 +63,6 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse("GatedRepo", 403)
         if isinstance(fault, int):
             return self.send(fault, {}, b"{}")
-        if not name:
-            return self.send(200, {}, b"")  # it is there
         repository = self.server.find(kind, name, rest[1] if len(rest) > 1 else "main")
         if repository is None:
             exists = self.server.find(kind, name, "main")

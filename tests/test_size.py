@@ -11,13 +11,13 @@ from conftest import ROOT
 # Lines of each room, blank ones and comments included; launch/ with its template.
 MOST = {
     ".": 2_079,
-    "models": 1_371,
+    "models": 1_458,
     "runtime": 1_532,
-    "tasks": 2_299,
+    "tasks": 2_307,
     "launch": 3_354,
     "extras": 2_119,
     "examples": 305,
-    "tests": 13_202,
+    "tests": 13_216,
     "benchmarks": 3_016,
 }
 # What the two workers of an ordinary run import: files, and their lines (tests/test_runs.py).

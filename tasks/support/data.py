@@ -39,15 +39,23 @@ def _load_hub(
 
     from models import hub
 
-    offline, before = hub.why_offline(), constants.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = bool(offline)
+    problem = None
     try:
-        rows = datasets.load_dataset(name, configuration, split=split)
-        rows = rows.select_columns([c for c in columns if c in rows.column_names]).to_list()
+        hub.ask_hub(name, "dataset")
+    except Exception as error:  # the many ways of having no network
+        problem = error
+    before = constants.HF_HUB_OFFLINE  # from now on, where the hub does not answer at all
+    # What is in the cache will do then: neither library is to ask once more.
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = problem is not None
+    try:
+        with hub.ended_by_signal():
+            rows = datasets.load_dataset(name, configuration, split=split)
+            rows = rows.select_columns([c for c in columns if c in rows.column_names]).to_list()
     except Exception as error:  # not in the cache, or a damaged file
+        reason = hub.explain(problem or error)
         raise UserError(
-            f"{name} {split} could not be loaded from the hub: {offline or hub.explain(error)}; or "
-            "give --data_dir with train.jsonl and test.jsonl"
+            f"{name} {split} could not be loaded from the hub: {reason}; or give --data_dir with "
+            "train.jsonl and test.jsonl"
         ) from error
     finally:
         constants.HF_HUB_OFFLINE = before
