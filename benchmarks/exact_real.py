@@ -33,7 +33,7 @@ DATA = {  # of each batch; "buffer": as many new rows as are trained on, and the
     "buffer": {},
     "10 steps stale": dict(constant_staleness=10),
 }
-SEARCHED = {  # learning rates, and the data they are searched on; tb_anchored has that of tb
+SEARCHED = {  # data, and the learning rates that are tried on it; tb_anchored has that of tb
     "tb": ("fresh", (2e-5, 4e-5, 8e-5)),
     "grpo": ("fresh", (1.25e-6, 2.5e-6, 5e-6, 1e-5)),
     "rloo": ("10 steps stale", (1.25e-6, 2.5e-6, 5e-6, 1e-5)),
@@ -42,16 +42,19 @@ SEARCH_SEED, SEEDS = 100, (0, 1, 2)
 # On fresh batches the gradients of tb, tb_anchored and rloo are the same, but for a constant.
 CELLS = [(o, data) for data in DATA for o in OBJECTIVES if data != "fresh" or o in ("tb", "grpo")]
 SETTINGS = dict(task="multiples", eval_every=10)  # over its preset
+SAMPLED = "pass@1", "pass@8", "pass@64", "distinct_answers"
 SAMPLES, TRAINED = 64, 8  # of a query, at the end; queries of those trained on
 CONSTANTS = "log Z", "attainable", "perplexity of π*"  # the same in all runs
 KINDS = "new numbers", "new pairs", "trained"  # of queries; the second are of trained numbers
-CAPTION = f"""SmolLM2-135M-Instruct on multiples, 40 steps, the learning rate
-decayed linearly. Its peak is the best of those tried with another seed, by the share on queries
-that are trained on: {{}} (`rloo` 10 steps stale, the others fresh). `rloo` is shown with that of
-`tb`, too. Below, means over queries at the end of a run. share: of what is attainable, from the
-base model's 0 to the optimum's 1; mass: of all right answers; covered: those that have half of what
-π* gives them; pass@k and "by samples": {SAMPLES} samples to a query, all else is exact. Mean, and
-the seeds' values:"""
+CAPTION = f"""SmolLM2-135M-Instruct on multiples, 40 steps, the learning rate decayed linearly.
+Its peak is the best of those tried with another seed, by the share on queries that are trained on:
+{{}} (`rloo` 10 steps stale, the others fresh). `rloo` is shown with that of `tb`, too.
+
+Below, means over queries at the end of a run. attained: E[r] - β KL, at most; share: that as a
+share of what is attainable, from the base model's 0 to the optimum's 1; mass: of all right answers;
+covered: those that have half of what π* gives them; perplexity: over the right answers; pass@k,
+distinct_answers (right ones that differ) and "by samples": {SAMPLES} samples to a query, all else
+is exact. Mean, and the seeds' values:"""
 
 
 def exact(policy: torch.Tensor, reference: torch.Tensor, beta: float) -> dict[str, float]:
@@ -63,10 +66,9 @@ def exact(policy: torch.Tensor, reference: torch.Tensor, beta: float) -> dict[st
     )
     target = torch.cat([base[:-1] + 1 / beta, base[-1:]])  # Eq. 2, unnormalised
     log_z, best = target.logsumexp(0), target.log_softmax(0)
-    kl, kl_of_base = (x.exp() @ (x - best) for x in (ours, base))  # E[r] - β KL = β (log Z - kl)
+    kl = ours.exp() @ (ours - best)  # E[r] - β KL(to the reference) = β (log Z - kl)
     found = {
         "log Z": log_z,
-        "share": 1 - kl / kl_of_base,
         "attained": beta * (log_z - kl),
         "attainable": beta * log_z,
         "mass": policy.exp().sum(),
@@ -83,8 +85,8 @@ class ExactSearcher(InlineSearcher):
 
     def __init__(self, *parts: Any, **schedule: Any):
         super().__init__(*parts, **schedule)
-        kinds = [[q for q in self.test if (q.answer in HELD_OUT) == new] for new in (True, False)]
-        kinds = kinds[0][::2], kinds[1], self.train[:: len(self.train) // TRAINED]
+        new, known = ([q for q in self.test if (q.answer in HELD_OUT) == n] for n in (True, False))
+        kinds = new[::2], known, self.train[:: len(self.train) // TRAINED]
         self.measured = dict(zip(KINDS, kinds))
 
     @torch.no_grad()
@@ -131,15 +133,18 @@ def job(objective: str, data: str, rate: float, seed: int) -> dict:
     return {"settings": settings} | ({"groups_per_sync": 4} if data == "buffer" else {})
 
 
-def end_of(result: dict, kind: str) -> dict[str, float]:
-    """Return the figures of a run at its end, by the titles of their columns."""
-    found = dict(result["curve"][-1][kind])
-    if sampled := result["sampled"].get(kind):
-        found |= {name: sampled[name] for name in ("pass@1", "pass@8", "pass@64")}
-        start, most = result["curve"][0][kind]["mass"], found["attainable"]
-        found["share, by samples"] = (sampled["attained"] - start) / (most - start)
-        found["log Z off by, by samples"] = float(np.abs(np.subtract(*sampled["log Z"])).mean())
-    return found
+def curve_of(result: dict, kind: str) -> list[dict[str, float]]:
+    """Return the points of a run's curve; the last has what was sampled, too, if anything was."""
+    curve, sampled = [point[kind] for point in result["curve"]], result["sampled"].get(kind)
+    start = curve[0]["mass"]  # what the base model attains
+    gain = curve[0]["attainable"] - start
+    curve = [point | {"share": (point["attained"] - start) / gain} for point in curve]
+    if sampled:
+        curve[-1] |= {name: sampled[name] for name in SAMPLED}
+        curve[-1]["share, by samples"] = (sampled["attained"] - start) / gain
+        off = np.abs(np.subtract(*sampled["log Z"])).mean()
+        curve[-1]["log Z off by, by samples"] = float(off)
+    return curve
 
 
 def draw(runs: dict[tuple, list[dict]], kind: str, file: Path) -> None:
@@ -147,20 +152,20 @@ def draw(runs: dict[tuple, list[dict]], kind: str, file: Path) -> None:
     plt.switch_backend("agg")
     style = dict(figsize=(10, 5), sharex=True, sharey="row", constrained_layout=True)
     figure, axes = plt.subplots(2, len(DATA), **style)
-    colors = {}
+    lines = {}  # by label, each with a color of its own
     for (objective, data, rate), results in runs.items():
         label = f"{objective}, rate {rate:g}"
-        color = colors.setdefault(label, f"C{len(colors)}")
+        color = lines[label].get_color() if label in lines else f"C{len(lines)}"
         steps = [point["step"] for point in results[0]["curve"]]
         for axis, name in zip(axes[:, [*DATA].index(data)], ("share", "covered")):
-            y = np.array([[point[kind][name] for point in r["curve"]] for r in results])
-            axis.plot(steps, y.mean(0), color=color, label=label)
+            y = np.array([[point[name] for point in curve_of(r, kind)] for r in results])
+            (lines[label],) = axis.plot(steps, y.mean(0), color=color)
             axis.fill_between(steps, y.min(0), y.max(0), color=color, alpha=0.15)
     for axis, data in zip(axes[0], DATA):
         axis.set(title=data)
-    axes[0, 0].set(ylabel="share of the attainable", ylim=(-0.9, 1))
+    axes[0, 0].set(ylabel="share of the attainable, at most", ylim=(-0.9, 1))
     axes[1, 0].set(ylabel="right answers covered", ylim=(0, 1), xlabel=f"step ({kind} queries)")
-    figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=5)
     figure.savefig(file, dpi=80)
 
 
@@ -171,17 +176,17 @@ def main() -> None:
     run = partial(run_cells, job, path.with_suffix(".jsonl"), do)
     tried = [(o, data, rate) for o, (data, rates) in SEARCHED.items() for rate in rates[:most]]
     searched = run([(*cell, SEARCH_SEED) for cell in tried])
-    shares = {cell: result["curve"][-1]["trained"]["share"] for cell, (result,) in searched.items()}
+    shares = {cell: curve_of(one, "trained")[-1]["share"] for cell, (one,) in searched.items()}
     best = {objective: rate for objective, _, rate in sorted(shares, key=shares.get)}
-    rates = {o: {best.get(o, best["tb"])} for o in OBJECTIVES}
-    rates["rloo"].add(best["tb"])
+    rates = {o: [best.get(o, best["tb"])] for o in OBJECTIVES}
+    rates["rloo"].append(best["tb"])
     cells = [(o, data, rate) for o, data in CELLS[: most and 2] for rate in rates[o]]
     found = run([(*cell, seed) for seed in SEEDS[:most] for cell in cells])
     tables = []
     for kind in KINDS:
         rows = []
         for (objective, data, rate), results in found.items():
-            ends = [end_of(result, kind) for result in results]
+            ends = [curve_of(result, kind)[-1] for result in results]
             known = [f"{name} {ends[0][name]:.3g}" for name in CONSTANTS]
             own = [{name: end[name] for name in end if name not in CONSTANTS} for end in ends]
             rows += [{"": f"`{objective}`, {data}", "rate": f"{rate:g}"} | means(own)]

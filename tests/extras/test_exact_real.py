@@ -52,14 +52,14 @@ def test_the_optimum_is_that_of_a_whole_language_by_brute_force(language):
     assert at_best["attained"] == pytest.approx(attained(best), abs=1e-6)
     assert at_best["mass"] == pytest.approx(float(best.exp() @ rewards), abs=1e-6)
     assert at_best["KL to π*"] == pytest.approx(0, abs=1e-6)
-    assert (at_best["share"], at_best["covered"]) == (pytest.approx(1, abs=1e-6), 1)
+    assert at_best["attained"] == at_best["attainable"] and at_best["covered"] == 1
     assert at_best["perplexity"] == pytest.approx(at_best["perplexity of π*"], abs=1e-6)
     # Another policy may drift within the rest: what it attains is bounded from above.
     found = exact(policy[right], reference[right], BETA)
     assert attained(policy) < found["attained"] < found["attainable"]
     assert found["KL to π*"] < float(policy.exp() @ (policy - best))
     at_start = exact(reference[right], reference[right], BETA)
-    assert at_start["share"] == pytest.approx(0, abs=1e-6)
+    assert at_start["attained"] == pytest.approx(at_start["mass"], abs=1e-6), "no KL to itself"
 
 
 def test_the_right_answers_are_the_lines_of_multiples_and_no_others():
@@ -90,6 +90,6 @@ def test_a_run_is_measured_as_it_goes_and_at_its_end(tmp_path):
     found = train(settings, searcher=ExactSearcher, groups_per_sync=2)
     assert [point["step"] for point in found["curve"]] == [0, 2, 3]
     first, _, last = ([point[kind] for kind in KINDS] for point in found["curve"])
-    assert all(figures["share"] == pytest.approx(0, abs=1e-6) for figures in first)
+    assert all(x["attained"] == pytest.approx(x["mass"], abs=1e-6) for x in first)
     assert last != first and all(x["log Z"] == y["log Z"] for x, y in zip(first, last))
     assert all(sampled["pass@1"] <= sampled["pass@64"] for sampled in found["sampled"].values())
