@@ -9,7 +9,6 @@ is an upper bound, for drift within the rest is not seen; the same from samples,
 whole responses, stands beside it. Writes results/exact_real.{md,jsonl,png}, resumed as in study.py.
 """
 
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ def exact(policy: torch.Tensor, reference: torch.Tensor, beta: float) -> dict[st
 
 
 class ExactSearcher(InlineSearcher):
-    """Measures its policy at each evaluation; the clock stands still meanwhile."""
+    """Measures its policy at each evaluation."""
 
     def __init__(self, *parts: Any, **schedule: Any):
         super().__init__(*parts, **schedule)
@@ -101,13 +100,11 @@ class ExactSearcher(InlineSearcher):
 
     def evaluate(self) -> Evaluation:
         """Add a point to the curve: the means over each kind of queries."""
-        begin = time.monotonic()
-        point = {"step": self.version, "seconds": begin - self.start}  # the start included
+        point = {"step": self.version}
         for kind, queries in self.measured.items():
             each = [self.compare(query) for query in queries]
             point[kind] = {name: float(np.mean([one[name] for one in each])) for name in each[0]}
         self.curve.append(point)
-        self.start += time.monotonic() - begin
         return Evaluation(self.version, {}, len(self.test))
 
     def result(self, policy: torch.nn.Module) -> dict:
@@ -180,19 +177,20 @@ def main() -> None:
     best = {objective: rate for objective, _, rate in sorted(shares, key=shares.get)}
     rates = {o: [best.get(o, best["tb"])] for o in OBJECTIVES}
     rates["rloo"].append(best["tb"])
-    cells = [(o, data, rate) for o, data in CELLS[: most and 2] for rate in rates[o]]
+    shown = CELLS[:2] if quick else CELLS
+    cells = [(o, data, rate) for o, data in shown for rate in rates[o]]
     found = run([(*cell, seed) for seed in SEEDS[:most] for cell in cells])
     tables = []
     for kind in KINDS:
+        ends = {cell: [curve_of(one, kind)[-1] for one in found[cell]] for cell in cells}
+        constants = [f"{name} {ends[cells[0]][0][name]:.3g}" for name in CONSTANTS]
         rows = []
-        for (objective, data, rate), results in found.items():
-            ends = [curve_of(result, kind)[-1] for result in results]
-            known = [f"{name} {ends[0][name]:.3g}" for name in CONSTANTS]
-            own = [{name: end[name] for name in end if name not in CONSTANTS} for end in ends]
+        for (objective, data, rate), runs in ends.items():
+            own = [{name: end[name] for name in end if name not in CONSTANTS} for end in runs]
             rows += [{"": f"`{objective}`, {data}", "rate": f"{rate:g}"} | means(own)]
-        tables += [f"**{kind}**: {', '.join(known)}", table_of(rows)]
-    shown = ", ".join(f"`{o}` {rate:g} {share:.3f}" for (o, _, rate), share in shares.items())
-    save("exact_real", quick, CAPTION.format(shown), *tables)
+        tables += [f"**{kind}**: {', '.join(constants)}", table_of(rows)]
+    search = ", ".join(f"`{o}` {rate:g} {share:.3f}" for (o, _, rate), share in shares.items())
+    save("exact_real", quick, CAPTION.format(search), *tables)
     draw(found, KINDS[-1], path.with_suffix(".png"))
 
 

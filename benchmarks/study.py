@@ -88,7 +88,7 @@ class InlineSearcher:
         self.ends = torch.tensor([self.tokenizer.eos_token_id, *(token for (token,) in stops)])
         self.order = np.random.default_rng(config.seed).permutation(len(self.train))
         self.known: dict[tuple[bytes, bytes], np.ndarray] = {}  # log pi_ref of rows
-        self.curve, self.start = [], time.monotonic()  # for subclasses that measure as they go
+        self.curve = []  # for subclasses that measure as they go
         self.started = 0  # queries
         self.version, self.evaluated = -1, -1
         # What is left of a round. None: the next question begins a new one.
