@@ -145,8 +145,10 @@ class Searcher:
         """Return whether a query may start: the run needs it, engine and scoring have room."""
         if self.status.last_step_done or self.outbox or self.is_ahead():
             return False
-        groups_in_engine = ENGINE_ROWS // self.config.samples_per_query + 1
-        return self.generation.rows < ENGINE_ROWS and len(self.scorer.waiting) < groups_in_engine
+        samples, rows = self.config.samples_per_query, ENGINE_ROWS
+        if ahead := self.config.search_ahead:  # more at a time would all end later, and be older
+            rows = min(rows, ahead * self.config.queries_per_batch * samples)
+        return self.generation.rows < rows and len(self.scorer.waiting) < ENGINE_ROWS // samples + 1
 
     def is_ahead(self) -> bool:
         """Return whether the search is config.search_ahead steps, of B groups each, ahead.

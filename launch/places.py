@@ -81,7 +81,7 @@ def find_places(config: Config, gpus: list[str] | None = None) -> list[Place]:
     names = [f"trainer {rank}" if rank else "trainer" for rank in range(trainers)]
     names += [f"searcher {rank}" for rank in range(searchers)]
     if not gpus:
-        split = split_cores(cores, trainers, searchers, config.search_ahead is not None)
+        split = split_cores(cores, trainers, searchers)
         return [Place(name, None, own) for name, own in zip(names, split)]
     check_gpus(config, len(gpus), searchers)
     threads = max(1, len(cores) // len(names))
@@ -105,15 +105,10 @@ def check_gpus(config: Config, gpus: int, searchers: int) -> None:
         )
 
 
-def split_cores(
-    cores: list[int], trainers: int, searchers: int, search_waits: bool
-) -> list[list[int]]:
-    """Half of the cores for the trainer, the rest dealt out; with too few, some share one.
-
-    With search_waits the trainer has all.
-    """
+def split_cores(cores: list[int], trainers: int, searchers: int) -> list[list[int]]:
+    """Half of the cores for the trainer, the rest dealt out; with too few, some share one."""
     half = max(1, len(cores) // 2) if searchers else len(cores)
-    parts = (cores if search_waits else cores[:half], trainers), (cores[half:] or cores, searchers)
+    parts = (cores[:half], trainers), (cores[half:] or cores, searchers)
     return [own[i::count] or [own[i % len(own)]] for own, count in parts for i in range(count)]
 
 

@@ -1,6 +1,7 @@
 """The engine of a searcher, the real vLLM, against transformers before and after new weights."""
 
 import queue
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from conftest import byte_tokenizer, drain
 from test_preset_starts import make
 
-from config import Config
+from config import ENGINE_ROWS, Config
 from models.architecture import weight_shapes
 from models.engine import Engine, Generation, newest_version
 from models.logprobs import response_logprobs
@@ -271,6 +272,12 @@ def test_a_searcher_leaves_the_cores_to_a_trainer_that_saves(searcher, monkeypat
     searcher.status.shutdown = True
     monkeypatch.setattr(searcher.generation, "step", pytest.fail)
     assert searcher.step_engine() == [] and searcher.generation.rows
+
+
+def test_a_search_that_may_be_a_step_ahead_generates_a_batch_at_a_time(searcher):
+    searcher.config = replace(searcher.config, search_ahead=1, queries_per_batch=3)
+    searcher.start_queries()
+    assert searcher.generation.rows == 3 * 24 < ENGINE_ROWS
 
 
 def test_weights_that_a_searcher_is_loading_are_not_overwritten(searcher, policy, monkeypatch):

@@ -67,15 +67,10 @@ def test_each_process_gets_its_part_of_the_cores(gpus, monkeypatch):
         assert ("PYTORCH_CUDA_ALLOC_CONF" in found) == (place.name == "trainer")
         assert found["OMP_NUM_THREADS"] == found["MKL_NUM_THREADS"] == "16"
         assert place.cores == list(range(64)), "it may run on any"
-    # Without GPUs trainer processes share the half of the cores that the trainer has, and have all
-    # where the searcher waits for them.
-    for cores, ahead, expected in (
-        (8, None, [[0, 2], [1, 3], [4, 5, 6, 7]]),
-        (2, None, [[0], [0], [1]]),
-        (4, 2, [[0, 2], [1, 3], [2, 3]]),
-    ):
+    # Without GPUs trainer processes share the half of the cores that the trainer has.
+    for cores, expected in (8, [[0, 2], [1, 3], [4, 5, 6, 7]]), (2, [[0], [0], [1]]):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
-        config = Config(trainer_processes=2, search_ahead=ahead)
+        config = Config(trainer_processes=2)
         places = {p.name: p.cores for p in find_places(config, [])}
         assert [places[name] for name in ("trainer", "trainer 1", "searcher 0")] == expected
 
