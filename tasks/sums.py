@@ -17,27 +17,32 @@ SYSTEM = "You are a calculator."  # or the template would put a longer one there
 PROMPT = "What is {a} + {b}? Answer with a number only."
 LARGEST = 15  # of a number that is added
 TEST_QUERIES = 75  # of the 225 sums; never trained on
+# The gradient is not clipped: its norm falls from 300 to 20, and clipped to 1 a batch that says
+# little would move the policy as far as one that says much.
+COMMON = dict(
+    beta=0.1,
+    steps=50,
+    queries_per_batch=8,
+    responses_per_query=8,
+    tokens_per_micro_batch=700,
+    checkpoint_every=0,
+    temperature=0.9,
+    max_prompt_tokens=64,
+    max_response_tokens=12,
+    learning_rate=1.2e-5,
+    lr_schedule="warmup_stable_decay",
+    warmup_steps=5,
+    stable_steps=15,
+    decay_steps=30,
+)
 PRESETS = {
     # One version makes each batch, which is trained on one step later: both cores are busy, and no
-    # response is older. The gradient is not clipped: its norm falls from 300 to 20, and clipped to
-    # 1 a batch that says little would move the policy as far as one that says much.
-    "smollm": dict(
-        beta=0.1,
-        steps=50,
-        queries_per_batch=8,
-        responses_per_query=8,
-        constant_staleness=1,
-        tokens_per_micro_batch=700,
-        checkpoint_every=0,
-        temperature=0.9,
-        max_prompt_tokens=64,
-        max_response_tokens=12,
-        learning_rate=1.2e-5,
-        lr_schedule="warmup_stable_decay",
-        warmup_steps=5,
-        stable_steps=15,
-        decay_steps=30,
-    )
+    # response is older.
+    "smollm": COMMON | dict(constant_staleness=1),
+    # As in the paper: with a replay buffer, and the trainer waits for nobody. The searcher has no
+    # more than a batch in the engine: else all that it finds would be six steps old.
+    "smollm_replay": COMMON
+    | dict(sync_period=1, samples_per_query=8, initial_responses=64, search_ahead=1),
 }
 
 

@@ -7,7 +7,7 @@ from conftest import Run, flags, make, read
 
 from launch.command_line import find_presets
 
-TASKS = ("gsm8k", "competition_math", "tldr", "redteam", "arithmetic", "multiples", "reach")
+TASKS = ("gsm8k", "competition_math", "tldr", "redteam", "arithmetic", "sums", "multiples", "reach")
 PRESETS = [(task, preset) for task in TASKS for preset in find_presets(task)]
 # With one preset each. Runs of the others end in test_episodes, test_hub and test_runs.
 TO_THE_END = ("gsm8k", "competition_math", "multiples")
@@ -44,7 +44,7 @@ def stand_ins(tmp_path_factory, gsm8k_data) -> dict[str, list]:
 @pytest.mark.parametrize("task, preset", PRESETS)
 def test_a_preset_starts_and_makes_two_steps(task, preset, stand_ins, tmp_path):
     # These bring models of their own, for short texts.
-    own = [] if preset in ("tiny", "demo", "smollm") else [*stand_ins[task], *SHORT]
+    own = [*stand_ins[task], *SHORT] if task in stand_ins and preset != "tiny" else []
     if preset.startswith("llama"):
         own += flags(judge=stand_ins["gsm8k"][1], searchers=1)
     with Run(tmp_path / "run", task, "--preset", preset, *CUT, *own) as run:
