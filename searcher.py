@@ -145,9 +145,10 @@ class Searcher:
         """Return whether a query may start: the run needs it, engine and scoring have room."""
         if self.status.last_step_done or self.outbox or self.is_ahead():
             return False
-        samples, rows = self.config.samples_per_query, ENGINE_ROWS
-        if ahead := self.config.search_ahead:  # more at a time would all end later, and be older
-            rows = min(rows, ahead * self.config.queries_per_batch * samples)
+        config, samples, rows = self.config, self.config.samples_per_query, ENGINE_ROWS
+        if config.search_ahead:  # more at a time would all end later, and be older
+            groups = math.ceil(config.search_ahead * config.queries_per_batch / config.searchers)
+            rows = min(rows, groups * samples)
         return self.generation.rows < rows and len(self.scorer.waiting) < ENGINE_ROWS // samples + 1
 
     def is_ahead(self) -> bool:

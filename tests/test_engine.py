@@ -274,10 +274,12 @@ def test_a_searcher_leaves_the_cores_to_a_trainer_that_saves(searcher, monkeypat
     assert searcher.step_engine() == [] and searcher.generation.rows
 
 
-def test_a_search_that_may_be_a_step_ahead_generates_a_batch_at_a_time(searcher):
-    searcher.config = replace(searcher.config, search_ahead=1, queries_per_batch=3)
-    searcher.start_queries()
-    assert searcher.generation.rows == 3 * 24 < ENGINE_ROWS
+def test_searchers_that_may_be_a_step_ahead_generate_a_batch_at_a_time(searcher):
+    for searchers, groups in (2, 2), (1, 3):  # of a batch of three, each its share
+        own = dict(search_ahead=1, queries_per_batch=3, searchers=searchers)
+        searcher.config = replace(searcher.config, **own)
+        searcher.start_queries()
+        assert searcher.generation.rows == groups * 24 < ENGINE_ROWS
 
 
 def test_weights_that_a_searcher_is_loading_are_not_overwritten(searcher, policy, monkeypatch):

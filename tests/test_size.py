@@ -10,18 +10,18 @@ from conftest import ROOT
 
 # Lines of each room, blank ones and comments included; launch/ with its template.
 MOST = {
-    ".": 2_081,
+    ".": 2_082,
     "models": 1_458,
     "runtime": 1_532,
     "tasks": 2_312,
     "launch": 3_349,
     "extras": 2_119,
     "examples": 305,
-    "tests": 13_218,
+    "tests": 13_220,
     "benchmarks": 3_030,
 }
 # What the two workers of an ordinary run import: files, and their lines (tests/test_runs.py).
-MOST_IMPORTED = 38, 4_855
+MOST_IMPORTED = 38, 4_856
 
 
 def files_of(room: str) -> list[Path]:
