@@ -3,8 +3,8 @@
 Queries enter vLLM's engine as others leave it: there is no batch to wait for. Newer weights are
 loaded between two engine steps, so a response may span several versions, which is fine: trajectory
 balance does not ask who sampled it. A free-running searcher waits for the trainer only if its queue
-is full, if it shares the trainer's GPU, or for the first weights of a resumed run. In lockstep it
-is a subclass, in extras/lockstep_searcher.py.
+is full, if it is --search_ahead steps ahead, or for the first weights of a resumed run. In lockstep
+it is a subclass, in extras/lockstep_searcher.py.
 """
 
 import hashlib
