@@ -234,7 +234,7 @@ class SearchSettings:
     max_staleness: NonNegativeInt | None = None
     """Responses of versions more than this many steps old are left out. None: no limit."""
     search_ahead: PositiveInt | None = None
-    """Steps that searchers may be ahead of the trainer; they generate no more at a time either.
+    """Steps that searchers may be ahead of the trainer; once it trains, no more is in flight.
     None: no limit, or two syncs where a searcher is on the trainer's GPU."""
     reward_inverse_temperature: NonNegativeFloat = 0.0
     """Replay draws a query's responses by softmax(reward times this). 0: uniformly."""

@@ -145,24 +145,24 @@ class Searcher:
         """Return whether a query may start: the run needs it, engine and scoring have room."""
         if self.status.last_step_done or self.outbox or self.is_ahead():
             return False
-        config, samples, rows = self.config, self.config.samples_per_query, ENGINE_ROWS
-        if config.search_ahead:  # more at a time would all end later, and be older
-            groups = math.ceil(config.search_ahead * config.queries_per_batch / config.searchers)
-            rows = min(rows, groups * samples)
-        return self.generation.rows < rows and len(self.scorer.waiting) < ENGINE_ROWS // samples + 1
+        groups_in_engine = ENGINE_ROWS // self.config.samples_per_query + 1
+        return self.generation.rows < ENGINE_ROWS and len(self.scorer.waiting) < groups_in_engine
 
     def is_ahead(self) -> bool:
         """Return whether the search is config.search_ahead steps, of B groups each, ahead.
 
-        Where both share a GPU or cores, groups never trained on would slow the trainer down.
+        Where both share a GPU or cores, groups never trained on would slow the trainer down. Nor
+        are more in flight once it trains: all would end later, and be older.
         """
         config = self.config
         if config.search_ahead is None:
             return False
-        steps = max(0, self.weights.version) - self.first_step + config.search_ahead
+        step = max(0, self.weights.version) - self.first_step
         initial = math.ceil(config.initial_responses / config.samples_per_query)
-        groups = initial + steps * config.queries_per_batch
-        return self.num_begun >= math.ceil(groups / config.searchers)  # this searcher's part
+        ahead = config.search_ahead * config.queries_per_batch
+        begun = initial + step * config.queries_per_batch + ahead
+        most_begun, most = (math.ceil(n / config.searchers) for n in (begun, ahead))  # its part
+        return self.num_begun >= most_begun or (step > 0 and len(self.share.in_flight) >= most)
 
     def next_group(self) -> Group:
         """Draw the next query of the share whose prompt can be used.

@@ -40,7 +40,7 @@ PRESETS = {
     # response is older.
     "smollm": COMMON | dict(constant_staleness=1),
     # As in the paper: with a replay buffer, and the trainer waits for nobody. The searcher has no
-    # more than a batch in the engine: else what it finds would be a step older.
+    # more than a batch in flight: else what it finds would be a step older.
     "smollm_replay": COMMON
     | dict(sync_period=1, samples_per_query=8, initial_responses=64, search_ahead=1),
 }

@@ -274,7 +274,8 @@ def test_a_searcher_leaves_the_cores_to_a_trainer_that_saves(searcher, monkeypat
     assert searcher.step_engine() == [] and searcher.generation.rows
 
 
-def test_searchers_that_may_be_a_step_ahead_generate_a_batch_at_a_time(searcher):
+def test_searchers_that_may_be_a_step_ahead_generate_a_batch_at_a_time(searcher, policy):
+    searcher.weights.publish(1, policy.named_parameters())
     for searchers, groups in (2, 2), (1, 3):  # of a batch of three, each its share
         own = dict(search_ahead=1, queries_per_batch=3, searchers=searchers)
         searcher.config = replace(searcher.config, **own)
