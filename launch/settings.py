@@ -34,7 +34,7 @@ EITHER = [
     ("lora_rank", "trainer_processes", "adapters are not sharded, give one of the two"),
     ("ray", "constant_staleness", "further nodes search freely, leave out --synchronous too"),
     ("max_staleness", "constant_staleness", "the first is for the buffer, the other has none"),
-    ("search_ahead", "constant_staleness", "each batch is made in time: --search_ahead None"),
+    ("search_ahead", "constant_staleness", "the trainer waits for each batch: set one to None"),
     ("search_ahead", "max_staleness", "the trainer may wait for what is young: give one of them"),
     ("search_ahead", "ray", "each node would be so far ahead: --search_ahead None"),
 ]

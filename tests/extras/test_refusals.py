@@ -18,7 +18,7 @@ REFUSED = [
     ("--loss ppo", "--loss is 'ppo': it is one of tb"),
     ("--synchronous --searchers 64", "--searchers is 64, more than --queries_per_batch"),
     ("--max_staleness 5 --constant_staleness 5", "5 are both given: the first is for the buffer"),
-    ("--search_ahead 2 --synchronous", "--search_ahead 2 and …0 are both given: each batch"),
+    ("--search_ahead 2 --synchronous", "--search_ahead 2 and …0 are both given: the trainer"),
     ("--search_ahead 2 --max_staleness 9", "9 are both given: the trainer may wait"),
     ("--search_ahead 2 --ray auto", "auto are both given: each node would be so far ahead"),
     ("--reference_reset_period 5", "is 5, which does nothing without --constant_staleness: give"),
