@@ -75,7 +75,7 @@ class InlineSearcher:
         self.config, self.weights, self.status = config, weights, status
         self.groups_per_sync, self.ages = groups_per_sync, ages or [config.constant_staleness]
         self.within = within
-        if config.queries_per_batch % len(self.ages) or config.samples_per_query % len(self.ages):
+        if (config.samples_per_query if within else config.queries_per_batch) % len(self.ages):
             raise ValueError(f"{len(self.ages)} ages do not divide queries or responses of a batch")
         self.parts: dict[int, list[list[Group]]] = defaultdict(list)  # of groups, by trainer step
         self.task = load_task(config.task)

@@ -83,13 +83,13 @@ def test_numbers_and_pairs_of_examples_are_held_out():
 
 def test_a_run_is_measured_as_it_goes_and_at_its_end(tmp_path):
     sizes = dict(queries_per_batch=2, responses_per_query=4, samples_per_query=4, steps=3)
-    sizes |= dict(initial_responses=8, max_prompt_tokens=99, eval_every=2, learning_rate=1e-2)
+    sizes |= dict(initial_responses=8, max_prompt_tokens=99, eval_every=2, learning_rate=3e-2)
     # An objective that moves a policy also where no response is right.
     settings = sizes | dict(task="multiples", model=make(tmp_path, "LlamaForCausalLM"))
     settings |= dict(loss="asymre")
     found = train(settings, searcher=ExactSearcher, groups_per_sync=2)
     assert [point["step"] for point in found["curve"]] == [0, 2, 3]
     first, _, last = ([point[kind] for kind in KINDS] for point in found["curve"])
-    assert all(x["attained"] == pytest.approx(x["mass"], abs=1e-6) for x in first)
-    assert last != first and all(x["log Z"] == y["log Z"] for x, y in zip(first, last))
-    assert all(sampled["pass@1"] <= sampled["pass@64"] for sampled in found["sampled"].values())
+    assert last != first
+    for sampled in found["sampled"].values():  # importance sampling from the trained policy
+        assert np.subtract(*sampled["log Z"]).mean() == pytest.approx(0, abs=0.15)
