@@ -151,8 +151,8 @@ class Searcher:
     def is_ahead(self) -> bool:
         """Return whether the search is config.search_ahead steps, of B groups each, ahead.
 
-        Where both share a GPU or cores, groups never trained on would slow the trainer down. Nor
-        are more in flight once it trains: all would end later, and be older.
+        Where both share a GPU or cores, groups never trained on would slow the trainer down.
+        Once it trains, no more than these are in flight: more would end later, and be older.
         """
         config = self.config
         if config.search_ahead is None:
