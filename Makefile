@@ -1,5 +1,5 @@
 # make demo: asynchronous RL of a small language model, in one to three minutes, no GPU needed.
-# make demo-smollm: the same of a real one, SmolLM2-135M-Instruct, in about twelve minutes.
+# make demo-smollm: the same of a real one, SmolLM2-135M-Instruct, in about ten minutes.
 # make test: the tests. All install what they need into .venv first (make setup).
 
 PYTHON ?= python3

@@ -59,7 +59,7 @@ def command_of(name: str, output: Path, rate: float, seed: int) -> list[str]:
     if name == OURS:
         more = dict(steps=1000, lr_schedule="constant", stable_steps=0, decay_steps=0)
         flags = as_flags(**settings, **more)
-        return [sys.executable, str(ROOT / "tba.py"), "sums", *flags]
+        return [sys.executable, str(ROOT / "tba.py"), "sums", "--preset", "smollm", *flags]
     preset = find_presets("sums")["smollm"]
     settings |= dict(model=load_task("sums").base_model(), temperature=preset["temperature"])
     settings |= dict(group=preset["responses_per_query"], tokens=preset["max_response_tokens"])

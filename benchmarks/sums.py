@@ -3,10 +3,10 @@
     python benchmarks/sums.py            # 90 minutes on 2 cores: begin with --quick
     python benchmarks/sums.py --quick    # one seed
 
-Needs SmolLM2-135M-Instruct (make demo-smollm installs it). Each run is that of tba.py sums, whose
-batches are one step stale, at a constant learning rate: of three, the one by which trajectory
-balance is fastest (peer_trl.py). It ends SECONDS after the base model was evaluated. Whole runs are
-kept in --runs_dir and not made again.
+Needs SmolLM2-135M-Instruct (make demo-smollm installs it). Each run is that of tba.py sums --preset
+smollm, whose batches are one step stale, at a constant learning rate: of three, the one by which
+trajectory balance is fastest (peer_trl.py). It ends SECONDS after the base model was evaluated.
+Whole runs are kept in --runs_dir and not made again.
 """
 
 import signal

@@ -17,8 +17,7 @@ SYSTEM = "You are a calculator."  # or the template would put a longer one there
 PROMPT = "What is {a} + {b}? Answer with a number only."
 LARGEST = 15  # of a number that is added
 TEST_QUERIES = 75  # of the 225 sums; never trained on
-# The gradient is not clipped: its norm falls from 300 to 20, and clipped to 1 a batch that says
-# little would move the policy as far as one that says much.
+# The gradient is not clipped to 1: its norm is 30 if a batch says little and 800 if it says much.
 COMMON = dict(
     beta=0.1,
     steps=50,
@@ -36,13 +35,14 @@ COMMON = dict(
     decay_steps=30,
 )
 PRESETS = {
-    # One version makes each batch, which is trained on one step later: both cores are busy, and no
-    # response is older.
-    "smollm": COMMON | dict(constant_staleness=1),
     # As in the paper: with a replay buffer, and the trainer waits for nobody. The searcher has no
     # more than a batch in flight: else what it finds would be a step older.
     "smollm_replay": COMMON
-    | dict(sync_period=1, samples_per_query=8, initial_responses=64, search_ahead=1),
+    | dict(sync_period=1, samples_per_query=8, initial_responses=64, search_ahead=1)
+    | dict(steps=60, decay_steps=40, max_grad_norm=200.0),  # the norm has outliers of 1,800
+    # One version makes each batch, which is trained on one step later: both cores are busy, and no
+    # response is older.
+    "smollm": COMMON | dict(constant_staleness=1),
 }
 
 

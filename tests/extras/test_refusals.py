@@ -75,7 +75,7 @@ def test_a_problem_of_math_that_cannot_be_used_is_named_with_its_line(row, lacks
 
 WANTED = [
     ("lockstep", "arithmetic --synchronous"),
-    ("lockstep", "sums"),  # its preset has a constant staleness
+    ("lockstep", "sums --preset smollm"),  # which has a constant staleness
     ("objectives", "arithmetic --loss grpo"),
     ("episodes", "reach"),
     ("score_workers", "jsonl --data absent.jsonl --match math"),

@@ -136,7 +136,7 @@ def test_a_run_killed_and_resumed_has_the_weights_and_moments_of_one_that_was_no
     settings = flags(queries_per_batch=2, responses_per_query=2, samples_per_query=2, seed=7)
     settings += flags(tokens_per_micro_batch=200, checkpoint_every=1, eval_every=0, steps=2)
     saved, found = tmp_path / "run" / "checkpoints" / "step-00000002", []
-    for begin in ["sums", *settings], []:  # the second goes on from step 1
+    for begin in ["sums", "--preset", "smollm", *settings], []:  # the second goes on from step 1
         with Run(tmp_path / "run", *begin, resume=not begin) as run:
             run.until(saved.exists, "the checkpoint of step 2")
             run.process.kill()
