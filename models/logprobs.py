@@ -166,7 +166,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+    # A CPU that has tiles for it may take these fp32 numbers for the bf16 ones that they are.
+    with torch.backends.mkldnn.flags(enabled=True, allow_tf32=None, fp32_precision="bf16"):
+        return a.float() @ b.float()
 
 
 @torch.no_grad()
