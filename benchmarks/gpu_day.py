@@ -160,7 +160,7 @@ def attention(root: str, quick: bool, say: Say) -> None:
             found = []
             for dtype in (torch.bfloat16, torch.float32):
                 packed = device().type == "cuda" and dtype == torch.bfloat16
-                row = lay_out(prompts, responses, device(), dtype, packed)
+                row = lay_out(prompts, responses, device(), packed)
                 torch.manual_seed(0)
                 shapes = (len(row.ids), 8, 64), *[(len(row.ids), 2, 64)] * 2
                 q, k, v = (torch.randn(shape).bfloat16().to(device(), dtype) for shape in shapes)

@@ -78,12 +78,11 @@ def lay_out(
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
     device: torch.device,
-    dtype: torch.dtype,
     packed: bool,
 ) -> Row:
     """Put prompts and responses into a row, but for a response's last token: nothing follows it.
 
-    packed: or padded, with a mask of dtype.
+    packed: or padded inside of attention.
     """
     # A long prompt as one segment would pad each response to its length.
     piece = max(SHORTEST_PIECE, *map(len, responses), max(map(len, prompts)) // 8)
@@ -110,8 +109,7 @@ def lay_out(
             own = put(response[:-1], known[query])
             known[row] = np.concatenate([known[query][-1:], own])[: len(response)]
         predictors.append(known[row])
-    how = (queries, keys, device)
-    segments = Packed.of(*how) if packed else Padded.of(*how, dtype)
+    segments = (Packed if packed else Padded).of(queries, keys, device)
     row = (to_device(np.concatenate(parts), device) for parts in (ids, positions))
     return Row(*row, segments, np.concatenate(predictors))
 
@@ -152,8 +150,8 @@ class Padded(NamedTuple):
     places: Tensor  # (N,) where the row's tokens stand in queries.flatten()
 
     @classmethod
-    def of(cls, queries: list, keys: list, device: torch.device, dtype: torch.dtype):
-        """Make them, as Packed.of does. dtype: of the mask."""
+    def of(cls, queries: list[np.ndarray], keys: list[np.ndarray], device: torch.device):
+        """Make them, as Packed.of does."""
         counts, index = [], []
         for part in (queries, keys):  # in numpy: a tensor for each segment takes too long
             counts.append(np.array([[len(each)] for each in part]))
@@ -167,27 +165,30 @@ class Padded(NamedTuple):
         *index, last_key, places = (to_device(x, device) for x in (*index, last_key, places))
         last_key = last_key[:, None, :, None]
         is_later = torch.arange(index[1].shape[1], device=device) > last_key
-        mask = torch.zeros(is_later.shape, dtype=dtype, device=device)
+        mask = torch.zeros(is_later.shape, device=device)
         return cls(*index, last_key, mask.masked_fill_(is_later, float("-inf")), places)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """Attend as Packed does."""
+        # In fp32 at least: in bf16 the backward pass of a CPU's kernel takes eight times as long.
+        dtype = torch.promote_types(value.dtype, torch.float32)
         queries, *both = (
-            x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+            x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2).to(dtype)
             for x, index in ((query, self.queries), (key, self.keys), (value, self.keys))
         )  # (S, heads, A, D), and twice (S, heads, B, D)
         group = query.shape[1] // key.shape[1]
         if group > 1 and query.is_cuda:  # with a mask its kernels want equal numbers of heads
             both = (x.repeat_interleave(group, dim=1) for x in both)
-        mask = self.mask
+        mask = self.mask.to(dtype)
         if window is not None:
             number = torch.arange(mask.shape[-1], device=mask.device)
             mask = mask.masked_fill(number <= self.last_key - window, float("-inf"))
         how = dict(scale=scale, enable_gqa=group > 1 and not query.is_cuda)
-        out = F.scaled_dot_product_attention(queries, *both, mask, **how)
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
+        with torch.autocast(query.device.type, enabled=False):
+            out = F.scaled_dot_product_attention(queries, *both, mask, **how)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.places).to(value.dtype)
 
 
 def check_attention(model: torch.nn.Module) -> None:

@@ -48,8 +48,7 @@ def response_logprobs(
             of_rows = ([texts[i] for i in rows] for texts in (prompts, responses))
             states, targets, pair_of = response_states(model, *of_rows, dtype)
             head = model.get_output_embeddings()
-            full = torch.promote_types(states.dtype, torch.float32)
-            states = (states.to(full) / temperature).to(dtype)
+            states = (states / temperature).to(dtype)
             bias = None if head.bias is None else head.bias / temperature
             index.append(pair_of + sum(map(len, found)))
             with torch.autocast(device.type, enabled=False):  # it would round the logits
@@ -78,7 +77,7 @@ def response_states(
     if packed is None:
         packed = device.type == "cuda" and dtype == torch.bfloat16
         packed = packed and torch.cuda.get_device_capability(device) >= (8, 0)
-    row = lay_out(prompts, responses, device, dtype, packed)
+    row = lay_out(prompts, responses, device, packed)
     pairs = row.predictors << 32 | np.concatenate(responses).astype(np.int64)
     pairs, pair_of = np.unique(pairs, return_inverse=True)
     places, targets = (to_device(part, device) for part in (pairs >> 32, pairs & 2**32 - 1))
@@ -154,8 +153,6 @@ class TokenLogprobs(torch.autograd.Function):
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits in fp32. In bf16 those of 16 to 64 would be 0.125 to 0.25 apart."""
-    if states.dtype != torch.bfloat16:
-        return F.linear(states, weight, bias)
     logits = _product(states, weight.T)
     return logits if bias is None else logits + bias
 

@@ -30,6 +30,7 @@ from config import Config, UserError
 from launch import children
 from launch.places import Place
 from learner import find_objective
+from models import logprobs
 from models.policy import load_policy
 from rollouts import Group, make_tokens
 
@@ -177,21 +178,16 @@ def make_group(query: int, version: int, lengths, ids, tokens=None, **fields) ->
 
 
 @pytest.fixture
-def logits_made(monkeypatch):
-    """A function: for a model, a list of the number of positions of all logits made from now on."""
+def logits_made(monkeypatch) -> list[int]:
+    """The number of positions of each tensor of logits that is made."""
+    positions, made = [], logprobs._logits
 
-    def record(model) -> list[int]:
-        positions, linear, head = [], torch.nn.functional.linear, model.get_output_embeddings()
+    def counted(states, weight, bias):
+        positions.append(len(states))
+        return made(states, weight, bias)
 
-        def counted(states, weight, bias=None):
-            if weight is head.weight:
-                positions.append(len(states))
-            return linear(states, weight, bias)
-
-        monkeypatch.setattr(torch.nn.functional, "linear", counted)
-        return positions
-
-    return record
+    monkeypatch.setattr(logprobs, "_logits", counted)
+    return positions
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from config import Config
 from launch.checks import fetch
 from learner import Learner
 from models.architecture import weight_shapes
+from models.attention import lay_out
 from models.device import onednn_multiplies
 from models.engine import Engine
 from models.logprobs import response_logprobs
@@ -103,6 +104,17 @@ def test_logits_are_fp32_also_where_weights_and_states_are_bf16(policy):
     # Rounded ones would be multiples of 1/8 less a normalizer of their row: few distinct fractions.
     fractions = (row - row[0]).remainder(1 / 16)
     assert len(fractions.unique()) > 150
+
+
+def test_padded_segments_of_a_model_in_bf16_attend_in_fp32():
+    """In bf16 the backward pass of a CPU's kernel takes eight times as long."""
+    ids = np.arange(9)
+    row = lay_out([ids[:4]] * 2, [ids[:5], ids[2:5]], torch.device("cpu"), packed=False)
+    q, k, v = (torch.randn(len(row.ids), 2, 8).bfloat16() for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = row.segments.attend(q, k, v, scale=None, window=3)
+    whole = row.segments.attend(q.float(), k.float(), v.float(), scale=None, window=3)
+    assert torch.equal(found, whole.bfloat16())
 
 
 def test_with_bf16_masters_a_rate_of_1e_5_moves_only_small_weights(tied_model):

@@ -118,13 +118,13 @@ def test_each_prompt_and_each_response_run_through_the_model_once_and_nothing_is
 def test_logits_of_all_positions_never_exist_at_once(tied_model, monkeypatch, logits_made):
     monkeypatch.setitem(logprobs.POSITIONS_PER_LOGITS, "cpu", 16)
     model = load(tied_model)
-    seen = logits_made(model)
+    logits_made.clear()
     prompts, responses = ragged_rows(rows=20)
     response_logprobs(model, prompts, responses, 1.0).sum().backward()
-    assert max(seen) == 16
+    assert max(logits_made) == 16
     distinct = {(tuple(prompt), tuple(response)) for prompt, response in zip(prompts, responses)}
     # Response positions only: once forward, once more in the backward pass.
-    assert sum(seen) == 2 * sum(len(response) for _, response in distinct)
+    assert sum(logits_made) == 2 * sum(len(response) for _, response in distinct)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])

@@ -208,7 +208,7 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(make, logi
     lengths = dict(max_prompt_tokens=20, max_response_tokens=30)
     trainer = make(queries_per_batch=2, tokens_per_micro_batch=1000, **lengths)
     model, widths = trainer.learner.policy, []
-    positions = logits_made(model)
+    logits_made.clear()
     model.base_model.register_forward_pre_hook(
         lambda module, arguments, inputs: widths.append(tuple(inputs["input_ids"].shape)),
         with_kwargs=True,
@@ -217,7 +217,7 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(make, logi
     try_largest_batch(trainer.config, trainer.learner, say=print)
     # A small pass for the clock, then the largest: forward, and again in the backward pass.
     made = 2 * (2 * 3 * (2 + 30))
-    assert made - 4 * 4 <= sum(positions) <= made, "at most four first tokens are another row's"
+    assert made - 4 * 4 <= sum(logits_made) <= made, "at most four first tokens are another row's"
     assert widths == [(1, 2 * 20 + 6 * 1), (1, 2 * 20 + 6 * 29)]
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
     assert all(p.grad is None for p in model.parameters())
