@@ -15,7 +15,7 @@ MOST = {
     "runtime": 1_532,
     "tasks": 2_312,
     "launch": 3_349,
-    "extras": 2_119,
+    "extras": 2_106,
     "examples": 305,
     "tests": 13_222,
     "benchmarks": 3_030,

@@ -22,9 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from config import LOAD_SECONDS, Config
 from extras.nodes.joining import last_line, on_node, other_nodes
 from extras.nodes.node import COUNTED, Found, Node, as_arrays, describe_environment
-from launch.files import parse_lines
 from launch.supervisor import DEATHS, RunFailed, Supervisor
-from runtime.record.lines import to_json
 from runtime.record.metrics import RATE_WINDOW, rate_of
 from runtime.transport.messages import Evaluation, Notice
 from runtime.transport.status import StatusTable, Watchdog
@@ -95,7 +93,6 @@ class Far:
     earlier: dict[str, float]  # what other actors in this row have counted
     version: int = -1  # that it has
     asked_version: int = -1  # whose evaluation it was asked for
-    clock: float = 0.0  # its time.monotonic() minus this machine's
 
 
 class Cluster(Supervisor):
@@ -269,10 +266,9 @@ class Cluster(Supervisor):
 
     def take(self, far: Far, found: Found) -> None:
         """Take over what a node says of itself, and send the trainer what it has found."""
-        far.clock = found.clock - time.monotonic()
-        row = found.row | {"beat": found.row["beat"] - far.clock}
-        for column, value in row.items():
-            self.status.set(far.row, column, far.earlier.get(column, 0.0) + value)
+        earlier = far.earlier | {"beat": time.monotonic()}  # a node's clock is another
+        for column, value in found.row.items():
+            self.status.set(far.row, column, earlier.get(column, 0.0) + value)
         self.write_logs(far, found.logs)
         for item in found.items:
             if isinstance(item, Notice):
@@ -310,15 +306,7 @@ class Cluster(Supervisor):
         return True
 
     def write_logs(self, far: Far, logs: dict[str, str]) -> None:
-        """Write a node's logs among those of the run; spans by this machine's clock."""
+        """Write a node's logs among those of the run."""
         for name, text in logs.items():
-            if name.endswith(".spans.jsonl"):
-                text = shifted(text, far.clock)
             with suppress(OSError):  # the disk is full: that costs a log
                 Path(self.run_dir, "logs", f"{far.logs}-{name}").write_text(text)
-
-
-def shifted(text: str, clock: float) -> str:
-    """Return lines of spans by this machine's clock, without one that was cut off."""
-    spans = parse_lines(text.encode())
-    return "".join(to_json((what, start - clock, end - clock)) + "\n" for what, start, end in spans)

@@ -48,7 +48,6 @@ class Found:
     items: list[Group | Evaluation | Notice]
     row: dict[str, float]  # of the driver's status table: its searchers taken as one
     logs: dict[str, str]  # by name, if there is a Notice: something has died
-    clock: float  # its time.monotonic()
 
 
 def describe_environment() -> dict[str, str]:
@@ -145,24 +144,24 @@ class Node:
         # Threads may append meanwhile.
         notices = [self.notices.popleft() for _ in range(len(self.notices))]
         logs = self.logs() if notices else {}
-        return Found(items + notices, self.row(), logs, time.monotonic())
+        return Found(items + notices, self.row(), logs)
 
     def row(self) -> dict[str, float]:
-        """Take the searchers as one: sums, and else what is lowest."""
+        """Take the searchers as one: sums, and else what is lowest; the beat from now."""
         sums = {column: self.status.total(column) for column in COUNTED}
         lowest = {
             column: float(self.status.words[:, StatusTable.COLUMNS.index(column)].min())
             for column in ("beat", "ready", "version")
         }
-        return sums | lowest
+        return sums | lowest | {"beat": lowest["beat"] - time.monotonic()}
 
     def take_weights(self, version: int, weights: Weights, evaluate: bool) -> bool:
         """Publish a version on this node. False: its searchers still read what would be written."""
         return self.weights.publish(version, as_tensors(weights), evaluate)
 
     def logs(self) -> dict[str, str]:
-        """The files of its logs/, by name."""
-        files = Path(self.run_dir, "logs").iterdir()
+        """What its searchers have said, by the file's name."""
+        files = Path(self.run_dir, "logs").glob("*.log")
         return {file.name: file.read_text(errors="replace") for file in files}
 
     def stop(self) -> dict[str, str]:

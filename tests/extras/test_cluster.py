@@ -27,7 +27,7 @@ from conftest import PATIENCE, ROOT, Run, flags, living, read, shared_files, ste
 
 from config import UserError
 from launch.command_line import build_config
-from launch.files import read_lines, read_spans
+from launch.files import read_lines
 from launch.places import find_places
 from launch.supervisor import QUEUE_GROUPS, RunFailed
 from runtime.record.metrics import RATE_WINDOW
@@ -122,9 +122,6 @@ def test_searchers_of_all_nodes_teach_arithmetic(searchers, nodes, tmp_path, rec
     assert find_teaching(steps) == {"node_1", "node_2"}
     logs = {path.name for path in (run_dir / "logs").iterdir()}
     assert {"node-1-searcher-0.log", "node-2-searcher-0.log"} <= logs
-    trainer, *others = read_spans(str(run_dir)).values()
-    for spans in others:  # one clock for all
-        assert spans[-1][2] > trainer[0][1] and spans[0][1] < trainer[-1][2]
     assert max(line["mismatch"] for line in steps) < 1e-4
     assert next(line["step"] for line in lines if "accuracy" in line) == 0, "the base model's"
 
@@ -437,11 +434,6 @@ def test_a_run_with_no_searcher_or_failing_ones_ends_and_says_so(nodes, tmp_path
         with pytest.raises(RunFailed, match=failed):
             driver.work(PATIENCE)
         assert [len(deaths) for deaths in driver.cluster.deaths_of.values()] == [3]
-
-
-def test_spans_of_a_node_are_shown_by_this_machines_clock_and_a_torn_line_is_left_out():
-    assert cluster.shifted('["search", 105.0, 107.5]', clock=100.0) == '["search", 5.0, 7.5]\n'
-    assert cluster.shifted('["search", 105.0, 1', clock=100.0) == ""
 
 
 @pytest.mark.parametrize(
