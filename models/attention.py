@@ -75,14 +75,11 @@ class Row(NamedTuple):
 
 
 def lay_out(
-    prompts: list[np.ndarray],
-    responses: list[np.ndarray],
-    device: torch.device,
-    packed: bool,
+    prompts: list[np.ndarray], responses: list[np.ndarray], device: torch.device, packed: bool
 ) -> Row:
     """Put prompts and responses into a row, but for a response's last token: nothing follows it.
 
-    packed: or padded inside of attention.
+    packed: whether segments are Packed; else they are Padded.
     """
     # A long prompt as one segment would pad each response to its length.
     piece = max(SHORTEST_PIECE, *map(len, responses), max(map(len, prompts)) // 8)
@@ -141,7 +138,7 @@ class Packed(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """S segments as a batch, padded inside of attention alone: in fp32, or on a CPU."""
+    """S segments as a batch, padded inside of attention alone; computed in fp32 at least."""
 
     queries: Tensor  # (S, A) positions in the row of the queries
     keys: Tensor  # (S, B)
@@ -172,10 +169,10 @@ class Padded(NamedTuple):
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """Attend as Packed does."""
-        # In fp32 at least: in bf16 the backward pass of a CPU's kernel takes eight times as long.
+        # In bf16 the backward pass of a CPU's kernel takes eight times as long as in fp32.
         dtype = torch.promote_types(value.dtype, torch.float32)
         queries, *both = (
-            x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2).to(dtype)
+            x.to(dtype).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
             for x, index in ((query, self.queries), (key, self.keys), (value, self.keys))
         )  # (S, heads, A, D), and twice (S, heads, B, D)
         group = query.shape[1] // key.shape[1]

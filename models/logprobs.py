@@ -154,18 +154,21 @@ class TokenLogprobs(torch.autograd.Function):
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits in fp32. In bf16 those of 16 to 64 would be 0.125 to 0.25 apart."""
     logits = _product(states, weight.T)
-    return logits if bias is None else logits + bias
+    return logits if bias is None else logits.add_(bias)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b; of two bf16 ones summed and returned in fp32."""
+    """a @ b; of two bf16 ones summed and returned in fp32, by tiles for bf16 if a CPU has them."""
     if a.dtype != torch.bfloat16:
         return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
-    # A CPU that has tiles for it may take these fp32 numbers for the bf16 ones that they are.
-    with torch.backends.mkldnn.flags(enabled=True, allow_tf32=None, fp32_precision="bf16"):
+    matmul = torch.backends.mkldnn.matmul  # vLLM sets its precision: mkldnn's own is not asked
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"  # which these fp32 numbers are
+    try:
         return a.float() @ b.float()
+    finally:
+        matmul.fp32_precision = before
 
 
 @torch.no_grad()

@@ -92,14 +92,18 @@ def test_the_reference_policy_of_half_the_size_gives_the_same_numbers(path):
     assert sum(p.nbytes for p in model.parameters()) < 0.8 * before
 
 
-def test_logits_are_fp32_also_where_weights_and_states_are_bf16(policy):
+def test_logits_are_fp32_also_where_weights_and_states_are_bf16(policy, monkeypatch):
     """Logits of 16 to 64 that were rounded to bf16 would be 0.125 to 0.25 apart."""
-    model = policy
+    torch.set_float32_matmul_precision("highest")  # vLLM does it, in a searcher
+    matmul, plain, asked = torch.backends.mkldnn.matmul, torch.Tensor.float, []
+    noted = lambda x: asked.append(matmul.fp32_precision) or plain(x)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "float", noted)
     prompt = np.random.default_rng(0).integers(0, 256, size=10)
     same_state, last = [prompt] * 200, [np.array([token]) for token in range(200)]
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(100)
-        row = response_logprobs(model, same_state, last, 1.0, torch.bfloat16)[:, 0]
+        policy.get_output_embeddings().weight.mul_(100)
+        row = response_logprobs(policy, same_state, last, 1.0, torch.bfloat16)[:, 0]
+    assert "bf16" in asked and matmul.fp32_precision == "ieee", "for these products alone"
     assert row.min() < -64
     # Rounded ones would be multiples of 1/8 less a normalizer of their row: few distinct fractions.
     fractions = (row - row[0]).remainder(1 / 16)
@@ -107,7 +111,7 @@ def test_logits_are_fp32_also_where_weights_and_states_are_bf16(policy):
 
 
 def test_padded_segments_of_a_model_in_bf16_attend_in_fp32():
-    """In bf16 the backward pass of a CPU's kernel takes eight times as long."""
+    """Under autocast too, which would take a layer's bf16 for all of it."""
     ids = np.arange(9)
     row = lay_out([ids[:4]] * 2, [ids[:5], ids[2:5]], torch.device("cpu"), packed=False)
     q, k, v = (torch.randn(len(row.ids), 2, 8).bfloat16() for _ in range(3))

@@ -266,7 +266,7 @@ class Cluster(Supervisor):
 
     def take(self, far: Far, found: Found) -> None:
         """Take over what a node says of itself, and send the trainer what it has found."""
-        earlier = far.earlier | {"beat": time.monotonic()}  # a node's clock is another
+        earlier = far.earlier | {"beat": time.monotonic()}  # a node says how long ago
         for column, value in found.row.items():
             self.status.set(far.row, column, earlier.get(column, 0.0) + value)
         self.write_logs(far, found.logs)

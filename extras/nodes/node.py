@@ -147,7 +147,7 @@ class Node:
         return Found(items + notices, self.row(), logs)
 
     def row(self) -> dict[str, float]:
-        """Take the searchers as one: sums, and else what is lowest; the beat from now."""
+        """Take the searchers as one: sums, and else what is lowest; the beat, from now."""
         sums = {column: self.status.total(column) for column in COUNTED}
         lowest = {
             column: float(self.status.words[:, StatusTable.COLUMNS.index(column)].min())
@@ -160,7 +160,7 @@ class Node:
         return self.weights.publish(version, as_tensors(weights), evaluate)
 
     def logs(self) -> dict[str, str]:
-        """What its searchers have said, by the file's name."""
+        """Read the logs of its searchers: texts by the file's name."""
         files = Path(self.run_dir, "logs").glob("*.log")
         return {file.name: file.read_text(errors="replace") for file in files}
 

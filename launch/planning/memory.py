@@ -115,7 +115,7 @@ class PolicyMemory:
             if self.dtype != self.master_dtype and (has_own_gradient or self.is_tied):
                 copies += self.dtype.itemsize  # else it is held in bf16
             if not self.on_gpu:
-                copies += FP32  # it multiplies in fp32 (_product)
+                copies += FP32  # as which it is multiplied (_product)
         if has_own_gradient:
             copies += 2 * FP32
         positions = min(positions, POSITIONS_PER_LOGITS[self.device])

@@ -166,9 +166,7 @@ def test_node_faults_cost_no_step_and_dead_drivers_leave_nothing(nodes, tmp_path
         assert run.step() > start, "the others go on"
         record_property("steps while an actor was stopped", run.step() - start)
         os.kill(actor, signal.SIGCONT)
-        continued = time.monotonic()
-        run.until(lambda: max(of_nodes(run, "silence")) < 5, "a heartbeat")
-        record_property("seconds to a heartbeat", round(time.monotonic() - continued, 1))
+        run.until(lambda: all(0 <= s < 5 for s in of_nodes(run, "silence")), "a heartbeat")
 
         start = time.monotonic()
         os.kill(nodes.searchers()[0], signal.SIGKILL)
@@ -179,10 +177,8 @@ def test_node_faults_cost_no_step_and_dead_drivers_leave_nothing(nodes, tmp_path
         seconds = round(time.monotonic() - start, 1)
         record_property("seconds until a killed searcher searched again, at most", seconds)
 
-        start = time.monotonic()
         nodes.lose()
         run.is_at(run.step() + 20)
-        record_property("seconds for 20 steps after a node was killed", time.monotonic() - start)
         nodes.add()
         node_searches(run)
 
