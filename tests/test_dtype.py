@@ -95,8 +95,8 @@ def test_the_reference_policy_of_half_the_size_gives_the_same_numbers(path):
 def test_logits_are_fp32_also_where_weights_and_states_are_bf16(policy, monkeypatch):
     """Logits of 16 to 64 that were rounded to bf16 would be 0.125 to 0.25 apart."""
     torch.set_float32_matmul_precision("highest")  # vLLM does it, in a searcher
-    matmul, plain, asked = torch.backends.mkldnn.matmul, torch.Tensor.float, []
-    noted = lambda x: asked.append(matmul.fp32_precision) or plain(x)  # noqa: E731
+    asked, matmul, plain = [], torch.backends.mkldnn.matmul, torch.Tensor.float
+    noted = lambda x: (asked.append(matmul.fp32_precision), plain(x))[1]  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "float", noted)
     prompt = np.random.default_rng(0).integers(0, 256, size=10)
     same_state, last = [prompt] * 200, [np.array([token]) for token in range(200)]
@@ -112,8 +112,7 @@ def test_logits_are_fp32_also_where_weights_and_states_are_bf16(policy, monkeypa
 
 def test_padded_segments_of_a_model_in_bf16_attend_in_fp32():
     """Under autocast too, which would take a layer's bf16 for all of it."""
-    ids = np.arange(9)
-    row = lay_out([ids[:4]] * 2, [ids[:5], ids[2:5]], torch.device("cpu"), packed=False)
+    row = lay_out([np.arange(4)] * 2, [np.arange(5), np.arange(3)], torch.device("cpu"), False)
     q, k, v = (torch.randn(len(row.ids), 2, 8).bfloat16() for _ in range(3))
     with torch.autocast("cpu", torch.bfloat16):
         found = row.segments.attend(q, k, v, scale=None, window=3)

@@ -208,6 +208,7 @@ def test_the_batch_that_is_tried_for_memory_is_as_large_as_one_can_be(make, logi
     lengths = dict(max_prompt_tokens=20, max_response_tokens=30)
     trainer = make(queries_per_batch=2, tokens_per_micro_batch=1000, **lengths)
     model, widths = trainer.learner.policy, []
+    model.get_output_embeddings().forward = None  # no logits but those that are counted
     logits_made.clear()
     model.base_model.register_forward_pre_hook(
         lambda module, arguments, inputs: widths.append(tuple(inputs["input_ids"].shape)),
