@@ -83,7 +83,7 @@ def check_run(given: Config) -> CheckedRun:
     began = state.get("base_model")
     goes_on_there = resume and given.output_dir == given.resume
     run_dir = given.output_dir if goes_on_there else find_run_dir(given)
-    asked = check_model(replace(given, output_dir=run_dir), task, queries["test"][0], began)
+    asked = check_model(replace(given, output_dir=run_dir), task, began)
     searchers = asked.searchers
     if resume and searchers is None and not asked.ray:
         # Their shares of the queries, and the cursors in those, are part of the checkpoint.
@@ -94,7 +94,8 @@ def check_run(given: Config) -> CheckedRun:
     check_lengths(asked, prompts, tokenizer)
     planned = check_plan(resolve(asked, places), task, places)
     trained = trained_shapes(planned)
-    config = replace(fetch(planned, task, began), data_digest=f"{digest} {prompt}")
+    fetched = fetch(planned, task, queries["test"][0], began)
+    config = replace(fetched, data_digest=f"{digest} {prompt}")
     before = state.get("data_digest", config.data_digest)
     if before != config.data_digest:  # other prompts alone: a chat template may write the date
         rows, _, was = before.partition(" ")
@@ -308,20 +309,14 @@ def is_plain(sampling: dict) -> bool:
     return sampling.keys() <= names and has_room and 0 <= sampling["temperature"] <= 2
 
 
-def check_model(config: Config, task: Task, query: Query, revision: str | None = None) -> Config:
-    """Check the objective, the sampling and the models; the settings with the model's name or path.
+def check_model(config: Config, task: Task, revision: str | None = None) -> Config:
+    """Check the objective and the sampling; the settings with the model's name or path.
 
-    query: a test query. revision: of the hub, that a run to resume began with: a branch may move.
+    revision: of the hub, that a run to resume began with: a branch may move.
     """
     check_objective(config)
     check_sampling(config, task)
-    config = find_policy(config, task, revision)
-    is_own = config.task.endswith(".py") and type(task).evaluate is not Task.evaluate
-    with users_code(f"preparing task {config.task!r}"):
-        task.prepare()
-        if is_own and not task.models():
-            check_evaluate(config, task, query)
-    return config
+    return find_policy(config, task, revision)
 
 
 def check_evaluate(config: Config, task: Task, query: Query) -> None:
@@ -385,12 +380,18 @@ def example(config: Config) -> LossInputs:
     )
 
 
-def fetch(config: Config, task: Task, began: str | None = None) -> Config:
-    """Fetch the whole policy; the configuration with its directory. Raises UserError.
+def fetch(config: Config, task: Task, query: Query, began: str | None = None) -> Config:
+    """Fetch the task's models and the policy; the settings with its directory. Raises UserError.
 
-    began: the weights that a run to resume began with, as identify_weights names them.
-    Processes that start from now on do not ask the hub: it might have something else by then.
+    query: a test query. began: the weights that a run to resume began with, as identify_weights
+    names them. Processes that start from now on do not ask the hub: it might have something else by
+    then.
     """
+    is_own = config.task.endswith(".py") and type(task).evaluate is not Task.evaluate
+    with users_code(f"preparing task {config.task!r}"):
+        task.prepare()
+        if is_own and not task.models():
+            check_evaluate(config, task, query)
     trust = config.trust_remote_code
     model = fetch_weights("--model", config.model, trust_remote_code=trust, is_policy=True)
     config = replace(config, model=model, base_model=identify_weights(model))

@@ -42,16 +42,17 @@ def evaluate_only(config: Config) -> int:
     """Evaluate --model without a run (--eval_only). Returns the exit code; raises UserError."""
     task, _, queries, _ = checks.load_data(config)
     prompts = [query.prompt for query in queries["test"]]
-    config = checks.check_model(config, task, queries["test"][0])
+    config = checks.check_model(config, task)
     weight_shapes(config)  # raises UserError for a model that cannot be used
     tokenizer, _ = checks.check_tokenizer(config, prompts)
     checks.check_lengths(config, {"test": prompts}, tokenizer)
-    name, config = config.model, checks.fetch(config, task)
+    name, config = config.model, checks.fetch(config, task, queries["test"][0])
     interrupt = children.Interrupt()
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "logs").mkdir()
         # Nothing trains: a preset's trainer processes need no GPUs.
-        config = dataclasses.replace(config, output_dir=directory, trainer_processes=1, searchers=1)
+        alone = dict(trainer_processes=1, searchers=1, ray="")
+        config = dataclasses.replace(config, output_dir=directory, **alone)
         print(f"evaluating {name} …", file=sys.stderr)
         try:
             result = evaluate(config, evaluation_place(find_places(config)), interrupt)

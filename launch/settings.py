@@ -12,7 +12,9 @@ from tasks import Task, find_task
 
 EXTRAS = Path(__file__).parents[1] / "extras"
 PLAIN_TYPES = {int, float, bool, str, dict, types.NoneType}  # of a setting; a task may have others
-SECRET = re.compile(r"(key|token|secret|password)s?(_|$)", re.IGNORECASE)  # in a setting's name
+# In a setting's name, unless it is a number.
+SECRET = re.compile(r"(key|token|secret|passw(or)?d|credential|auth)s?(_|$)", re.IGNORECASE)
+NUMBERS = {int, float, bool, types.NoneType}
 # A setting, another that it must not exceed, and why.
 LIMITS = [
     ("responses_per_query", "samples_per_query", "those trained on are some of a query's samples"),
@@ -99,7 +101,7 @@ def check_types(config: Config, task: type[Task]) -> None:
         what = f"task {config.task!r} has a setting {name!r}"
         if name in field_names(Config):
             raise UserError(f"{what}, which is one of every run: give it another name")
-        if SECRET.search(name) and str in sides:  # a number of tokens is none
+        if SECRET.search(name) and not NUMBERS.issuperset(sides):  # a number of tokens is none
             raise UserError(
                 f"{what}, and settings are written to files: read a secret from the environment "
                 "(os.environ), or give what is none another name"

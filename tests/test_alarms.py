@@ -76,6 +76,7 @@ FIRST = [
     ({}, 0, []),
     ({"unseen": ["<think>", "</think>"]}, 0, ["see special tokens in the responses, <think>, "]),
     ({"equal_rewards": 1.0}, 0, [WRONG]),
+    ({"equal_rewards": 1.0, "reward": 1.0}, 0, []),
     ({"equal_rewards": 1.0, "reward": 0.0}, 0, [WRONG]),
     ({"finished": 0.75, "turns": 3}, 0, ["25% of the first responses were cut off by --max_turns"]),
     ({}, 3, ["prompts left out, over --max_prompt_tokens"]),
@@ -104,8 +105,9 @@ def test_before_the_first_step_a_user_is_told_what_to_look_at(
         look.say_if_due()
         assert bool(said) == (count >= 12)
     first, *example = said[:4]
-    equal = f"reward 0.4; all rewards equal in {figures['equal_rewards']:.0%} of them"
-    rewards = equal if figures["reward"] else "no response was right"
+    share, reward = f"{figures['equal_rewards']:.0%}", figures["reward"]
+    equal = f"reward {reward:.3g}; all rewards equal in {share} of them"
+    rewards = equal if reward else "no response was right"
     assert first == f"first 12 groups: {rewards}"
     answers = f"  reward 1, extracted {extracted!r}, wanted '46'"
     assert example == ["  prompt: '12+34='", "  response: '46.'", answers]

@@ -69,6 +69,7 @@ def files(tmp_path_factory, gsm8k_data, untied_model, chat_model):
         "refused.py": asking(f"0, {chat.format('user')}", f"1, {chat.format('system')}"),
         "clash.py": own("seed: int = 0"),
         "secret.py": own("max_tokens: int = 3", "keyboard: str = ''", "api_key: str | None = None"),
+        "secrets.py": own("hf_credentials: tuple[str, ...] = ()"),
         "bad_row/train.jsonl": '{"query": "q"}',
         "tldr/train.jsonl": row,
         "tldr/test.jsonl": row,
@@ -82,8 +83,9 @@ def files(tmp_path_factory, gsm8k_data, untied_model, chat_model):
     return {
         **{"tmp": tmp_path, "model": model, "chat": chat_model},
         "gsm8k": f"gsm8k --data_dir {gsm8k_data}",
-        "tldr": f"tldr --data_dir {tmp_path}/tldr --model {model}",
-        "redteam": f"redteam --model {model} --victim_model {model} --classifier {model}",
+        "tldr": f"tldr --data_dir {tmp_path}/tldr --model {model} --gold_model {model}",
+        "redteam": f"redteam --model {model} --victim_model {model} --classifier {model} "
+        f"--embedding_model {model} --max_prompt_tokens 230",
         "plan": f"--model {model} --plan --plan_gpus",
     }
 
@@ -111,6 +113,7 @@ OUT_OF_BOUNDS = [
 BAD_INPUT = [
     *OUT_OF_BOUNDS,
     ("{tmp}/clash.py --help", "has a setting 'seed', which is one of every run"),
+    ("{tmp}/secrets.py", "has a setting 'hf_credentials', …read a secret from the environ"),
     ("{tmp}/secret.py --api_key sk-1", "has a setting 'api_key', …read a secret from the environ"),
     ("--step 10", "unknown argument --step: did you mean --steps or "),
     ("arithmetic --api_key=sk-1", "unknown argument --api_key: python tba.py arithmetic --help"),
@@ -158,8 +161,8 @@ BAD_INPUT = [
     ("--plan --model {tmp}/absent", "absent' does not exist…; a directory with its config.json"),
     ("--eval_only --model {tmp}/absent", "absent' does not exist"),
     ("tldr --preset 1b --tiny", "--preset and --tiny are both given: give one of the two"),
-    ("{tldr} --reference_model {tmp}/absent", "--reference_model"),
-    ("{tldr} --reference_model {model} --reward_model {model}", "has 2 labels: it must have 1"),
+    ("{tldr} --reward_model {model} --reference_model {tmp}/absent", "--reference_model"),
+    ("{tldr} --reward_model {model} --reference_model {model}", "has 2 labels: it must have 1"),
     ("{redteam} --lora_rank 0 --lora_alpha None --toxic_label bad", "label 'bad'…LABEL_0, LABEL_1"),
     ("--reward_temperature 2", "is 2.0, which does nothing without --reward_temperature_steps: "),
     ("jsonl --preset k40", "--preset is 'k40': this task has none"),

@@ -61,7 +61,7 @@ def test_a_run_in_bf16_says_that_it_is_slow_where_the_processor_does_not_multipl
     untied_model, capsys
 ):
     for settings, is_slow in ((BF16, not onednn_multiplies(torch.bfloat16)), ({}, False)):
-        fetch(Config(model=str(untied_model), **settings), load_task("arithmetic"))
+        fetch(Config(model=str(untied_model), **settings), load_task("arithmetic"), None)
         assert ("bfloat16 is slow here" in capsys.readouterr().err) == is_slow
 
 

@@ -190,25 +190,27 @@ LOOKS = [
     (
         [("7", 1, True), ("8", 0, True), ("a" * 500, 0, False), ("b", 0.5, True)],
         "25% of the responses were cut off (--max_response_tokens), 50% have no answer\n"
-        "  best: reward 1, answer '7': '7'\n"
-        "  wrong: reward 0, answer '8': '8'\n"
-        f"  cut off: reward 0, answer None: '{'a' * 100} … {'a' * 100}'",
+        "  best: reward 1, extracted '7', wanted 7: 'of 0' → '7'\n"
+        "  wrong: reward 0, extracted '8', wanted 7: 'of 1' → '8'\n"
+        f"  cut off: reward 0, extracted None, wanted 7: 'of 2' → '{'a' * 100} … {'a' * 100}'",
     ),
     (
         [("7", 0, True), ("a\nb", 0, True)],
-        "0% of the responses were cut off, 50% have no answer\n  best: reward 0, answer '7': '7'",
+        "0% of the responses were cut off, 50% have no answer\n"
+        "  best: reward 0, extracted '7', wanted 7: 'of 0' → '7'",
     ),
     (
         [("a\nb", 0, False)],
         "100% of the responses were cut off (--max_response_tokens), 100% have no answer\n"
-        "  cut off: reward 0, answer None: 'a\\nb'",
+        "  cut off: reward 0, extracted None, wanted 7: 'of 0' → 'a\\nb'",
     ),
 ]
 
 
 @pytest.mark.parametrize("responses, says", LOOKS)
 def test_a_look_shows_the_best_response_a_wrong_one_and_one_that_was_cut_off(responses, says):
-    assert str(look_at(Numbers(), *zip(*responses))) == says
+    queries = [Query(i, f"of {i}", 7) for i in range(len(responses))]
+    assert str(look_at(Numbers(), queries, *zip(*responses))) == says
 
 
 def test_an_extract_that_fails_finds_no_answer_and_ends_nothing():
@@ -216,11 +218,14 @@ def test_an_extract_that_fails_finds_no_answer_and_ends_nothing():
         def extract(self, response):
             return response.split("answer: ")[1]
 
-    found = look_at(Fails(), ["answer: 7", "none"], [1.0, 0.0], [True, True])
+    queries = [Query(0, "q", None)] * 2
+    found = look_at(Fails(), queries, ["answer: 7", "none"], [1.0, 0.0], [True, True])
     assert found.unanswered == 0.5
-    assert found.examples[1] == "  wrong: reward 0, answer None: 'none'"
+    assert found.examples[1] == "  wrong: reward 0, extracted None: 'q' → 'none'"
 
 
 def test_a_task_that_extracts_no_answers_has_no_share_without_one():
-    turns = str(look_at(Task(), [["to", "and fro"]], [1.0], [True]))
-    assert turns == "0% of the responses were cut off\n  best: reward 1: ['to', 'and fro']"
+    query = Query(0, [{"role": "user", "content": "go"}], None)
+    turns = str(look_at(Task(), [query], [["to", "and fro"]], [1.0], [True])).splitlines()
+    chat = repr(str(query.prompt))
+    assert turns[1] == f"  best: reward 1: {chat} → ['to', 'and fro']" and len(turns) == 2

@@ -259,8 +259,8 @@ def test_a_resumed_run_keeps_the_revision_it_began_with_where_its_branch_moved(h
         "from launch import checks",
         "from models.hub import identify_weights",
         f"config = Config(model={RHO!r}); task = load_task('arithmetic')",
-        f"config = checks.check_model(config, task, None, {commit_of(before)!r})",
-        "print(identify_weights(checks.fetch(config, task).model))",
+        f"config = checks.check_model(config, task, {commit_of(before)!r})",
+        "print(identify_weights(checks.fetch(config, task, None).model))",
     )
     assert result.stdout.strip() == commit_of(before) != commit_of(now)
 

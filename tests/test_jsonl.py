@@ -8,7 +8,7 @@ from conftest import flags, steps_of, tba
 
 from config import UserError
 from runtime.responses.samples import look_at
-from tasks import load_task
+from tasks import Query, load_task
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
@@ -142,8 +142,11 @@ def test_the_file_of_gsm8k_works_as_it_is(gsm8k_data):
 
 def test_the_look_at_responses_finds_the_answers_of_exact(tmp_path):
     data = write(tmp_path / "rows.jsonl", *[{"prompt": "q", "answer": "Paris"}] * 2)
-    look = look_at(load_task("jsonl", data=data), [" Paris", "Rome", ""], [1, 0, 0], [True] * 3)
-    assert look.unanswered == pytest.approx(1 / 3) and "None" not in look.examples[0]
+    task = load_task("jsonl", data=data)
+    queries = [Query(i, "q", "Paris") for i in range(3)]
+    look = look_at(task, queries, [" Paris", "Rome", ""], [1, 0, 0], [True] * 3)
+    assert look.unanswered == pytest.approx(1 / 3)
+    assert look.examples[1] == "  wrong: reward 0, extracted 'Rome', wanted 'Paris': 'q' → 'Rome'"
 
 
 @pytest.mark.runs

@@ -62,6 +62,8 @@ def test_the_view_has_the_time_left_each_searcher_and_at_last_what_goes_on(tmp_p
     assert "0:00:10 0:00:30 left" in bar
     assert first == "searcher 0: 50 tokens/s, 2 steps behind, alive"
     assert second == "searcher 1: 2,500 tokens/s, 10 steps behind, alive, 2 restarts"
+    assert "step 40/100" in Shown(tmp_path).lines()[0], "as a resumed run does"
+    assert "-:--:-- left" in Shown(tmp_path).lines()[0], "what it read is no pace"
     run.step(100)
     run.status.last_step_done = True
     clock[0] = 1030.0
@@ -110,7 +112,7 @@ def test_on_a_terminal_the_view_has_twelve_lines_that_fit_and_is_drawn_in_its_pl
     variables = {name: value for name, value in os.environ.items() if name not in hidden}
     variables |= dict(TERM="xterm", PYTHONPATH=f"{tests.parent}:{tests}")
     own, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (30, 100))
+    termios.tcsetwinsize(terminal, (30, 80))
     command = [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path)]
     process = subprocess.Popen(command, env=variables, stdout=terminal, stderr=terminal)
     os.close(terminal)
@@ -124,11 +126,11 @@ def test_on_a_terminal_the_view_has_twelve_lines_that_fit_and_is_drawn_in_its_pl
     said, bar, *view = screen(output.decode())
     assert said == "a line that stays" and len(view) == 11
     assert bar.startswith("step 3/100 ") and bar.rstrip().endswith(" left")
-    assert all(name in " ".join(view[:2]) for name in FIGURES)
-    assert [line.rstrip() for line in view[2:4]] == ["saving a checkpoint …", "accuracy 0.50"]
+    assert all(name in " ".join(view[:3]) for name in FIGURES)
+    assert [line.rstrip() for line in view[3:5]] == ["saving a checkpoint …", "accuracy 0.50"]
     searchers = [f"searcher {i}" for i in range(MOST_SEARCHERS)]
-    assert [line.split(":")[0] for line in view[4:]] == searchers
-    assert max(map(len, view)) <= 100
+    assert [line.split(":")[0] for line in view[5:]] == searchers
+    assert max(map(len, view)) <= 80
 
 
 def test_elsewhere_all_that_is_said_is_a_line_and_so_is_progress_now_and_then(tmp_path, capsys):

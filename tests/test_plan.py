@@ -21,7 +21,7 @@ from launch.planning.plan import DISK, GIB, MEMORY, SHARED, Plan, make_plan
 from models.logprobs import response_logprobs
 from models.policy import cast_linear_layers
 from runtime.memory_trial import largest_micro_batch
-from tasks import load_task
+from tasks import find_task, load_task
 from tba import main
 
 # The shapes of RhoMath-1B (TinyLlama's), Qwen2.5-0.5B and -7B: no weights are needed.
@@ -280,6 +280,7 @@ def test_what_does_not_fit_or_lacks_its_presets_gpu_is_refused_before_anything_i
     byte_tokenizer().save_pretrained(shapes[name])
     monkeypatch.setitem(find_presets("gsm8k")["figure1"], "model", shapes["rho"])
     monkeypatch.setenv("PATH", str(tmp_path))  # a GPU machine has nvidia-smi
+    monkeypatch.setattr(find_task("gsm8k"), "prepare", lambda self: pytest.fail("models come last"))
     run = ["gsm8k", *flags(data_dir=gsm8k_data, output_dir=tmp_path / "run"), *flag.split()]
     run += flags(model=shapes["huge"]) if name == "huge" else []
     capfd.readouterr()

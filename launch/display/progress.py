@@ -26,11 +26,11 @@ from runtime.record.metrics import RATE_WINDOW, rate_of
 from runtime.transport.status import StatusTable
 
 FIGURES = "reward loss log_z kl entropy staleness_mean trainer_busy searcher_busy".split()
-FIGURE_WIDTH = 24  # of each in the view: four in a line of 100 columns
+FIGURE_WIDTH = 24  # of each in the view: three in a line of 80 columns, four of 100
 LINE_PERIOD = 5.0  # seconds between two lines of progress where there is no terminal
 REFRESHES_PER_SECOND = 2  # of the view
 PACE_SECONDS = 300.0  # over which the pace is taken that the time left is estimated by
-MOST_SEARCHERS = 7  # with a line each, so that the view has twelve; more are summed up
+MOST_SEARCHERS = 6  # with a line each, so that the view has twelve; more are summed up
 
 
 class ProgressView:
@@ -65,7 +65,7 @@ class ProgressView:
         )
         self.lines = new_lines(Path(config.output_dir, "metrics.jsonl"))
         for line in self.new_metrics():  # of a run that is resumed
-            self.bar.update(self.task.id, completed=line["step"])
+            self.task.completed = line["step"]  # by update() it would be the pace of this start
 
     def __enter__(self) -> "ProgressView":
         if sys.stdout.isatty() and not self.live.console.is_dumb_terminal:

@@ -247,7 +247,9 @@ class Plan:
             # For each parameter and token 2 in a forward pass, twice as much in a backward one, or
             # as much with LoRA. Attention is left out.
             passes = 3 + (config.low_memory == "on") - (config.lora_rank > 0)
-            tokens = config.queries_per_batch * config.full_query_tokens / self.ranks
+            prompt, response = config.longest_row
+            query_tokens = prompt + config.responses_per_query * response
+            tokens = config.queries_per_batch * query_tokens / self.ranks
             tera = 2 * passes * self.policy.parameters * tokens / 1e12
             rate = RATES[self.policy.dtype]
             minutes = config.steps * tera / rate / 60

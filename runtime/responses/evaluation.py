@@ -177,7 +177,7 @@ class EvaluationRun:
         if evaluate:
             values = evaluate(queries, texts, finished, scores)
         metrics = {name: mean_and_interval(value, ids) for name, value in values.items()}
-        answers = look_at(self.task, texts, scores.tolist(), finished)
+        answers = look_at(self.task, queries, texts, scores.tolist(), finished)
         return Evaluation(self.version, metrics, *counts, answers)
 
 

@@ -14,7 +14,7 @@ from models.tokens import token_texts
 from rollouts import Group
 from runtime.record.lines import SAMPLES, Lines
 from runtime.transport.messages import Answers, Notice
-from tasks import Task
+from tasks import Query, Task
 
 PERIOD = 1.0  # seconds between two groups of one searcher
 TOKENS_PER_SECOND = 200  # of one searcher at most, at about 20 bytes a token
@@ -82,7 +82,11 @@ def rounded(logprobs: np.ndarray) -> list[float] | None:
 
 
 def look_at(
-    task: Task, texts: Sequence[str], rewards: Sequence[float], finished: Sequence[bool]
+    task: Task,
+    queries: Sequence[Query],
+    texts: Sequence[str],
+    rewards: Sequence[float],
+    finished: Sequence[bool],
 ) -> Answers:
     """Look at N responses, N at least 1. With episodes a text is the list of the model's turns."""
     has_answers, answers = type(task).extract is not Task.extract, extract_all(task, texts)
@@ -98,8 +102,11 @@ def look_at(
         examples["cut off"] = next(i for i in range(len(texts)) if not finished[i])
     lines = []
     for kind, i in examples.items():
-        answer = f", answer {answers[i]!r}" if has_answers else ""
-        lines.append(f"  {kind}: reward {rewards[i]:g}{answer}: {shortened(texts[i])!r}")
+        extracted = f", extracted {answers[i]!r:.200}" if has_answers else ""
+        wanted = "" if (answer := queries[i].answer) is None else f", wanted {answer!r:.200}"
+        prompt, response = shortened(str(queries[i].prompt)), shortened(texts[i])
+        facts = f"reward {rewards[i]:g}{extracted}{wanted}"
+        lines.append(f"  {kind}: {facts}: {prompt!r} → {response!r}")
     unanswered = sum(answer is None for answer in answers) / len(texts) if has_answers else None
     return Answers(1 - len(whole) / len(texts), unanswered, lines)
 
