@@ -377,46 +377,11 @@ class Config(
         return self.loss not in WITHOUT_REFERENCE
 
     @property
-    def takes_sampler_for_policy(self) -> bool:
-        """Whether the objective is right only where the policy itself samples, at --temperature."""
-        if self.loss == "tb" or self.loss.endswith(".py"):
-            return False
-        from extras.objectives import EXACT_SAMPLING
-
-        return self.loss in EXACT_SAMPLING
-
-    @property
     def longest_row(self) -> tuple[int, int]:
         """Tokens of prompt and response of the row that takes most memory."""
         if self.max_episode_tokens is None:
             return self.max_prompt_tokens, self.max_response_tokens
         return 1, self.max_episode_tokens - 1  # a short prompt, and many turns
-
-    @property
-    def full_query_tokens(self) -> int:
-        """Return what a query of full length costs, in tokens: its prompt once, and K rows."""
-        prompt, response = self.longest_row
-        return prompt + self.responses_per_query * row_cost(prompt, response)
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Most tokens in a micro-batch: the largest-batch trial runs that many."""
-        full = self.full_query_tokens
-        return max(1, self.tokens_per_micro_batch // full) * full
-
-    @property
-    def full_queries(self) -> int:
-        """Most queries of full length in a micro-batch of a trainer process."""
-        share = math.ceil(self.queries_per_batch / self.trainer_processes)
-        return min(share, self.micro_batch_tokens // self.full_query_tokens)
-
-
-def row_cost(prompt: int, response: int) -> int:
-    """Return what a row costs in a flat pass, in tokens: its response.
-
-    Or a quarter of all its positions, if that is more: it has keys and values of its prompt, too.
-    """
-    return max(response, (prompt + response) // 4)
 
 
 def settle(config: Config) -> Config:

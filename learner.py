@@ -20,7 +20,7 @@ from config import Config, UserError, import_file, users_code
 from loss import LossInputs, Metrics, Objective, sequence_sum, trajectory_balance
 from models.device import compute_dtype, device, to_device
 from models.loading import replacing, save_model
-from models.logprobs import TOKENS_IN_LOW_MEMORY, response_logprobs, split_rows
+from models.logprobs import TOKENS_IN_LOW_MEMORY, micro_batch_tokens, response_logprobs, split_rows
 from models.policy import fill, find_not_finite, load_policy, trained_parameters, whole
 from rollouts import TOKEN, Response
 
@@ -77,7 +77,7 @@ class Learner:
         Each row weighs the same, whatever micro-batch it falls to.
         """
         prompts, tokens = [row.prompt for row in rows], [row.tokens for row in rows]
-        limits = self.config.micro_batch_tokens, self.config.responses_per_query
+        limits = micro_batch_tokens(self.config), self.config.responses_per_query
         totals: Metrics = {}
         for part, share in self.with_shares(split_rows(prompts, tokens, *limits)):
             loss, metrics = self.backward(rows[part.start : part.stop], share)
@@ -249,7 +249,7 @@ class Learner:
                 parameter.grad = None
         return True
 
-    # These four are for subclasses to change; so are accumulate() and fits().
+    # These four are for subclasses to change; so are accumulate() and fits(). Others they extend.
 
     def load_policy(self) -> torch.nn.Module:
         """Load the policy onto this process's device. Raises as models.policy.load_policy does."""

@@ -47,10 +47,10 @@ class Group:
     """The S responses to one query. Comments say when a field is set; until then it is None."""
 
     query_id: int
-    # When the generation starts:
     prompt: np.ndarray | None = None  # (P,) int32 token ids
-    version: int | None = None  # trainer step of the weights in the engine
     batch: int | None = None  # lockstep: the trainer step that the group is for
+    # When the generation starts:
+    version: int | None = None  # trainer step of the weights in the engine
     temperature: float | None = None  # that the responses are sampled at
     # When all responses have ended:
     last_version: int | None = None  # newest that sampled a token: weights may be loaded meanwhile

@@ -48,11 +48,18 @@ def main(arguments: list[str]) -> int:
 
 
 def end_at_once(number: int, frame) -> None:
-    """Handle Ctrl-C until there is a run, which has a handler of its own.
+    """Handle Ctrl-C and SIGTERM until there is a run, which has handlers of its own.
 
-    Not by KeyboardInterrupt: what is being imported may swallow that.
+    Not by an exception: what is being imported may swallow it, and the hub's client would wait for
+    the files that its threads are at. It never goes on with a part of one: parts are removed.
     """
-    os.write(sys.stderr.fileno(), b"interrupted before the run began: nothing was written\n")
+    for opened in os.listdir("/proc/self/fd"):
+        try:
+            if (file := os.readlink(f"/proc/self/fd/{opened}")).endswith(".incomplete"):
+                os.unlink(file)
+        except OSError:  # closed meanwhile
+            pass
+    os.write(sys.stderr.fileno(), b"interrupted before the run began: nothing of it was written\n")
     os._exit(128 + number)
 
 
@@ -72,7 +79,8 @@ if __name__ == "__main__":
     check_names()
     import signal
 
-    signal.signal(signal.SIGINT, end_at_once)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end_at_once)
     if sys.stdout:  # None: it was closed
         sys.stdout.reconfigure(errors="backslashreplace")  # it may know nothing but ASCII
     sys.exit(main(sys.argv[1:]))

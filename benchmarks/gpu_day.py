@@ -39,7 +39,7 @@ from loss import LossInputs
 from models.architecture import weight_shapes
 from models.attention import lay_out
 from models.device import device, lock_pages
-from models.logprobs import TOKENS_IN_LOW_MEMORY, response_logprobs
+from models.logprobs import TOKENS_IN_LOW_MEMORY, full_query_tokens, response_logprobs
 from models.policy import compile_layers
 from rollouts import Group, Response, join_tokens
 from runtime.memory_trial import try_largest_batch
@@ -180,14 +180,14 @@ def steps(root: str, quick: bool, say: Say) -> None:
     rows, rate = read_rows(root), matrix_product_rate(device())
     say("one large matrix product, bf16", f"{rate / 1e12:.0f} TFLOP/s")
     learner = Learner(settings(root), print)
-    full_query_tokens = learner.config.full_query_tokens
+    query_tokens = full_query_tokens(learner.config)
     for is_compiled in (False, True):
         if is_compiled:
             begin = time.perf_counter()
             compile_layers(learner.policy)
             say("to compile the layers", f"{time.perf_counter() - begin:.0f} s")
         for queries, low in VARIANTS[:2] if is_compiled else VARIANTS:
-            tokens = queries * full_query_tokens
+            tokens = queries * query_tokens
             learner.config = replace(learner.config, tokens_per_micro_batch=tokens)
             TOKENS_IN_LOW_MEMORY[device().type] = low
             learner.low_memory, times, most = bool(low), [], []

@@ -1,6 +1,6 @@
 """Episodes: responses of several turns, to a task with reply() (--max_episode_tokens).
 
-The model acts, the environment replies, the model acts again. The tokens of such a episode are
+The model acts, the environment replies, the model acts again. The tokens of such an episode are
 those of the turns and of the replies between them; what was sampled is never decoded and encoded
 again. A reply is no choice of the policy, so its tokens are in no loss: where the same turns give
 the same reply its probability is 1, and trajectory balance keeps its fixed point, whoever played.
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from config import Config
 from extras.replies import encode_reply
 from models.engine import Engine, Generation, newest_version
-from rollouts import Group, join_tokens, make_tokens
+from rollouts import TOKEN, Group, join_tokens, make_tokens
 from runtime.responses.scoring import RewardScorer
 
 
@@ -105,10 +105,10 @@ class Episodes(Generation):
 
     def end_turn(self, episode: Episode, completion) -> None:
         """Take what the model has generated: a turn to which the environment replies, or all."""
-        text, tokens, has_ended = self.read(completion)
-        episode.turns.append(text)
+        tokens = np.zeros(self.length(completion), TOKEN)
+        episode.turns.append(self.read(completion, tokens))
         episode.pieces.append(tokens)
-        if has_ended:
+        if completion.finish_reason == "stop":
             episode.reply = self.scorer.reply(episode.group.query, [*episode.turns])
             self.replying.append(episode)
         else:

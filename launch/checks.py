@@ -2,20 +2,18 @@
 
 import fcntl
 import hashlib
+import json
 import math
 import os
 import pickle
 import platform
 import random
-import re
 import sys
 import tempfile
 import time
-from collections import deque
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -46,7 +44,6 @@ LAZY_READ = 32  # of LazyQueries
 # response ends, and the others have values that change nothing, as a 0 or none does.
 HARMLESS = {*ENDS, "seed", "skip_special_tokens", "spaces_between_special_tokens"}
 NEUTRAL = dict(top_p=1, top_k=-1, repetition_penalty=1)
-ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, in a repr
 # What metrics.jsonl has already, and an objective might take for its own.
 COLUMNS = "step", "loss", "grad_norm", "learning_rate", "beta", "reward", "kl", "entropy"
 
@@ -155,28 +152,14 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], dict[str, list[Quer
             check_queries(f"task {config.task!r}", split, read[split])
             digest.update(f"{split} {sizes[split]}".encode())
             for query in read[split]:
-                row = repr(query.prompt) + canonical(query.answer)
+                # Of what is no JSON, such as a set, the type alone: its repr differs by process.
+                how = dict(skipkeys=True, default=lambda part: str(type(part)))
+                row = repr(query.prompt) + json.dumps(query.answer, **how)
                 digest.update(row.encode(errors="surrogatepass"))
         if task.score_timeout is not None:
             with users_code(f"task {config.task!r}: pickling a query, as score_timeout wants it,"):
                 pickle.loads(pickle.dumps(read[split][0]))
     return task, sizes, read, digest.hexdigest()
-
-
-def canonical(value: object) -> str:
-    """Write an answer down, in whatever order its sets and dicts are, without addresses."""
-    if is_dataclass(value) and not isinstance(value, type):
-        of = {field.name: getattr(value, field.name) for field in fields(value)}
-        value = type(value).__name__, of
-    if isinstance(value, SimpleNamespace):
-        value = vars(value)
-    if isinstance(value, list | tuple | deque):
-        return f"[{', '.join(map(canonical, value))}]"
-    if isinstance(value, dict):
-        value = {f"{canonical(key)}: {canonical(of)}" for key, of in value.items()}
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(canonical, value)))}}}"
-    return ADDRESS.sub("", repr(value))
 
 
 def check_queries(task: str, split: str, queries: list[Query]) -> None:
@@ -285,7 +268,12 @@ def check_sampling(config: Config, task: Task) -> None:
 
             for sampling in all_kinds:
                 request_parameters(sampling)
-    if config.takes_sampler_for_policy:
+    takes_sampler_for_policy = False
+    if config.loss != "tb" and not config.loss.endswith(".py"):
+        from extras.objectives import EXACT_SAMPLING
+
+        takes_sampler_for_policy = config.loss in EXACT_SAMPLING
+    if takes_sampler_for_policy:
         neutral = NEUTRAL | {"temperature": config.temperature}
         for name, value in chain.from_iterable(kind.items() for kind in own):
             is_off = not value and name != "temperature"
@@ -400,8 +388,7 @@ def fetch(config: Config, task: Task, query: Query, began: str | None = None) ->
             f"--resume {config.resume!r} began with other weights in --model {config.model!r}: put "
             "back what was there"
         )
-    if not task.asks_hub_in_load:
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_HUB_OFFLINE"] = "1"
     if device().type == "cpu" and not onednn_multiplies(compute_dtype(config)):
         print("bfloat16 is slow here: this processor does not multiply in it", file=sys.stderr)
     return config

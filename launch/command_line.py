@@ -113,7 +113,7 @@ def find_presets(name_or_path: str) -> dict[str, dict]:
 
 def check_format(directory: str) -> None:
     """Raise UserError where a run's newest checkpoint is of another version of the project."""
-    newest = max(Path(directory, "checkpoints").glob("step-*/state.json"), default=None)
+    newest = max(Path(directory, "checkpoints").glob("step-[0-9]*/state.json"), default=None)
     with suppress(OSError, ValueError):  # one that is damaged is named later
         if newest and json.loads(newest.read_text()).get("format") != FORMAT:
             raise UserError(

@@ -145,14 +145,14 @@ def evaluate_model(config: Config, connection: Connection) -> None:
             scorer.add(generated)
         for group in scorer.take():
             run.record(group)
-    scorer.close()
     if not run.is_done:
         return
     if not run.scored:
         error = run.unscored[0].error
         raise ValueError(f"no response to a test query got a score: {error}") from error
     if task.score_timeout is not None:
-        load_models(task)  # the workers had, this process has not yet
+        scorer.close()  # the workers had models, this process has none yet
+        load_models(task)
     result = run.result(partial(final_metrics.evaluate, task))
     if run.num_samples > 1:
         ids, scores = zip(*((g.query_id, float(g.rewards[0])) for g in run.scored))

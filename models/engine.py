@@ -21,7 +21,7 @@ from vllm.v1.executor import uniproc_executor
 from config import ENGINE_ROWS, Config
 from models.device import compute_dtype, device, onednn_multiplies
 from models.tokens import tokens_left_out
-from rollouts import Group, make_tokens
+from rollouts import TOKEN, Group
 
 CPU_BLOCK = 32  # tokens in a block of the prefix cache: the fewest that vLLM takes on a CPU
 CPU_BATCHED_TOKENS = 4096
@@ -149,25 +149,30 @@ class Generation:
         ended = []
         for output in self.engine.step():
             group = self.generating.pop(output.request_id)
-            group.last_version = newest_version(output)
-            texts, responses, finished = zip(*(self.read(each) for each in output.outputs))
-            group.end(list(texts), list(responses), list(finished))
+            group.last_version, responses = newest_version(output), output.outputs
+            group.lengths = np.array([self.length(each) for each in responses], np.int32)
+            group.tokens = np.zeros(group.lengths.sum(), TOKEN)
+            cut = np.split(group.tokens, np.cumsum(group.lengths)[:-1])
+            group.texts = [self.read(*each) for each in zip(responses, cut)]
+            group.finished = np.array([each.finish_reason == "stop" for each in responses])
             ended.append(group)
         return ended
 
-    def read(self, completion: Any) -> tuple[str, np.ndarray, bool]:
-        """Read a vllm.CompletionOutput: text, (T,) of TOKEN, and whether it ended by itself."""
-        ids, num_sampled = list(completion.token_ids), len(completion.token_ids)
-        text = self.tokenizer.decode([token for token in ids if token not in self.left_out])
-        logprobs = [row[token].logprob for token, row in zip(ids, completion.logprobs)]
-        if self.final_token is not None and completion.finish_reason == "length":
-            ids.append(self.final_token)
-            logprobs.append(0.0)  # it was not sampled: nothing else can stand there
-        tokens = make_tokens(ids, behavior_logprob=logprobs)
-        tokens["sampled"][num_sampled:] = False
-        if self.padding_token is not None:
-            tokens["in_loss"] = tokens["token"] != self.padding_token
-        return text, tokens, completion.finish_reason == "stop"
+    def length(self, completion: Any) -> int:
+        """Count the tokens of a vllm.CompletionOutput, an end that is appended included."""
+        is_appended = self.final_token is not None and completion.finish_reason == "length"
+        return len(completion.token_ids) + is_appended
+
+    def read(self, completion: Any, tokens: np.ndarray) -> str:
+        """Write what was generated into its tokens, (T,) of TOKEN, all 0. Returns its text."""
+        ids = completion.token_ids
+        sampled = tokens[: len(ids)]
+        sampled["token"], sampled["sampled"] = ids, True
+        sampled["behavior_logprob"] = [row[i].logprob for i, row in zip(ids, completion.logprobs)]
+        if len(ids) < len(tokens):  # its log-probability is 0: nothing else can stand there
+            tokens["token"][-1] = self.final_token
+        tokens["in_loss"] = tokens["token"] != self.padding_token
+        return self.tokenizer.decode([token for token in ids if token not in self.left_out])
 
 
 def newest_version(output: RequestOutput) -> int:

@@ -6,13 +6,8 @@ What comes from the hub is fetched once, before any process starts; then it is a
 
 import hashlib
 import json
-import os
 import re
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -74,8 +69,7 @@ def fetch_model(flag: str, model: str, weights: bool = True) -> str:
         if weights and missing:
             what = f"{len(missing)} files, {sum(missing):,.1f} MB"
             print(f"fetching {model} from the hub: {what}", file=sys.stderr, flush=True)
-        with ended_by_signal():
-            return hub.snapshot_download(name, revision=branch or None, allow_patterns=needed)
+        return hub.snapshot_download(name, revision=branch or None, allow_patterns=needed)
     except Exception as error:  # the many ways of having no network
         return cached_model(flag, model, weights, explain(error))
 
@@ -163,9 +157,8 @@ def ask_hub(name: str, kind: str, branch: str | None = None) -> ModelInfo | Data
         raise Offline
     print(f"asking the hub, {constants.ENDPOINT}, for {name}", file=sys.stderr, flush=True)
     try:
-        with ended_by_signal():
-            how = dict(repo_type=kind, revision=branch, files_metadata=kind == "model")
-            return hub.HfApi().repo_info(name, timeout=ANSWER_SECONDS, **how)
+        how = dict(repo_type=kind, revision=branch, files_metadata=kind == "model")
+        return hub.HfApi().repo_info(name, timeout=ANSWER_SECONDS, **how)
     except HfHubHTTPError:  # an answer, of a kind
         raise
     except Exception as error:
@@ -191,31 +184,3 @@ def explain(error: Exception) -> str:
     told = (HfHubHTTPError, Offline)
     error = next((e for e in causes if isinstance(e, told) or "No space left" in str(e)), error)
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-@contextmanager
-def ended_by_signal() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end this process at once, in mid-download too.
-
-    The hub's client would wait for the files that its threads are at. It keeps files that came
-    whole, but never goes on with a part of one: parts are removed.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame) -> None:
-        for opened in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # closed meanwhile
-                if (part := opened.readlink()).suffix == ".incomplete":
-                    part.unlink()
-        message = "interrupted before the run began: files that were fetched whole are kept"
-        print(message, file=sys.stderr, flush=True)
-        os._exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

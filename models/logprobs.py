@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import row_cost
+from config import Config
 from models.attention import check_attention, lay_out, run_flat
 from models.device import to_device
 
@@ -103,6 +103,32 @@ def split_rows(
             starts.append(start)
             tokens = more + len(prompt)
     return [range(*ends) for ends in zip(starts, [*starts[1:], len(prompts)])]
+
+
+def row_cost(prompt: int, response: int) -> int:
+    """Return what a row costs in a flat pass, in tokens: its response.
+
+    Or a quarter of all its positions, if that is more: it has keys and values of its prompt, too.
+    """
+    return max(response, (prompt + response) // 4)
+
+
+def full_query_tokens(config: Config) -> int:
+    """Return what a query of full length costs, in tokens: its prompt once, and K rows."""
+    prompt, response = config.longest_row
+    return prompt + config.responses_per_query * row_cost(prompt, response)
+
+
+def micro_batch_tokens(config: Config) -> int:
+    """Most tokens in a micro-batch: the largest-batch trial runs that many."""
+    full = full_query_tokens(config)
+    return max(1, config.tokens_per_micro_batch // full) * full
+
+
+def full_queries(config: Config) -> int:
+    """Most queries of full length in a micro-batch of a trainer process."""
+    share = math.ceil(config.queries_per_batch / config.trainer_processes)
+    return min(share, micro_batch_tokens(config) // full_query_tokens(config))
 
 
 class TokenLogprobs(torch.autograd.Function):

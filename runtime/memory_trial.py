@@ -10,6 +10,7 @@ import torch
 
 from config import Config, UserError
 from learner import Learner
+from models.logprobs import full_queries
 from rollouts import Response, make_tokens
 
 
@@ -21,7 +22,8 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
     """
     rows = largest_micro_batch(config, learner.policy.get_input_embeddings().num_embeddings)
     prompt, response = config.longest_row
-    prompts = "a prompt" if config.full_queries == 1 else f"{config.full_queries} prompts"
+    queries = full_queries(config)
+    prompts = "a prompt" if queries == 1 else f"{queries} prompts"
     what = f"{len(rows)} responses of {response} tokens to {prompts} of {prompt}"
     say(f"trying the largest batch: {what} …")
     seconds = time_step(learner, rows)
@@ -34,13 +36,13 @@ def try_largest_batch(config: Config, learner: Learner, say: Callable[[str], Non
         if learner.low_memory:
             check_inputs(learner, rows[:1])
         share = math.ceil(config.queries_per_batch / config.trainer_processes)
-        minutes = config.steps * math.ceil(share / config.full_queries) * seconds / 60
+        minutes = config.steps * math.ceil(share / queries) * seconds / 60
         longest = f"{math.ceil(minutes)} min" if minutes < 100 else f"{minutes / 60:.0f} h"
         say(f"it takes {seconds:.1f} s: all {config.steps} steps take {longest} at most")
         return
     length = "--max_episode_tokens" if config.max_episode_tokens else "--max_response_tokens"
     smaller = f"{length} or --responses_per_query"
-    if config.full_queries > 1:
+    if queries > 1:
         smaller = "--tokens_per_micro_batch"
     also = " or try --low_memory on" if config.low_memory == "off" else ""
     problem = "do not fit into memory in one forward and backward pass"
@@ -62,7 +64,7 @@ def time_step(learner: Learner, rows: list[Response]) -> float | None:
 
 def largest_micro_batch(config: Config, vocabulary: int) -> list[Response]:
     """Make rows of full length, of random tokens: equal rows would be merged into one."""
-    num_queries, group_size = config.full_queries, config.responses_per_query
+    num_queries, group_size = full_queries(config), config.responses_per_query
     prompt_tokens, response_tokens = config.longest_row
     rng = np.random.default_rng(0)
     prompts = rng.integers(vocabulary, size=(num_queries, prompt_tokens))

@@ -79,8 +79,6 @@ class Task:
     pad_is_eos: bool = False
     # Whether the default score() asks is_right() of a response that was cut off, too.
     grade_unfinished: bool = False
-    # Whether load() may ask the hub; otherwise it has to find what prepare() fetched.
-    asks_hub_in_load: bool = False
     # How the responses to test queries are sampled, as vllm.SamplingParams has it, unless a flag
     # (--evaluation_samples, --evaluation_temperature) says otherwise.
     evaluation_sampling: dict = {"temperature": 0.0}

@@ -105,9 +105,8 @@ def test_before_the_first_step_a_user_is_told_what_to_look_at(
         look.say_if_due()
         assert bool(said) == (count >= 12)
     first, *example = said[:4]
-    share, reward = f"{figures['equal_rewards']:.0%}", figures["reward"]
-    equal = f"reward {reward:.3g}; all rewards equal in {share} of them"
-    rewards = equal if reward else "no response was right"
+    equal = "reward {reward:.3g}; all rewards equal in {equal_rewards:.0%} of them"
+    rewards = equal.format(**figures) if figures["reward"] else "no response was right"
     assert first == f"first 12 groups: {rewards}"
     answers = f"  reward 1, extracted {extracted!r}, wanted '46'"
     assert example == ["  prompt: '12+34='", "  response: '46.'", answers]

@@ -133,7 +133,6 @@ def test_gsm8k_is_fetched_and_trained_and_counts_prompts_too_long(hub, tmp_path,
     assert json.loads((run_dir / "config.json").read_text())["model"] == RHO
     assert hub.requests[-1][1].endswith("model.safetensors"), "its processes asked nothing"
     assert run.steps()[-1]["long_prompts"] == skipped > 0
-    assert f"{skipped} queries were skipped: prompt over --max_prompt_tokens 250" in out
     assert f"test queries (few: the interval is wide); {left_out} left out, prompt over" in out
 
 
@@ -283,7 +282,7 @@ def test_ctrl_c_ends_a_download_and_keeps_whole_files(hub, repositories, gsm8k_d
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=PATIENCE)
     assert time.monotonic() - start < size / rate / 10 and process.returncode == 130
-    assert error.endswith("files that were fetched whole are kept\n")
+    assert error.endswith("interrupted before the run began: nothing of it was written\n")
     assert list(tmp_path.rglob("config.json")) and not list(tmp_path.rglob("*.incomplete"))
 
 

@@ -142,9 +142,8 @@ def test_the_file_of_gsm8k_works_as_it_is(gsm8k_data):
 
 def test_the_look_at_responses_finds_the_answers_of_exact(tmp_path):
     data = write(tmp_path / "rows.jsonl", *[{"prompt": "q", "answer": "Paris"}] * 2)
-    task = load_task("jsonl", data=data)
-    queries = [Query(i, "q", "Paris") for i in range(3)]
-    look = look_at(task, queries, [" Paris", "Rome", ""], [1, 0, 0], [True] * 3)
+    task, query = load_task("jsonl", data=data), Query(0, "q", "Paris")
+    look = look_at(task, [query] * 3, [" Paris", "Rome", ""], [1, 0, 0], [True] * 3)
     assert look.unanswered == pytest.approx(1 / 3)
     assert look.examples[1] == "  wrong: reward 0, extracted 'Rome', wanted 'Paris': 'q' → 'Rome'"
 

@@ -197,7 +197,7 @@ def test_ctrl_c_is_heard_where_a_library_would_swallow_it_at_its_import(tmp_path
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     result = tba("arithmetic", "--steps", 1, code=130, directory=tmp_path)
     assert not (tmp_path / "runs").exists()
-    assert result.stderr == "interrupted before the run began: nothing was written\n"
+    assert result.stderr == "interrupted before the run began: nothing of it was written\n"
 
 
 def test_ctrl_c_while_everything_still_loads_ends_a_run_at_once(tmp_path):

@@ -17,7 +17,7 @@ from config import Config
 from learner import Learner, effective_share, importance_figures, lr_schedule
 from loss import LossInputs, trajectory_balance
 from models.architecture import weight_shapes
-from models.logprobs import split_rows
+from models.logprobs import micro_batch_tokens, split_rows
 from rollouts import Group, Response, make_tokens
 from runtime.memory_trial import try_largest_batch
 from runtime.record.metrics import describe
@@ -80,7 +80,7 @@ def test_gradient_and_metrics_do_not_depend_on_the_micro_batch(make):
         settings = dict(queries_per_batch=4, tokens_per_micro_batch=tokens, beta=1.0)
         learner = make(**settings, **SHORT).learner
         prompts, ids = [row.prompt for row in rows], [row.tokens for row in rows]
-        parts = split_rows(prompts, ids, learner.config.micro_batch_tokens, together=3)
+        parts = split_rows(prompts, ids, micro_batch_tokens(learner.config), together=3)
         sizes.append([len(part) for part in parts])
         gradients.append(gradient(learner, rows))
         with torch.no_grad():

@@ -76,7 +76,8 @@ class Alarms:
             float(np.mean([metrics.get(name, np.nan) for metrics in self.window]))
             for name in ("equal_rewards", "reward", "ess_responses", "finished")
         )
-        if equal >= EQUAL_REWARDS and not is_best(reward):
+        lowest, highest = BEST_REWARDS
+        if equal >= EQUAL_REWARDS and not lowest <= reward <= highest:
             yield (
                 "equal rewards",
                 f"in {equal:.0%} of the groups all rewards are equal (their mean is "
@@ -100,9 +101,3 @@ class Alarms:
                 "or an episode's --max_turns, --max_episode_tokens): raise it, or see in "
                 "samples.jsonl whether the policy has learned not to end",
             )
-
-
-def is_best(reward: float) -> bool:
-    """Whether a mean reward is that of responses of which nearly all are right."""
-    lowest, highest = BEST_REWARDS
-    return lowest <= reward <= highest

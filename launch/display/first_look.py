@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from config import Config
-from launch.display.alarms import is_best
+from launch.display.alarms import BEST_REWARDS
 from launch.files import read_lines
 from models.tokens import load_tokenizer, tokens_left_out
 from rollouts import Group
@@ -64,7 +64,7 @@ class FirstLook:
             if extracts and all(sample["extracted"] is None for sample in samples):
                 what = f"the task finds an answer in none of {len(samples)} responses"
                 yield f"{what}: {task.if_unanswered}"
-        if equal == 1.0 and not is_best(figures["reward"]):
+        if equal == 1.0 and not BEST_REWARDS[0] <= figures["reward"] <= BEST_REWARDS[1]:
             yield (
                 "equal rewards do not say which response is better: see whether score() finds the "
                 "answer; else try easier queries, a larger --samples_per_query or --temperature"

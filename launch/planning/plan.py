@@ -31,7 +31,13 @@ from launch.places import (
     why_no_gpu,
 )
 from launch.planning.memory import FP32, PolicyMemory, Rows, loaded_bytes
-from models.logprobs import TOKENS_IN_LOW_MEMORY, TOKENS_PER_FORWARD, split_rows
+from models.logprobs import (
+    TOKENS_IN_LOW_MEMORY,
+    TOKENS_PER_FORWARD,
+    full_queries,
+    micro_batch_tokens,
+    split_rows,
+)
 from runtime.checkpoints.checkpoint import KEPT
 from tasks import Task
 from weights import SHARED_MEMORY, SLOTS
@@ -142,10 +148,10 @@ class Plan:
             outside = (3 if self.on_gpu else 5) * policy.master_dtype.itemsize * policy.outside
             layers = (4 * policy.dtype.itemsize + 2 * FP32) * policy.layer
             yield "weights and gradients that are gathered", outside + layers
-        most_tokens = config.micro_batch_tokens
+        most_tokens = micro_batch_tokens(config)
         if config.low_memory == "on":  # a pass of more rows without a graph takes less
             most_tokens = TOKENS_IN_LOW_MEMORY[policy.device]
-        rows = self.largest_pass(config.full_queries, config.responses_per_query, most_tokens)
+        rows = self.largest_pass(full_queries(config), config.responses_per_query, most_tokens)
         taken = policy.count(rows, is_trained=True)
         what = "activations" if taken.is_counted else "activations (estimated)"
         length = "{} + {}".format(*config.longest_row)

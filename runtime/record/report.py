@@ -35,8 +35,5 @@ class Report:
 
     def close(self) -> None:
         """Say what the run has left out."""
-        if skipped := int(self.status.total("long_prompts")):
-            limit = f"over --max_prompt_tokens {self.config.max_prompt_tokens}"
-            self.say(f"{skipped} queries were skipped: prompt {limit}, empty or not Unicode")
         if unscored := int(self.status.total("unscored_groups")):
             self.say(f"{unscored} groups were dropped, they got no scores: see logs/")

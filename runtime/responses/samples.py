@@ -90,14 +90,10 @@ def look_at(
 ) -> Answers:
     """Look at N responses, N at least 1. With episodes a text is the list of the model's turns."""
     has_answers, answers = type(task).extract is not Task.extract, extract_all(task, texts)
-    whole = [i for i in range(len(texts)) if finished[i]]
-    best = max(whole, key=lambda i: rewards[i], default=None)
-    worst = min(whole, key=lambda i: rewards[i], default=None)
-    examples = {}
-    if best is not None:
-        examples["best"] = best
-        if rewards[worst] < rewards[best]:
-            examples["wrong"] = worst
+    whole = sorted((i for i in range(len(texts)) if finished[i]), key=lambda i: -rewards[i])
+    examples = {"best": whole[0]} if whole else {}
+    if whole and rewards[worst := min(whole, key=lambda i: rewards[i])] < rewards[whole[0]]:
+        examples["wrong"] = worst
     if len(whole) < len(texts):
         examples["cut off"] = next(i for i in range(len(texts)) if not finished[i])
     lines = []

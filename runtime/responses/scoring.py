@@ -59,9 +59,6 @@ class RewardScorer:
         scored, self.scored = self.scored, []
         return scored
 
-    def close(self) -> None:
-        """End worker processes: here are none."""
-
 
 def make_scorer(config: Config, task: Task) -> RewardScorer:
     """Make the scorer that the task wants: in worker processes where it limits their time."""

@@ -48,9 +48,8 @@ def _load_hub(
     # What is in the cache will do then: neither library is to ask once more.
     datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = problem is not None
     try:
-        with hub.ended_by_signal():
-            rows = datasets.load_dataset(name, configuration, split=split)
-            rows = rows.select_columns([c for c in columns if c in rows.column_names]).to_list()
+        rows = datasets.load_dataset(name, configuration, split=split)
+        rows = rows.select_columns([c for c in columns if c in rows.column_names]).to_list()
     except Exception as error:  # not in the cache, or a damaged file
         reason = hub.explain(problem or error)
         raise UserError(

@@ -43,7 +43,8 @@ def play(engine, tied_model):
         while len(groups) < queries:
             groups += episodes.step() + scorer.take()
         drain(engine)
-        scorer.close()
+        if task.score_timeout:
+            scorer.close()
         return sorted(groups, key=lambda group: group.query_id)
 
     return play
