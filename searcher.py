@@ -64,7 +64,8 @@ class Searcher:
         self.tokenizer = load_tokenizer(config)
         cursor = int(status.get(self.name, "cursor"))
         self.share = QueryShare(config, self.task.queries("train"), rank, cursor)
-        self.num_begun = self.first_step = 0  # for is_ahead(): groups, the trainer's step then
+        # For is_ahead(): groups begun, and the trainer's step when the search began.
+        self.num_begun, self.first_step = 0, max(0, weights.version)
         # Seeded by cursor too, so that a restart does not repeat samples.
         seeds = np.random.SeedSequence((config.seed, rank, cursor))
         self.engine = Engine(config, seed=int(seeds.generate_state(1)[0]))

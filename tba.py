@@ -48,19 +48,19 @@ def main(arguments: list[str]) -> int:
 
 
 def end_at_once(number: int, frame) -> None:
-    """Handle Ctrl-C and SIGTERM until there is a run, which has handlers of its own.
+    """Handle Ctrl-C until there is a run, which has a handler of its own.
 
     Not by an exception: what is being imported may swallow it, and the hub's client would wait for
     the files that its threads are at. It never goes on with a part of one: parts are removed.
     """
-    for opened in os.listdir("/proc/self/fd"):
-        try:
-            if (file := os.readlink(f"/proc/self/fd/{opened}")).endswith(".incomplete"):
+    try:
+        os.write(2, b"interrupted before the run began: nothing of it was written\n")
+        opened = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+        for file in opened:
+            if file.endswith(".incomplete"):
                 os.unlink(file)
-        except OSError:  # closed meanwhile
-            pass
-    os.write(sys.stderr.fileno(), b"interrupted before the run began: nothing of it was written\n")
-    os._exit(128 + number)
+    finally:
+        os._exit(128 + number)
 
 
 def check_names() -> None:
@@ -79,8 +79,7 @@ if __name__ == "__main__":
     check_names()
     import signal
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end_at_once)
+    signal.signal(signal.SIGINT, end_at_once)
     if sys.stdout:  # None: it was closed
         sys.stdout.reconfigure(errors="backslashreplace")  # it may know nothing but ASCII
     sys.exit(main(sys.argv[1:]))

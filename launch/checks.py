@@ -152,7 +152,7 @@ def load_data(config: Config) -> tuple[Task, dict[str, int], dict[str, list[Quer
             check_queries(f"task {config.task!r}", split, read[split])
             digest.update(f"{split} {sizes[split]}".encode())
             for query in read[split]:
-                # Of what is no JSON, such as a set, the type alone: its repr differs by process.
+                # Of what is no JSON, such as a set, the type alone: its repr may differ by process.
                 how = dict(skipkeys=True, default=lambda part: str(type(part)))
                 row = repr(query.prompt) + json.dumps(query.answer, **how)
                 digest.update(row.encode(errors="surrogatepass"))

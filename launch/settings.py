@@ -12,9 +12,8 @@ from tasks import Task, find_task
 
 EXTRAS = Path(__file__).parents[1] / "extras"
 PLAIN_TYPES = {int, float, bool, str, dict, types.NoneType}  # of a setting; a task may have others
-# In a setting's name, unless it is a number.
+# In the name of a setting that is a text, or holds some.
 SECRET = re.compile(r"(key|token|secret|passw(or)?d|credential|auth)s?(_|$)", re.IGNORECASE)
-NUMBERS = {int, float, bool, types.NoneType}
 # A setting, another that it must not exceed, and why.
 LIMITS = [
     ("responses_per_query", "samples_per_query", "those trained on are some of a query's samples"),
@@ -96,12 +95,13 @@ def check_types(config: Config, task: type[Task]) -> None:
     written to config.json, shown and given to trackers.
     """
     own = set(field_names(task))
-    hints = {name: sides_of(hint) for name, hint in get_type_hints(task).items() if name in own}
-    for name, sides in hints.items():
+    hints = {name: hint for name, hint in get_type_hints(task).items() if name in own}
+    for name, hint in hints.items():
         what = f"task {config.task!r} has a setting {name!r}"
         if name in field_names(Config):
             raise UserError(f"{what}, which is one of every run: give it another name")
-        if SECRET.search(name) and not NUMBERS.issuperset(sides):  # a number of tokens is none
+        has_text = str in (hint, *find_parts(hint)) and not hasattr(Task, name)
+        if SECRET.search(name) and has_text:
             raise UserError(
                 f"{what}, and settings are written to files: read a secret from the environment "
                 "(os.environ), or give what is none another name"
@@ -109,9 +109,9 @@ def check_types(config: Config, task: type[Task]) -> None:
     options = config.options if isinstance(config.options, dict) else {}  # which is named below
     if unknown := options.keys() - own:
         raise UserError(f"task {config.task!r} has no setting {min(unknown)!r}")
-    hints |= {name: sides_of(hint) for name, hint in get_type_hints(Config).items()}
+    hints |= get_type_hints(Config)
     for name, value in (vars(config) | options).items():
-        kind, sides = type(value), hints[name]
+        kind, sides = type(value), sides_of(hints[name])
         is_right = kind in sides or kind is int and float in sides
         if PLAIN_TYPES.issuperset(sides) and not is_right:
             words = " or ".join(side.__name__ for side in sides)

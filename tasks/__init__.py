@@ -87,7 +87,7 @@ class Task:
         """Fetch what load() needs, once, before anything starts. Raises UserError."""
 
     def models(self) -> list[str]:
-        """The models that a searcher may hold at once, for --plan."""
+        """The models that a searcher may hold at once: the plan is made before prepare()."""
         return []
 
     def load(self) -> None:

@@ -69,7 +69,7 @@ def files(tmp_path_factory, gsm8k_data, untied_model, chat_model):
         "refused.py": asking(f"0, {chat.format('user')}", f"1, {chat.format('system')}"),
         "clash.py": own("seed: int = 0"),
         "secret.py": own("max_tokens: int = 3", "keyboard: str = ''", "api_key: str | None = None"),
-        "secrets.py": own("hf_credentials: tuple[str, ...] = ()"),
+        "secrets.py": own("key_ids: list[int] | None = None", "credentials: tuple[str, ...] = ()"),
         "bad_row/train.jsonl": '{"query": "q"}',
         "tldr/train.jsonl": row,
         "tldr/test.jsonl": row,
@@ -113,7 +113,7 @@ OUT_OF_BOUNDS = [
 BAD_INPUT = [
     *OUT_OF_BOUNDS,
     ("{tmp}/clash.py --help", "has a setting 'seed', which is one of every run"),
-    ("{tmp}/secrets.py", "has a setting 'hf_credentials', …read a secret from the environ"),
+    ("{tmp}/secrets.py", "has a setting 'credentials', …read a secret from the environ"),
     ("{tmp}/secret.py --api_key sk-1", "has a setting 'api_key', …read a secret from the environ"),
     ("--step 10", "unknown argument --step: did you mean --steps or "),
     ("arithmetic --api_key=sk-1", "unknown argument --api_key: python tba.py arithmetic --help"),

@@ -190,19 +190,19 @@ LOOKS = [
     (
         [("7", 1, True), ("8", 0, True), ("a" * 500, 0, False), ("b", 0.5, True)],
         "25% of the responses were cut off (--max_response_tokens), 50% have no answer\n"
-        "  best: reward 1, extracted '7', wanted 7: 'of 0' → '7'\n"
-        "  wrong: reward 0, extracted '8', wanted 7: 'of 1' → '8'\n"
-        f"  cut off: reward 0, extracted None, wanted 7: 'of 2' → '{'a' * 100} … {'a' * 100}'",
+        "  best: reward 1, extracted '7', wanted '7': 'of 0' → '7'\n"
+        "  wrong: reward 0, extracted '8', wanted '7': 'of 1' → '8'\n"
+        f"  cut off: reward 0, extracted None, wanted '7': 'of 2' → '{'a' * 100} … {'a' * 100}'",
     ),
     (
         [("7", 0, True), ("a\nb", 0, True)],
         "0% of the responses were cut off, 50% have no answer\n"
-        "  best: reward 0, extracted '7', wanted 7: 'of 0' → '7'",
+        "  best: reward 0, extracted '7', wanted '7': 'of 0' → '7'",
     ),
     (
         [("a\nb", 0, False)],
         "100% of the responses were cut off (--max_response_tokens), 100% have no answer\n"
-        "  cut off: reward 0, extracted None, wanted 7: 'of 0' → 'a\\nb'",
+        "  cut off: reward 0, extracted None, wanted '7': 'of 0' → 'a\\nb'",
     ),
 ]
 

@@ -62,8 +62,8 @@ def test_the_view_has_the_time_left_each_searcher_and_at_last_what_goes_on(tmp_p
     assert "0:00:10 0:00:30 left" in bar
     assert first == "searcher 0: 50 tokens/s, 2 steps behind, alive"
     assert second == "searcher 1: 2,500 tokens/s, 10 steps behind, alive, 2 restarts"
-    assert "step 40/100" in Shown(tmp_path).lines()[0], "as a resumed run does"
-    assert "-:--:-- left" in Shown(tmp_path).lines()[0], "what it read is no pace"
+    bar = Shown(tmp_path).lines()[0]  # of the run resumed: what it has read is no pace
+    assert "step 40/100" in bar and "-:--:-- left" in bar
     run.step(100)
     run.status.last_step_done = True
     clock[0] = 1030.0

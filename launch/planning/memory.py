@@ -206,7 +206,7 @@ def loaded_bytes(model: str) -> int:
         architecture = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with torch.device("meta"):
             parameters = AutoModel.from_config(architecture).num_parameters()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:
         problem = first_line(error)
         raise UserError(f"the task's model {model!r} cannot be used: {problem}") from error
     return parameters * (architecture.dtype or torch.float32).itemsize

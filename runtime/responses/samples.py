@@ -99,7 +99,7 @@ def look_at(
     lines = []
     for kind, i in examples.items():
         extracted = f", extracted {answers[i]!r:.200}" if has_answers else ""
-        wanted = "" if (answer := queries[i].answer) is None else f", wanted {answer!r:.200}"
+        wanted = "" if (answer := queries[i].answer) is None else f", wanted {str(answer)!r:.200}"
         prompt, response = shortened(str(queries[i].prompt)), shortened(texts[i])
         facts = f"reward {rewards[i]:g}{extracted}{wanted}"
         lines.append(f"  {kind}: {facts}: {prompt!r} → {response!r}")

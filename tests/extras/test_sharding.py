@@ -251,7 +251,7 @@ def found(models, folder) -> dict[int, dict]:
 def check_equal(case: str, one: tuple, several: tuple) -> None:
     """Losses, gradient norms and weights are those of one process."""
     (metrics, weights), (others, other_weights) = one, several
-    # In bf16 attention rounds by the lengths of all rows of a pass, and each step adds to that.
+    # In bf16 a product rounds by the rows beside it, and each step adds to that; so is a norm.
     is_bf16 = case.startswith("bf16")
     assert others[0]["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-3 if is_bf16 else 1e-6)
     for name in ("loss", "grad_norm"):
@@ -261,7 +261,7 @@ def check_equal(case: str, one: tuple, several: tuple) -> None:
         atol = 1e-2 if is_bf16 else 1e-5
         np.testing.assert_allclose(other_weights[name], weight, rtol=0, atol=atol)
     for a, b in zip(metrics[:1] if is_bf16 else metrics, others):
-        assert b == pytest.approx(a, rel=1e-3, abs=1e-3), "all other metrics"
+        assert b == pytest.approx(a | {"grad_norm": b["grad_norm"]}, rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize("case", CASES)
