@@ -46,9 +46,8 @@ class Tracking:
 
     def __init__(self, config: Config, say: Callable[[str], None]):
         self.name, self.run_dir, self.say = config.track, config.output_dir, say
-        self.exit_code, self.is_over = 0, threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
+        self.exit_code, self.is_over, self.has_ended = 0, threading.Event(), threading.Event()
+        threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
         """Feed the tracker until the run is over, or until the tracker raises."""
@@ -59,6 +58,7 @@ class Tracking:
             log.write_text(traceback.format_exc())
             reason = f"{type(error).__name__}: {first_line(error)}; see {log}"
             self.say(f"--track {self.name}: it failed, and the run does without it: {reason}")
+        self.has_ended.set()
 
     def follow(self) -> None:
         """Feed the tracker what there is, again and again, until the run is over.
@@ -91,8 +91,8 @@ class Tracking:
         """
         self.exit_code = exit_code
         self.is_over.set()
-        self.thread.join(seconds)
-        if self.thread.is_alive():
+        # Not by join(): after an interrupted one Python takes the thread for ended.
+        if not self.has_ended.wait(seconds):
             problem = f"it did not end within {seconds:.0f} s and is cut off"
             print(f"--track {self.name}: {problem}; metrics.jsonl has all", file=sys.stderr)
             unlink_semaphores()
