@@ -180,9 +180,7 @@ def test_a_task_that_exits_in_score_or_reply_loses_its_query_alone(tmp_path):
     assert [group.rewards.tolist() for group in others] == [[1.0], [2.0]]
 
 
-def test_the_digest_of_rows_is_of_their_answers_too_and_the_same_whatever_order_sets_have(
-    monkeypatch,
-):
+def test_a_digest_of_rows_has_their_answers_and_is_one_whatever_order_sets_have(monkeypatch):
     digests = []
     for answer in {0, 8}, {8, 0}, [0, 8], [8, 0]:
         queries = [Query(0, "0+1=", {"any of": answer})]
