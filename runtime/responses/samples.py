@@ -90,19 +90,19 @@ def look_at(
 ) -> Answers:
     """Look at N responses, N at least 1. With episodes a text is the list of the model's turns."""
     has_answers, answers = type(task).extract is not Task.extract, extract_all(task, texts)
-    whole = sorted((i for i in range(len(texts)) if finished[i]), key=lambda i: -rewards[i])
-    examples = {"best": whole[0]} if whole else {}
-    if whole and rewards[worst := min(whole, key=lambda i: rewards[i])] < rewards[whole[0]]:
+    whole = [i for i in range(len(texts)) if finished[i]]
+    best, worst = (pick(whole, key=rewards.__getitem__, default=None) for pick in (max, min))
+    examples = {"best": best} if whole else {}
+    if whole and rewards[worst] < rewards[best]:
         examples["wrong"] = worst
     if len(whole) < len(texts):
         examples["cut off"] = next(i for i in range(len(texts)) if not finished[i])
     lines = []
     for kind, i in examples.items():
-        extracted = f", extracted {answers[i]!r:.200}" if has_answers else ""
+        found = f", extracted {answers[i]!r:.200}" if has_answers else ""
         wanted = "" if (answer := queries[i].answer) is None else f", wanted {str(answer)!r:.200}"
         prompt, response = shortened(str(queries[i].prompt)), shortened(texts[i])
-        facts = f"reward {rewards[i]:g}{extracted}{wanted}"
-        lines.append(f"  {kind}: {facts}: {prompt!r} → {response!r}")
+        lines.append(f"  {kind}: reward {rewards[i]:g}{found}{wanted}: {prompt!r} → {response!r}")
     unanswered = sum(answer is None for answer in answers) / len(texts) if has_answers else None
     return Answers(1 - len(whole) / len(texts), unanswered, lines)
 
